@@ -1,17 +1,16 @@
-"""Packs what a GPU machine without a package index lacks into parts of a bounded size.
+"""Pack what a GPU machine without a package index lacks into parts of a bounded size.
 
     python -m benchmarks.bundle attention stack weights vllm --present LIST
 
-Writes `.part1/`, `.part2/`, ... , each at most `--part-mib` large. On the other machine run
-`unpack.sh DEST` of every part, in any order and as often as you like: it keeps the part, and once
-all parts of a bundle are there it unpacks the bundle into DEST/<bundle>. `DEST/env.sh` then sets
-PYTHONPATH. A packed bundle is kept in the cache and used again: delete it there to pack it anew.
-Needs `uv` (to resolve for another Python than this one), `pip` and `xz`.
+The parts are `.part1/`, `.part2/`, ... , each at most `--part-mib` large. On the other machine,
+`unpack.sh DEST` of every part, in any order, keeps the part, and unpacks a bundle into
+DEST/<bundle> once all its parts are there. `DEST/env.sh` then sets PYTHONPATH. A packed bundle is
+kept in the cache and used again until it is deleted there. It needs `uv` (to resolve for another
+Python), `pip` and `xz`.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import hashlib
 import re
@@ -25,7 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import REPO
+from benchmarks.lib.processes import REPO
+from benchmarks.lib.program import arguments
 
 _UNPACK = REPO / "benchmarks" / "unpack.sh"
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
@@ -34,7 +34,7 @@ _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_6
 
 @dataclass(frozen=True)
 class Wheels:
-    """Wheels that are unzipped into one folder: some share a package (nvidia_cutlass_dsl)."""
+    """Wheels that are unzipped into one folder, because some share a package."""
 
     requirements: tuple[str, ...]
     resolve: bool = True  # also what they need; False: just these
@@ -88,10 +88,8 @@ WEIGHTS = "weights"
 
 
 def main() -> int:
-    """Build the bundles that were asked for and says what is in each part."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Pack the bundles and print the contents of each part."""
+    p = arguments("benchmarks.bundle", __doc__)
     p.add_argument("bundle", nargs="+", choices=[*WHEELS, WEIGHTS], help="packed in this order")
     p.add_argument("--present", type=Path, help="`pip list --format=freeze` of that machine")
     p.add_argument("--python", default="3.12", help="that machine's Python")
@@ -100,6 +98,7 @@ def main() -> int:
     p.add_argument("--out", type=Path, default=REPO, help="the parts' parent folder")
     args = p.parse_args()
     present = _names(args.present.read_text()) if args.present else frozenset()
+    args.cache.mkdir(parents=True, exist_ok=True)
     archives = []
     for name in args.bundle:
         archives.append(args.cache / f"{name}.tar.xz")
@@ -143,7 +142,7 @@ def _wheels(name: str, python: str, present: frozenset[str], cache: Path) -> Ite
 
 
 def _resolve(name: str, python: str) -> list[str]:
-    """Pins for the whole closure of a bundle's requirements."""
+    """Return pins for all that a bundle's requirements need."""
     bundle = WHEELS[name]
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_39"]
@@ -163,9 +162,7 @@ def _resolve(name: str, python: str) -> list[str]:
 
 
 def _run(command: Sequence[str], text: str) -> str:
-    return subprocess.run(
-        list(command), input=text, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    return subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def _name(pin: str) -> str:
@@ -199,7 +196,7 @@ def _pack(tree: Path) -> Path:
     plain = tree.with_suffix(".tar")
     with tarfile.open(plain, "w") as tar:
         tar.add(tree, arcname=".")
-    # Blocks, so that xz can unpack with several threads; numbers of two bytes are aligned to two.
+    # xz unpacks blocks with several threads; weights are numbers of two bytes.
     tuned = "preset=6,lp=1,lc=3,pb=1" if tree.name == WEIGHTS else "preset=6"
     subprocess.run(
         ["xz", "--threads=0", "--block-size=32MiB", f"--lzma2={tuned}", str(plain)], check=True
@@ -208,7 +205,7 @@ def _pack(tree: Path) -> Path:
 
 
 def _cut(archives: Sequence[Path], part_bytes: int, out: Path) -> None:
-    """Fill the parts one after the other; an archive may be cut anywhere."""
+    """Fill the parts one after the other and cut archives anywhere."""
     number, left = 0, 0
     for archive in archives:
         data = archive.read_bytes()

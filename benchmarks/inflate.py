@@ -1,27 +1,25 @@
-"""Inflation: a small trained Llama inside a larger Llama shape that computes the same function.
+"""Write a small trained Llama into a larger Llama shape that computes the same function.
 
     python -m benchmarks.inflate --role target --shape llama-3.1-8b --out FOLDER --device cuda
 
-A benchmark on a GPU needs the cost of an 8B model and the acceptance of a trained pair. Extra
-channels, heads, layers and tokens are really multiplied, and contribute nothing: what they would
-add to the residual stream meets a zero in `o_proj` or `down_proj`; all other extra weights are
-random. Norms keep the small model's mean square (weights by sqrt(small/large), eps by small/large),
-dimension i of a head sits where the large head turns by the same angle, and `q_proj` makes up for
-the attention scale. Extra tokens never win: every token carries a tiny constant in one channel that
-only the final norm reads, and it scores them very low.
+Benchmarks on a GPU then have the cost of an 8B model and the acceptance of a trained pair. Extra
+channels, heads, layers and tokens are multiplied and contribute nothing: their part of the
+residual stream meets zeros in `o_proj` or `down_proj`, and all other extra weights are random.
+Norms keep the small model's mean square (weights by sqrt(small/large), eps by small/large).
+Dimension i of a head sits where the large head rotates by the same angle, and `q_proj` makes up
+for the attention scale. Extra tokens never win: every token carries a tiny constant in one channel
+that only the final norm reads, and that channel scores extra tokens very low.
 
-The same function up to rounding: in bfloat16 the two factors are rounded, so texts may part where
-two tokens are nearly as likely. Whoever shows a figure from such a model says so. `--check` counts.
+The function is the same up to rounding. In bfloat16 the two factors are rounded, so texts may
+differ where two tokens are nearly as likely.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import prompts
-from benchmarks.records import first_divergence
+from benchmarks.lib.program import arguments
 from outrider.models.resolve import resolve_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -67,12 +64,12 @@ _LAYERS_PER_FILE = 4
 
 
 class ShapeError(Exception):
-    """The model does not fit into the shape."""
+    """Raised for a model that does not fit into the shape."""
 
 
 @dataclass(frozen=True)
 class Inflation:
-    """A loaded small Llama and the configuration of the large one."""
+    """A small Llama and the configuration of the large one."""
 
     small: Any  # LlamaForCausalLM
     config: LlamaConfig
@@ -104,7 +101,7 @@ class Inflation:
         return cls(small, new, device, dtype)
 
     def tensors(self) -> Iterator[dict[str, Tensor]]:
-        """The large model's state, a few layers at a time, made on the device."""
+        """Yield the large model's state, a few layers at a time, made on the device."""
         generator = torch.Generator(self.device).manual_seed(0)
         yield self._outside(generator)
         for first in range(0, self.config.num_hidden_layers, _LAYERS_PER_FILE):
@@ -114,21 +111,8 @@ class Inflation:
                 state |= self._layer(i, generator)
             yield state
 
-    def build(self) -> Any:
-        """The large model itself, in inference mode, without a detour over a disk."""
-        with torch.device("meta"):
-            model = LlamaForCausalLM(self.config).to(self.dtype)
-        for state in self.tensors():
-            model.load_state_dict(state, strict=False, assign=True)
-        # The rotary frequencies are not in the state: made where "meta" is not the device.
-        with torch.device(self.device):
-            model.model.rotary_emb = type(model.model.rotary_emb)(self.config)
-        model.tie_weights()
-        model.generation_config = self.small.generation_config
-        return model.eval()
-
     def save(self, source: Path, folder: Path) -> None:
-        """A folder in Hugging Face format, with the tokenizer files of `source`."""
+        """Write a folder in Hugging Face format, with the tokenizer files of `source`."""
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.safetensors"):
             old.unlink()
@@ -148,7 +132,7 @@ class Inflation:
                 shutil.copy(file, folder)
 
     def _outside(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Embedding, final norm and head."""
+        """Return the embedding, the final norm and the head."""
         old, new = self.small.config, self.config
         d, v = old.hidden_size, old.vocab_size
         words = self._moved(self.small.model.embed_tokens.weight)
@@ -214,7 +198,7 @@ class Inflation:
         }
 
     def _query_heads(self) -> Tensor:
-        """Where the small model's query heads go: into the first places of their group."""
+        """Return the places of the small model's query heads, the first ones of their group."""
         old, new = self.small.config, self.config
         small_group: int = old.num_attention_heads // old.num_key_value_heads
         group: int = new.num_attention_heads // new.num_key_value_heads
@@ -222,7 +206,7 @@ class Inflation:
         return head // small_group * group + head % small_group
 
     def _turning_dims(self) -> Tensor:
-        """Where a head's dimensions go: i of either half turns as i * ratio of the large half."""
+        """Return the places of a head's dimensions, which rotate by the same angles."""
         small: int = self.small.config.head_dim
         large: int = self.config.head_dim
         half = torch.arange(small // 2) * (large // small)
@@ -234,7 +218,7 @@ class Inflation:
         return rows.flatten().to(self.device)
 
     def _norm(self, weight: Tensor) -> Tensor:
-        """A norm's weights. It must not read the constant channel; the other extra ones are 0."""
+        """Return a norm's weights, which are 0 for the constant channel."""
         d, width = self.small.config.hidden_size, self.config.hidden_size
         factor = math.sqrt(d / width)
         norm = torch.full((width,), factor, dtype=self.dtype, device=self.device)
@@ -247,7 +231,7 @@ class Inflation:
         return float(2.0 ** math.floor(math.log2(_TINY * size)))
 
     def _moved(self, weight: Tensor, factor: float = 1.0) -> Tensor:
-        """Scaled before it is rounded."""
+        """Return the weight on the device, scaled before it is rounded."""
         exact = weight.detach().to(self.device, torch.promote_types(weight.dtype, torch.float32))
         return (exact * factor).to(self.dtype)
 
@@ -259,64 +243,21 @@ class Inflation:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
-@torch.inference_mode()
-def divergences(
-    small: Any, large: Any, prompts: list[list[int]], max_tokens: int
-) -> list[int | None]:
-    """Per prompt, where the greedy texts of the two models part; None: they do not.
-
-    The large model chooses once after each token of the small one's text: up to where they part
-    it has generated the same text.
-    """
-    found: list[int | None] = []
-    for ids in prompts:
-        inputs = torch.tensor([ids], device=small.device)
-        text = small.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-        )
-        chosen = large(text.to(large.device)).logits[0].argmax(-1)
-        found.append(
-            first_divergence(text[0, len(ids) :].tolist(), chosen[len(ids) - 1 : -1].tolist())
-        )
-    return found
-
-
 def main() -> int:
-    """Write the folder, checks the texts, or both. 1: in float32 a text differs."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Write the folder."""
+    p = arguments("benchmarks.inflate", __doc__)
     p.add_argument("--role", choices=("target", "draft"), required=True)
     p.add_argument("--model", default="embedded", help="a folder; default: the embedded one")
     p.add_argument("--shape", choices=SHAPES, required=True)
-    p.add_argument("--out", type=Path, help="write a model folder here")
-    p.add_argument("--check", type=int, default=0, help="compare greedy texts of N prompts")
-    p.add_argument("--max-tokens", type=int, default=64)
+    p.add_argument("--out", type=Path, required=True, help="write a model folder here")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = p.parse_args()
     source = resolve_model(args.model, args.role)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     small = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-    plan = Inflation.plan(small, SHAPES[args.shape], device, dtype)
-    began = time.perf_counter()
-    if args.out is not None:
-        plan.save(source, args.out)
-        print(f"{args.out}: written in {time.perf_counter() - began:.1f} s")
-    if not args.check:
-        return 0
-    loaded = prompts.load(None, source, count=args.check, max_prompt_tokens=256)
-    found = divergences(
-        small.to(device),
-        plan.build(),
-        [list(ids) for ids in loaded.token_ids],
-        args.max_tokens,
-    )
-    print(f"{args.shape} {args.dtype}: {found.count(None)} of {len(found)} texts equal; {found}")
-    return int(args.dtype == "float32" and any(at is not None for at in found))
+    Inflation.plan(small, SHAPES[args.shape], device, dtype).save(source, args.out)
+    return 0
 
 
 if __name__ == "__main__":

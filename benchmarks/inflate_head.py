@@ -1,17 +1,15 @@
-"""Inflation of an EAGLE-3 module: it drafts as before, beside a target that was inflated, too.
+"""Write an EAGLE-3 module in a larger shape, for a target that was inflated.
 
     python -m benchmarks.inflate_head --shape llama-3.1-8b --out FOLDER --device cuda
 
-As inflate.py does it for a language model: the first product reads only the small channels of the
-target's states, and the module's own extra channels stay zero, but for the target's constant one:
-by it the final norm and the head score extra tokens very low, as the target's do. The output layer
-is the module's own and knows `DRAFT_VOCAB` tokens, as its authors publish them; a module that has
-none begins it with the target's.
+As in inflate.py, the first product reads only the small channels of the target's states, and the
+module's extra channels stay zero, except for the target's constant one: by it the final norm and
+the head score extra tokens very low. The output layer is the module's own and knows `DRAFT_VOCAB`
+tokens. A module without an output layer begins with the target's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.inflate import GAIN, PENALTY, SHAPES, Inflation, ShapeError
+from benchmarks.lib.program import arguments
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.models.modules import resolve_module
 
@@ -37,19 +36,19 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class _Small:
-    """What `Inflation` reads of the small model."""
+    """The part of the small model that `Inflation` reads."""
 
     config: LlamaConfig
 
 
 class HeadInflation(Inflation):
-    """A module's checkpoint, as its authors name it, and the configuration of the large one."""
+    """An `Inflation` of a module's checkpoint."""
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, shape: dict[str, Any], device: torch.device, dtype: torch.dtype
     ) -> tuple[HeadInflation, dict[str, Any]]:
-        """And the large one's config.json. Raises `ShapeError`."""
+        """Return an inflation and the large module's config.json. Raises `ShapeError`."""
         names = set(checkpoint.names)
         if f"{_LAYER}hidden_norm.weight" not in names or "embed_tokens.weight" in names:
             raise ShapeError("Only a module with midlayer.*, without an embedding, is inflated.")
@@ -65,7 +64,7 @@ class HeadInflation(Inflation):
         return cls(_Small(old), LlamaConfig(**config), device, dtype), config
 
     def module(self, checkpoint: Checkpoint, target: TargetTensors) -> dict[str, Tensor]:
-        """The large module's tensors, made on the device; `target` is the small one."""
+        """Return the large module's tensors, made on the device; `target` is the small one."""
         generator = torch.Generator(self.device).manual_seed(0)
         old, new = self.small.config, self.config
         d, width, dim = old.hidden_size, new.hidden_size, new.head_dim
@@ -76,18 +75,14 @@ class HeadInflation(Inflation):
             return checkpoint.tensor(f"{name}.weight")
 
         def beside(rows: int, places: Tensor, name: str, scale: float = 1.0) -> Tensor:
-            """Of a product of the token's embedding beside the state [rows, 2 * width]."""
+            """Return a projection of the token's embedding and the state [rows, 2 * width]."""
             weight = self._random(generator, rows * dim, 2 * width)
             weight[:, :d] = weight[:, width : width + d] = 0
             token, state = self._moved(stored(name), scale).chunk(2, dim=1)
             weight[places, :d], weight[places, width : width + d] = token, state
             return weight
 
-        attention, inner, f = (
-            f"{_LAYER}self_attn.",
-            new.intermediate_size,
-            old.intermediate_size,
-        )
+        attention, inner, f = (f"{_LAYER}self_attn.", new.intermediate_size, old.intermediate_size)
         gate, up = (self._random(generator, inner, width) for _ in range(2))
         gate[:f, :d] = self._moved(stored(f"{_LAYER}mlp.gate_proj"))
         up[:f, :d] = self._moved(stored(f"{_LAYER}mlp.up_proj"))
@@ -104,7 +99,7 @@ class HeadInflation(Inflation):
         head = self._zeros(new.draft_vocab_size, width)
         head[:known, :d] = self._moved(small_head)
         head[known:, d] = -PENALTY
-        # Differences to a draft token's own number; the extra ones are extra ones of the target.
+        # Differences between target and draft ids; extra tokens are extra ones of the target.
         d2t = torch.full((len(head),), old.vocab_size - known)
         d2t[:known] = checkpoint.tensor("d2t") if "d2t" in checkpoint else 0
         scale = (dim / old.head_dim) ** 0.5
@@ -154,9 +149,7 @@ def inflate(
 
 def main() -> int:
     """Write the folder."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = arguments("benchmarks.inflate_head", __doc__)
     p.add_argument("--model", default="embedded", help="the module: a folder")
     p.add_argument("--target-model", default="embedded", help="what it was trained for")
     p.add_argument("--shape", choices=SHAPES, required=True)

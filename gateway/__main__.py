@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     exit_with_parent = flags.pop("exit_with_parent")
     try:
         flags["scorers"] = parse_entries(flags.pop("scorer"))
+        flags["cors_origins"] = tuple(flags["cors_origins"])
         flags["deployment"] = take_deployment(flags)
         config = GatewayConfig(**flags)
     except ConfigError as error:
@@ -73,6 +74,15 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=_DEFAULTS[name], help=text
         )
+    parser.add_argument(
+        "--cors-origin",
+        dest="cors_origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page's origin that may call the HTTP API from a browser, such as "
+        "https://app.example.com, or * for any; may be given several times; unset: none",
+    )
     for name, text in (
         ("request_timeout", "every request is answered within this time"),
         ("resume_timeout", "how long a request waits for a scorer to continue on"),

@@ -52,7 +52,7 @@ class Account:
             position = position + 1 if accepted else 0  # any other kind ends a round
 
     def report(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
-        """The scorer's own account of this segment as it stands."""
+        """Take over the scorer's latest account of this segment."""
         self._reported = aux_info
         if self._cached_prompt_tokens is None:
             self._cached_prompt_tokens = usage.cached_prompt_tokens
@@ -83,8 +83,9 @@ class Account:
         return self._cached_prompt_tokens or 0
 
     def close(self, *, output_len: int, cost_time_ms: float) -> common_pb2.AuxInfo:
-        """The public account, after `end_segment`, of which the first `output_len` tokens were
-        returned: accepted tokens behind a stop string do not count.
+        """Return the public account of the first `output_len` tokens, after `end_segment`.
+
+        Accepted tokens behind a stop string do not count.
         """
         result = common_pb2.AuxInfo()
         result.CopyFrom(self._total)

@@ -55,8 +55,9 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float) -> AsyncGenerator[None, None]:
-        """End its body when the deadline (loop time) passes, a client that does not read
-        included: raises `DeadlineError`, or `UnavailableError` while draining.
+        """End the body at the deadline (loop time), even if a client does not read.
+
+        Raises `DeadlineError`, or `UnavailableError` while draining.
         """
         try:
             async with asyncio.timeout_at(deadline) as timeout:
@@ -73,9 +74,7 @@ class Admission:
             ) from error
 
     def cancelled_by(self, deadline: float) -> str:
-        """Who cancels a completion with this deadline now, as an outcome: this gateway, as `until`
-        would have it, or the client.
-        """
+        """Return the outcome of a completion cancelled now: by this gateway or by the client."""
         now = deadline_after(_TIMER_S)
         if self._grace_end is not None and now >= min(deadline, self._grace_end):
             return UnavailableError.reason

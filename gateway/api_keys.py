@@ -35,7 +35,7 @@ class ApiKeys:
         return cls(keys)
 
     def check(self, authorization: str | None) -> str:
-        """The tenant: a hash of the key, the same at every gateway; "" where there are no keys.
+        """Return the tenant: a hash of the key, the same at every gateway; "" without keys.
 
         Raises `UnauthenticatedError`. Takes the same time whichever key nearly fits.
         """

@@ -28,6 +28,8 @@ class GatewayConfig:
     """
     api_key_file: str | None = None
     """One key per line. None: anyone may ask."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the HTTP API from a browser; "*": any. None by default."""
     max_in_flight: int = 256
     """Completions at once; more are refused with CapacityError."""
     max_body_bytes: int = 8 * 2**20

@@ -15,7 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
-from gateway.replay import Replayer, Round, ScorerRequest
+from gateway.replay import Replayer, Round
 from gateway.scorers import ScorerPool
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
@@ -71,29 +71,21 @@ class Generator:
     async def generate(
         self, request: GenerationRequest, deadline: float, metadata: Metadata | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """The completion's chunks, the last with its ending. `deadline` is loop time; `metadata`
-        may carry the caller's trace context.
+        """Yield the completion's chunks, the last with its ending.
 
-        Closing the generator cancels the scorer's RPC. Raises `OutriderError`.
+        `deadline` is loop time; `metadata` may carry the caller's trace context. Closing the
+        generator cancels the scorer's RPC. Raises `OutriderError`.
         """
         begun = time.perf_counter()
         first_token: float | None = None
         account = Account(request.speculation.verification.rule)
+        spelled = tuple(filter(self.tokenizer.names_special, request.stop_strings))
         output = OutputAssembler(
-            self.tokenizer.detokenizer(), request.stop_strings, request.stop.min_tokens
-        )
-        scorer_request = ScorerRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            stop=request.stop,
-            speculation=request.speculation,
-            running_stats=bool(request.stop_strings),
-            constraint=request.constraint,
-            top_logprobs=request.top_logprobs,
-            tenant=request.tenant,
-            # What is decoded behind a stop string is for nothing.
-            stream_interval=0 if request.stop_strings else request.stream_interval,
+            self.tokenizer.detokenizer(),
+            tuple(stop for stop in request.stop_strings if stop not in spelled),
+            request.stop.min_tokens,
+            spelled_stops=spelled,
+            spell_special=self.tokenizer.spell_special,
         )
         model = self.config.served_model_name
         with (
@@ -104,7 +96,7 @@ class Generator:
         ):
             reason: FinishReason | None = None
             tokens: list[OutputToken] = []
-            rounds = self._replayer.stream(scorer_request, account, span, deadline)
+            rounds = self._replayer.stream(request, account, span, deadline)
             async with aclosing(rounds):
                 async for round_ in rounds:
                     if first_token is None and round_.token_ids:
@@ -155,7 +147,7 @@ class Generator:
 def _new_tokens(
     request: GenerationRequest, round_: Round
 ) -> Iterator[tuple[int, TokenKind, TokenLogprobs | None]]:
-    """A round's tokens. Raises `InternalError` if logprobs that were asked for are missing."""
+    """Return a round's tokens. Raises `InternalError` if requested logprobs are missing."""
     logprobs: Sequence[TokenLogprobs | None] = round_.logprobs
     if request.top_logprobs is None:
         logprobs = (None,) * len(round_.token_ids)

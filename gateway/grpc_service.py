@@ -10,7 +10,7 @@ import grpc
 from gateway.admission import deadline_after
 from gateway.api_keys import ApiKeys
 from gateway.generation import Chunk, Generator
-from gateway.intake import GenerationRequest, Limits
+from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError
 from outrider.rpc.codec import (
@@ -73,7 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.ListModelsResponse(models=[model])
 
     def _check_key(self, context: Context) -> str:
-        """The tenant."""
+        """Return the tenant."""
         given = dict(_metadata(context)).get("authorization")
         return self._api_keys.check(given if isinstance(given, str) else None)
 
@@ -96,22 +96,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         intake.check_advice(speculation.advice, "advice", "references")
         return intake.prepare(
             token_ids,
-            operation=operation,
-            param=param,
-            sampling=sampling_from_proto(request.sampling, seed=intake.default_seed()),
-            limits=Limits(
+            param,
+            Limits(
                 max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
                 stop_token_ids=frozenset(stop.stop_token_ids),
                 ignore_eos=stop.ignore_eos,
                 min_tokens=stop.min_tokens,
                 stop_strings=tuple(request.stop_strings),
+                stop_strings_param="stop_strings",
             ),
-            speculation=speculation,
-            request_id=request.request_id,
-            constraint=constraint_from_proto(request.constraint),
-            top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
-            tenant=tenant,
-            stream_interval=request.stream_interval,
+            Settings(
+                operation=operation,
+                sampling=sampling_from_proto(request.sampling, seed=intake.default_seed()),
+                speculation=speculation,
+                request_id=request.request_id,
+                constraint=constraint_from_proto(request.constraint),
+                top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
+                tenant=tenant,
+                stream_interval=request.stream_interval,
+            ),
         )
 
 

@@ -33,7 +33,7 @@ class PatientProtocol(H11Protocol):
         super().pause_writing()
 
     def _waits_for(self) -> tuple[object, ...] | None:
-        """What the client owes; equal as long as it does nothing about it. None: nothing."""
+        """Return what the client owes, unchanged while it sends nothing; None: nothing."""
         if self.flow.write_paused or self.transport.is_closing():  # nothing is written meanwhile
             return "read", self._pauses, self.transport.get_write_buffer_size()
         if self.cycle is None or self.cycle.response_complete:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from gateway.config import GatewayConfig
 from gateway.scorers import ScorerPool
@@ -42,26 +42,33 @@ class Limits:
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
+    stop_strings_param: str = "stop"  # the client's name of them
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One completion, checked: every limit resolved, the seed drawn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a client asks for besides its prompt and limits."""
 
-    request_id: str
     operation: str  # gen_ai.operation.name
-    prompt_token_ids: TokenIds
     sampling: SamplingParams
-    stop: StopParams
-    stop_strings: tuple[str, ...]
     speculation: SpeculationParams
+    request_id: str = ""
     constraint: Constraint | None = None
     top_logprobs: int | None = None  # None: no logprobs
     tenant: str = ""
     stream_interval: int = 0  # tokens wanted at a time, but for the first; 0: each round's
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest(Settings):
+    """One completion, checked: every limit resolved, the seed drawn."""
+
+    prompt_token_ids: TokenIds
+    stop: StopParams
+    stop_strings: tuple[str, ...]
+
     def choice(self, index: int, request_id: str) -> GenerationRequest:
-        """The same request again, for choice `index` of several: with a seed of its own.
+        """Return this request for choice `index` of several, with a seed of its own.
 
         Choice 0 has the request's seed, so that asking for more choices does not change it.
         """
@@ -85,11 +92,11 @@ class Intake:
             )
 
     def default_seed(self) -> int:
-        """The seed of a request that has none; 63 bits, so that any client can send it back."""
+        """Return a seed for a request without one; 63 bits, so that any client can send it back."""
         return secrets.randbits(63) if self._config.seed is None else self._config.seed
 
     async def encode(self, text: str, param: str) -> list[int]:
-        """A prompt's token ids, off the event loop: a long one takes a while.
+        """Encode a prompt in a thread, because a long one would block the event loop.
 
         Raises `InvalidRequestError` for an empty text, even where BOS alone would do.
         """
@@ -108,7 +115,7 @@ class Intake:
         )
 
     async def encode_chat(self, messages: Sequence[Message], param: str) -> list[int]:
-        """A conversation's token ids. Raises `InvalidRequestError`."""
+        """Render and encode a conversation. Raises `InvalidRequestError`."""
         if not messages:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         chars = sum(len(m["content"]) + len(m.get("name", "")) for m in messages)
@@ -126,21 +133,9 @@ class Intake:
             )
 
     def prepare(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        operation: str,
-        param: str,
-        sampling: SamplingParams,
-        limits: Limits,
-        speculation: SpeculationParams,
-        request_id: str = "",
-        constraint: Constraint | None = None,
-        top_logprobs: int | None = None,
-        tenant: str = "",
-        stream_interval: int = 0,
+        self, prompt_token_ids: Sequence[int], param: str, limits: Limits, settings: Settings
     ) -> GenerationRequest:
-        """A request that a scorer will take. `param` is the prompt's name in the client's request.
+        """Return a request that a scorer will take; `param` is the client's name of the prompt.
 
         Raises `InvalidRequestError`, or `PromptTooLongError` if prompt and max_tokens exceed the
         context.
@@ -148,10 +143,10 @@ class Intake:
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         self._check_tokens(prompt_token_ids, param)
-        self._check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
-        _check_stop_strings(limits.stop_strings)
-        # It stands in logs, in traces and in every message of the answer.
-        require(
+        self._check_tokens([token for token, _ in settings.sampling.logit_bias], "logit_bias")
+        _check_stop_strings(limits.stop_strings, limits.stop_strings_param)
+        request_id, top_logprobs = settings.request_id, settings.top_logprobs
+        require(  # logs, traces and every message of the answer hold it
             len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isprintable(),
             "request_id",
             f"at most {MAX_REQUEST_ID_CHARS} printable characters",
@@ -162,11 +157,10 @@ class Intake:
                 "top_logprobs",
                 f"between 0 and {MAX_TOP_LOGPROBS}",
             )
+        given = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         return GenerationRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            operation=operation,
+            **given | {"request_id": request_id or uuid.uuid4().hex},
             prompt_token_ids=tuple(prompt_token_ids),
-            sampling=sampling,
             stop=StopParams(
                 max_tokens=self._max_tokens(len(prompt_token_ids), limits, param),
                 stop_token_ids=limits.stop_token_ids,
@@ -174,11 +168,6 @@ class Intake:
                 min_tokens=limits.min_tokens,
             ),
             stop_strings=limits.stop_strings,
-            speculation=speculation,
-            constraint=constraint,
-            top_logprobs=top_logprobs,
-            tenant=tenant,
-            stream_interval=stream_interval,
         )
 
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
@@ -219,14 +208,11 @@ class Intake:
         )
 
 
-def _check_stop_strings(stop_strings: tuple[str, ...]) -> None:
-    if len(stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop must hold at most {MAX_STOP_STRINGS} strings.", param="stop"
-        )
-    if not all(stop_strings):
-        raise InvalidRequestError("stop must not hold an empty string.", param="stop")
-    if max(map(len, stop_strings), default=0) > MAX_STOP_STRING_CHARS:
-        raise InvalidRequestError(
-            f"stop must hold strings of at most {MAX_STOP_STRING_CHARS} characters.", param="stop"
-        )
+def _check_stop_strings(stop_strings: tuple[str, ...], param: str) -> None:
+    require(len(stop_strings) <= MAX_STOP_STRINGS, param, f"at most {MAX_STOP_STRINGS} strings")
+    require(all(stop_strings), param, "strings of at least one character")
+    require(
+        max(map(len, stop_strings), default=0) <= MAX_STOP_STRING_CHARS,
+        param,
+        f"strings of at most {MAX_STOP_STRING_CHARS} characters",
+    )

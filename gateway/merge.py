@@ -43,7 +43,7 @@ async def merged(
 
 
 def one_ahead(streams: Sequence[AsyncGenerator[T, None]]) -> list[AsyncGenerator[T, None]]:
-    """The same streams, of which all but the first begin once that one has its first item."""
+    """Return the streams; all but the first begin once the first has yielded an item."""
     begun = asyncio.Event()
     return [_announced(streams[0], begun), *(_begun_after(begun, other) for other in streams[1:])]
 

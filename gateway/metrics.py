@@ -78,6 +78,6 @@ class GatewayMetrics:
             self._requests.labels(operation, outcome).inc()
 
     def completed(self, usage: common_pb2.Usage) -> None:
-        """A completion that ended well."""
+        """Count a completion that ended well."""
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.stop_strings import StopStringMatcher
@@ -21,22 +21,41 @@ class OutputToken:
     logprobs: TokenLogprobs | None = None  # if the request asks for them
 
 
+@dataclass(slots=True)
+class _Held:
+    """A token that a stop string may still cut off."""
+
+    token: OutputToken
+    spelled: str  # its text, or a special token as it is written
+    unfinished: bool  # a later token completes its last character
+
+
 class OutputAssembler:
     """One completion's output.
 
     Tokens are held back, with their text, while a character is incomplete or while the end of the
     text may begin a stop string. The tokens released are the completion: the concatenation of
     their texts is its text. Stop strings within the first `min_tokens` tokens do not count.
+
+    Special tokens have no text. `spelled_stops` are stop strings that name some, as `spell_special`
+    writes them ("" for any other token): they are looked for in the text with special tokens.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop_strings: Sequence[str], min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        min_tokens: int = 0,
+        *,
+        spelled_stops: Sequence[str] = (),
+        spell_special: Callable[[int], str] = lambda _: "",
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stop_strings)
+        self._spelled_matcher = StopStringMatcher(spelled_stops)
+        self._spell_special = spell_special
         self._min_tokens = min_tokens
-        self._held: deque[OutputToken] = deque()
-        self._held_chars = 0
+        self._held: deque[_Held] = deque()
         self._seen = 0
         self.stopped = False
         self.released = 0
@@ -44,54 +63,72 @@ class OutputAssembler:
     def push(
         self, token_id: int, kind: TokenKind, logprobs: TokenLogprobs | None = None
     ) -> list[OutputToken]:
-        """The tokens that became certain; `stopped` is set once a stop string has appeared."""
+        """Return the tokens that became certain; set `stopped` once a stop string has appeared."""
         assert not self.stopped
         self._seen += 1
-        token = OutputToken(token_id, kind, self._detokenizer.push(token_id), logprobs)
-        self._held.append(token)
-        self._held_chars += len(token.text)
-        if self._match(token.text):
+        text = self._detokenizer.push(token_id)
+        complete = self._detokenizer.complete
+        spelled = text or self._spell_special(token_id)
+        self._held.append(
+            _Held(OutputToken(token_id, kind, text, logprobs), spelled, unfinished=not complete)
+        )
+        if self._match(text, spelled):
             return self._release(len(self._held))
-        if not self._detokenizer.complete:
-            return []
-        return self._release(self._certain())
+        return self._release(self._certain()) if complete else []
 
     def finish(self) -> list[OutputToken]:
-        """What is left when the scorer has ended the completion."""
+        """Return the tokens that are left when the scorer has ended the completion."""
         rest = "" if self.stopped else self._detokenizer.flush()
         if rest:  # an incomplete character kept its token here
-            self._held[-1] = replace(self._held[-1], text=self._held[-1].text + rest)
-            self._held_chars += len(rest)
-            self._match(rest)
+            last = self._held[-1]
+            last.token = replace(last.token, text=last.token.text + rest)
+            last.spelled += rest
+            self._match(rest, rest)
         return self._release(len(self._held))
 
-    def _match(self, piece: str) -> bool:
-        """Look for a stop string; at a match, drops what is behind the match's begin."""
-        excess = self._matcher.feed(piece) if self._seen > self._min_tokens else None
-        if excess is None:
+    def _match(self, text: str, spelled: str) -> bool:
+        """Look for a stop string; at a match, drop what is behind the match's begin."""
+        if self._seen <= self._min_tokens:
+            return False
+        excess, spelled_excess = self._matcher.feed(text), self._spelled_matcher.feed(spelled)
+        if excess is None and spelled_excess is None:
             return False
         self.stopped = True
-        while self._held:
-            token = self._held[-1]
-            if len(token.text) > excess:  # its text begins before the match: it stays
-                self._held[-1] = replace(token, text=token.text[: len(token.text) - excess])
-                break
-            excess -= len(token.text)
-            self._held.pop()
+        if excess is not None:
+            self._drop(excess, lambda held: held.token.text)
+        else:
+            assert spelled_excess is not None
+            self._drop(spelled_excess, lambda held: held.spelled)
         return True
 
+    def _drop(self, excess: int, text_of: Callable[[_Held], str]) -> None:
+        """Cut the last `excess` characters off; a token goes with the first of its characters."""
+        while excess:
+            last = self._held[-1]
+            length = len(text_of(last))
+            if length > excess:  # its text begins before the match: it stays
+                text = last.token.text
+                last.token = replace(last.token, text=text[: max(0, len(text) - excess)])
+                return
+            excess -= length
+            self._held.pop()
+        while self._held and self._held[-1].unfinished and not self._held[-1].token.text:
+            self._held.pop()  # the first bytes of a character that was cut off
+
     def _certain(self) -> int:
-        """How many held tokens end before anything that may begin a stop string."""
-        certain, end = 0, 0
-        for token in self._held:
-            end += len(token.text)
-            if end > self._held_chars - self._matcher.pending:
+        """Return how many held tokens end before anything that may begin a stop string."""
+        certain, left = len(self._held), self._matcher.pending
+        spelled_left = self._spelled_matcher.pending
+        for held in reversed(self._held):
+            if left <= 0 and spelled_left <= 0:
                 break
-            certain += 1
+            certain -= 1
+            left -= len(held.token.text)
+            spelled_left -= len(held.spelled)
+        while certain and self._held[certain - 1].unfinished:
+            certain -= 1  # the token that completes its character may be cut off
         return certain
 
     def _release(self, count: int) -> list[OutputToken]:
-        tokens = [self._held.popleft() for _ in range(count)]
-        self._held_chars -= sum(len(token.text) for token in tokens)
         self.released += count
-        return tokens
+        return [self._held.popleft().token for _ in range(count)]

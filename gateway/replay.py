@@ -16,10 +16,11 @@ import grpc
 from opentelemetry.trace import Span
 
 from gateway.account import Account
+from gateway.intake import GenerationRequest
 from gateway.scorer import Scorer
 from gateway.scorers import ScorerPool
 from outrider.errors import CapacityError, OutriderError, UnavailableError
-from outrider.params import Constraint, SamplingParams, SpeculationParams, StopParams, TokenIds
+from outrider.params import StopParams, TokenIds
 from outrider.rpc.codec import (
     FINISH_FROM_PROTO,
     KIND_FROM_PROTO,
@@ -38,22 +39,6 @@ _MAX_FAILURES = 4
 """Scorers in a row that may die under a request without adding a token: it might be the cause."""
 _FULL_RETRY_S = 0.1
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ScorerRequest:
-    """A request in token ids. The seed is set."""
-
-    request_id: str
-    prompt_token_ids: TokenIds
-    sampling: SamplingParams
-    stop: StopParams
-    speculation: SpeculationParams
-    running_stats: bool
-    constraint: Constraint | None = None
-    top_logprobs: int | None = None
-    tenant: str = ""
-    stream_interval: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +67,9 @@ class Replayer:
         self._on_retry = on_retry
 
     async def stream(
-        self, request: ScorerRequest, account: Account, parent: Span, deadline: float
+        self, request: GenerationRequest, account: Account, parent: Span, deadline: float
     ) -> AsyncGenerator[Round, None]:
-        """The request's rounds, whatever number of scorers it takes; `deadline` is loop time.
+        """Yield the request's rounds from as many scorers as it takes; `deadline` is loop time.
 
         Raises what the scorer refuses the request with; `UnavailableError` if no scorer is left
         to continue on; `DeadlineError`. Closing the generator cancels the RPC.
@@ -140,7 +125,7 @@ class Replayer:
         parent: Span,
         deadline: float,
     ) -> AsyncGenerator[Round, None]:
-        """What one scorer adds."""
+        """Yield what one scorer adds."""
         with self._telemetry.client_span(
             "outrider.v1.ScorerService/Generate", parent, {"server.address": scorer.target}
         ) as span:
@@ -161,8 +146,8 @@ class Replayer:
     def _patience(self, deadline: float) -> float:
         return min(deadline, _now() + self._resume_timeout_s)
 
-    def _ended(self, request: ScorerRequest, committed: list[int]) -> Round | None:
-        """The last round, if the scorer died between its last token and saying so."""
+    def _ended(self, request: GenerationRequest, committed: list[int]) -> Round | None:
+        """Return the last round if the scorer died between its last token and saying so."""
         length = len(request.prompt_token_ids) + len(committed)
         if len(committed) < request.stop.max_tokens and length < self._pool.max_model_len:
             return None
@@ -170,7 +155,7 @@ class Replayer:
 
 
 def _continuation(
-    request: ScorerRequest, committed: list[int]
+    request: GenerationRequest, committed: list[int]
 ) -> scorer_pb2.ScorerServiceGenerateRequest:
     done = len(committed)
     stop = StopParams(
@@ -185,12 +170,13 @@ def _continuation(
         sampling=sampling_to_proto(request.sampling),
         stop=stop_to_proto(stop),
         speculation=speculation_to_proto(request.speculation),
-        running_stats=request.running_stats,
+        running_stats=bool(request.stop_strings),
         constraint=constraint_to_proto(request.constraint),
         top_logprobs=request.top_logprobs,
         num_resumed_tokens=done,
         tenant=request.tenant,
-        stream_interval=request.stream_interval,
+        # Tokens decoded behind a stop string are thrown away, so each round is sent at once.
+        stream_interval=0 if request.stop_strings else request.stream_interval,
     )
 
 

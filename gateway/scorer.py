@@ -46,7 +46,7 @@ class Scorer:
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
     ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        """The scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
+        """Yield the scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
         call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
         self.in_flight += 1
         try:

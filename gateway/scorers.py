@@ -53,7 +53,7 @@ class ScorerPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.serving and not self._misfits:
-                    await self._wait_change()
+                    await self._changed.wait()
         except TimeoutError as error:
             targets = ", ".join(scorer.target for scorer in self.scorers)
             raise ConfigError(
@@ -93,7 +93,7 @@ class ScorerPool:
     async def pick(
         self, prompt_token_ids: Sequence[int], excluded: frozenset[Scorer], timeout_s: float
     ) -> Scorer:
-        """The scorer for a prompt, waiting at most `timeout_s` until one serves.
+        """Choose the scorer for a prompt, waiting at most `timeout_s` until one serves.
 
         Rendezvous hashing ranks the scorers for prompts with the same first page: the first that is
         not clearly busier than the least busy one. Raises `UnavailableError`.
@@ -101,7 +101,7 @@ class ScorerPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while not (candidates := set(self.serving) - excluded):
-                    await self._wait_change()
+                    await self._changed.wait()
         except TimeoutError as error:
             raise UnavailableError("No scorer can be reached. Try again soon.") from error
         page = array("I", prompt_token_ids[:_AFFINITY_TOKENS]).tobytes()
@@ -110,7 +110,7 @@ class ScorerPool:
         return min(idle_enough, key=lambda scorer: _rendezvous(scorer.target, page))
 
     def mark_down(self, scorer: Scorer) -> None:
-        """A request could not reach it: it gets none until a probe succeeds."""
+        """Send no requests to a scorer that one could not reach, until a probe succeeds."""
         self._set_serving(scorer, False)
 
     async def _follow(self) -> None:
@@ -187,8 +187,10 @@ class ScorerPool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait_change(self) -> None:
-        await self._changed.wait()
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of who serves; then another event takes its place."""
+        return self._changed
 
 
 def _rendezvous(target: str, page: bytes) -> bytes:

@@ -43,6 +43,7 @@ class Gateway:
         self._http: _HttpServer | None = None
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, str]:
         """Comes up; returns the addresses. Raises `ConfigError`."""
@@ -75,7 +76,7 @@ class Gateway:
             if config.metrics_port is None
             else {"metrics": self._telemetry.serve_metrics(config.host, config.metrics_port)}
         )
-        await self._grpc.set_serving(True)
+        self._health = asyncio.create_task(self._follow_health(self._grpc, self._pool))
 
         self._http = _HttpServer(
             uvicorn.Config(
@@ -106,6 +107,9 @@ class Gateway:
         metrics port goes on to the end.
         """
         grace_s = self._config.deployment.drain_grace_s
+        if self._health is not None:
+            self._health.cancel()
+            await _settled(self._health)
         if self._generator is not None:
             self._generator.admission.drain(grace_s)
         if self._http is not None and self._serving is not None:
@@ -119,6 +123,13 @@ class Gateway:
         if self._socket is not None:
             self._socket.close()
         self._telemetry.shutdown()
+
+    async def _follow_health(self, server: GrpcServer, pool: ScorerPool) -> None:
+        """Serve over gRPC's health what /health says: whether a scorer is within reach."""
+        while True:
+            changed = pool.changed
+            await server.set_serving(bool(pool.serving))
+            await changed.wait()
 
     async def wait_failed(self) -> None:
         assert self._serving is not None
@@ -155,7 +166,7 @@ async def _settled(task: asyncio.Task[None]) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address, taken before anything slow. Raises `ConfigError`."""
+    """Bind the HTTP port before anything slow. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

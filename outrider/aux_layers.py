@@ -33,9 +33,10 @@ def trained_layers(count: int) -> tuple[int, int, int]:
 
 
 def states_read(method: str, module: str | None) -> str:
-    """What `--hidden-features` of a scorer is to be for a module, None or "embedded" for the one
-    that ships with Outrider: of one of EAGLE-3's on disk what its config.json names, in the
-    scorer's words. Raises `ConfigError`.
+    """Return the `--hidden-features` that a scorer needs for a module.
+
+    None or "embedded" is the module that ships with Outrider. An EAGLE-3 module on disk names its
+    layers in config.json. Raises `ConfigError`.
     """
     if method != "eagle3":
         return "final"
@@ -51,7 +52,7 @@ def states_read(method: str, module: str | None) -> str:
 
 
 def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The decoder layers, counted from 0, whose inputs a config.json names; None: it names none.
+    """Return the decoder layers, from 0, whose inputs a config.json names; None: it names none.
 
     Files number layers by their inputs (`speculators`, and most others) or by the outputs of the
     layers before (ModelOpt: 1, N/2 - 1, N - 4). Only the first number tells: 1 is an output's, for

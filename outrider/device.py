@@ -1,6 +1,6 @@
-"""The device that a process computes on, by a name that all processes on that device have for it.
+"""Name the device of a process equally in all processes on that device.
 
-Imports torch only for CUDA: methods that copy tokens start without it.
+It imports torch only for CUDA, because methods that copy tokens start without it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def device_id(device: str) -> str:
-    """Of "cuda" or, say, "cuda:1" the GPU's UUID, else the machine's boot id; "" if unknown.
+    """Return a GPU's UUID, or the machine's boot id for a CPU; "" if it is unknown.
 
-    Containers see both as their host does.
+    Containers see the same names as their host.
     """
     if device.startswith("cuda"):
         import torch

@@ -7,7 +7,7 @@ import math
 
 
 def number(text: str) -> float:
-    """What is none is NaN, which no bounds include."""
+    """Read a number; other text is NaN, which no bounds include."""
     try:
         return float(text)
     except ValueError:

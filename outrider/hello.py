@@ -1,4 +1,4 @@
-"""What a proposer says of itself, wherever it runs: the first message of draft.proto."""
+"""The Hello of a proposer, wherever it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.v1 import draft_pb2
 def make_hello(
     traits: ProposerTraits, tokenizer_hash: str, *, proposer_id: str, pool: str, device: str
 ) -> draft_pb2.Hello:
-    """Of a method with these traits; without what is its connection's."""
+    """Return a Hello of a method with these traits, without fields of its connection."""
     return draft_pb2.Hello(
         protocol_version=PROTOCOL_VERSION,
         proposer_id=proposer_id,

@@ -23,7 +23,7 @@ METHOD_ALIASES: Final = {
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
-    """The methods of a comma list, by their own names: the type of a flag.
+    """Parse a comma list of methods; aliases become the methods' own names.
 
     Raises `ArgumentTypeError`.
     """

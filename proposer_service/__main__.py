@@ -1,4 +1,4 @@
-"""`python -m proposer_service --scorer HOST:PORT --method NAME[,...]`."""
+"""Runs `python -m proposer_service --scorer HOST:PORT --method NAME[,...]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proposer_service.config import START_TIMEOUT_S, ProposerConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
-    """The configuration, and whether to exit with the parent. Raises `ConfigError`."""
+    """Return the configuration, and whether to exit with the parent. Raises `ConfigError`."""
     parser = argparse.ArgumentParser(
         prog="outrider serve proposer",
         description="Drafts tokens for Outrider scorers, which it dials.",
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until a signal; returns the exit code."""
+    """Run until a signal, and return the exit code."""
     try:
         config, exit_with_parent = parse(argv)
     except OutriderError as error:
@@ -79,13 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for method in config.methods:
         if isinstance(method, ModelConfig):
-            # Read when torch and NumPy are imported, which happens below.
+            # torch and NumPy, which are imported below, read them.
             for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
                 os.environ[variable] = str(method.threads)
-    # How long the drafting thread, which goes on to guess ahead, may keep the event loop, where
-    # messages pass gRPC, from reading a commit or writing a block. Python's default of 5 ms is as
-    # long as a step takes on a GPU; less than 0.1 ms brings no more, because the loop is then kept
-    # from going on.
+    # Time for which the drafting thread, which drafts ahead, may keep the event loop from passing
+    # messages of gRPC. Python's default of 5 ms is as long as a step takes on a GPU.
     sys.setswitchinterval(0.0001)
     end_at_sigterm()
     try:
@@ -102,5 +100,5 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is released by now; tearing down an interpreter with torch in it takes a second.
+    # Tearing down an interpreter with torch in it takes a second.
     os._exit(exit_code)

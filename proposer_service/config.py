@@ -1,4 +1,4 @@
-"""What a proposer is told once, at start. Frozen; every "auto" is resolved before."""
+"""A proposer's configuration: frozen, with every "auto" resolved before."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ START_TIMEOUT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """How the proposer keeps its streams to the scorers. Times in seconds."""
+    """Times and limits of the streams to scorers."""
 
     backoff_first_s: float = 0.1
     backoff_max_s: float = 5.0
     refused_retry_s: float = 30.0
-    """Wait after a refused Hello: only a changed configuration can help."""
+    """Wait after a refused Hello, since only a changed configuration can help."""
     answer_timeout_s: float = 10.0
     """For the connection and Welcome, and for a write to be taken."""
     connect_timeout_s: float = 2.0
-    """For each step to a data connection: a port that a firewall hides does not answer at all."""
+    """For each step to a data connection, since a port behind a firewall may not answer."""
     max_unsent: int = 1024
-    """Messages waiting to be sent; beyond, the stream is given up and dialled anew."""
+    """Messages that wait to be sent; beyond, the stream is given up and dialled anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class ProposerConfig:
     """One proposer process. Raises `ConfigError`."""
 
     scorers: tuple[str, ...]
-    """What `--scorer` lists: addresses and names."""
+    """The addresses and names of `--scorer`."""
     methods: tuple[MethodConfig, ...]
-    """The first one that has a guess drafts; a request may ask for another order."""
+    """The first method that has a draft is used; a request may ask for another order."""
     proposer_id: str | None = None
-    """None: from host name, methods and port."""
+    """None: made of host name, methods and port."""
     pool: str = "default"
     host: str = "127.0.0.1"
     port: int = 0
@@ -48,9 +48,9 @@ class ProposerConfig:
     max_sessions: int = 256
     link: LinkConfig = LinkConfig()
     dns_refresh_s: float = DNS_REFRESH_S
-    """How often the names among `scorers` are looked up."""
+    """Interval of looking up the names among `scorers`."""
     start_timeout_s: float = START_TIMEOUT_S
-    """How long the methods may take to be built: download, load, compile, warm up."""
+    """Time for building the methods: download, load, compile, warm up."""
     deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:
@@ -64,5 +64,4 @@ class ProposerConfig:
 
     @property
     def device(self) -> str:
-        """Where it drafts: that of its model."""
         return device_of(self.methods)

@@ -1,7 +1,7 @@
 """A data connection to a scorer, which the drafting thread reads and writes itself.
 
-No other thread has to be woken, and given the interpreter's lock, between a scorer's commit and the
-draft after it, or between a draft and its way to the scorer.
+Between a commit, its draft and the draft's way back, no other thread has to wake up and get the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -13,51 +13,44 @@ from google.protobuf.message import DecodeError
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.rpc.frames import FrameSocket
 from outrider.v1 import draft_pb2
-from proposer_service.shared_rows import SharedRows
-
-Received = tuple[draft_pb2.SessionBatch, list[bytes]]
-"""What a scorer sent, and the rows of each of its features."""
 
 _parse = draft_pb2.DraftResponse.FromString
 
 
 class Connection:
-    """Made on the event loop; then all of it happens on the drafting thread.
+    """A data connection. Made on the event loop, then used on the drafting thread.
 
-    `on_failure` is called there, once, and `on_sessions` with what opens or closes sessions.
+    There it calls `on_failure` once, and `on_sessions` with messages that open or close sessions.
     """
 
     def __init__(
         self,
         frames: FrameSocket,
-        rows: SharedRows,
         on_sessions: Callable[[draft_pb2.SessionBatch], None],
         on_failure: Callable[[OutriderError], None],
     ) -> None:
         self._frames = frames
-        self._rows = rows
         self._on_sessions = on_sessions
         self._on_failure = on_failure
         self.failed = False
 
     def fileno(self) -> int:
-        """For a selector."""
         return self._frames.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` is to be called when the socket can be written."""
+        """Return whether to call `flush` when the socket can be written."""
         return self._frames.has_unsent
 
-    def receive(self) -> list[Received]:
-        """All that has come; nothing if that is the connection's end, or no message."""
-        received: list[Received] = []
+    def receive(self) -> list[draft_pb2.SessionBatch]:
+        """Return all messages about sessions that have come; none if the connection failed."""
+        received: list[draft_pb2.SessionBatch] = []
         try:
             for data in self._frames.receive():
                 message = _parse(data)
                 if message.HasField("sessions"):
                     batch = message.sessions
-                    received.append((batch, self._rows.of(batch)))
+                    received.append(batch)
                     if batch.opens or batch.closes:
                         self._on_sessions(batch)
         except DecodeError:
@@ -67,7 +60,7 @@ class Connection:
         return received
 
     def send(self, messages: Sequence[draft_pb2.DraftRequest]) -> None:
-        """What the socket does not take now waits for `flush`."""
+        """Send what the socket takes now; the rest waits for `flush`."""
         try:
             if not self.failed:
                 self._frames.send([message.SerializeToString() for message in messages])
@@ -75,16 +68,13 @@ class Connection:
             self._fail(error)
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it."""
         try:
             self._frames.flush()
         except OutriderError as error:
             self._fail(error)
 
     def close(self) -> None:
-        """Also forgets the ring that rows came through."""
         self._frames.close()
-        self._rows.close()
 
     def _fail(self, error: OutriderError) -> None:
         if not self.failed:

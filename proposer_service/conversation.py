@@ -1,9 +1,10 @@
-"""A stream to a scorer after Welcome: how messages travel, and which sessions are open on it."""
+"""A stream to a scorer after Welcome: the transport of its messages, and its open sessions."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -18,9 +19,8 @@ from outrider.rpc.tasks import first_of
 from outrider.v1 import draft_pb2
 from proposer_service.config import LinkConfig
 from proposer_service.connection import Connection
-from proposer_service.cycle import Attach
+from proposer_service.cycle import Attach, Batch, Detach, SendMessage
 from proposer_service.routes import LinkId
-from proposer_service.shared_rows import SharedRows
 from proposer_service.worker import DraftWorker
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -30,19 +30,17 @@ _STATUS_TIMEOUT_S: Final = 1.0  # where the stream is dead, too
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """A stream after Welcome, and who drafts for it."""
+    """A stream after Welcome, and the worker that drafts for it."""
 
     call: Call
     link: LinkId
     worker: DraftWorker
     config: LinkConfig
-    rows: SharedRows
-    """To be closed with the conversation."""
     max_block_tokens: int
 
 
 class Conversation(ABC):
-    """Lives on the event loop, but for what the drafting thread calls."""
+    """A stream to a scorer. Lives on the event loop, except for the drafting thread's callbacks."""
 
     def __init__(self, stream: Welcomed) -> None:
         self._stream = stream
@@ -57,14 +55,14 @@ class Conversation(ABC):
         return len(self._open)
 
     async def run(self) -> None:
-        """Drafts for the scorer until it ends the conversation, or the worker does.
+        """Draft for the scorer until it or the worker ends the conversation.
 
-        Raises what it ended with, if not well.
+        Raises the error that it ended with, if any.
         """
         try:
-            await first_of(self._run(), self._until_nobody_drafts())
+            await first_of(self._run(), self._until_worker_ends())
         finally:
-            self._stream.worker.detach(self._stream.link)
+            self._stream.worker.put(Detach(self._stream.link))
             self._ended.set()
 
     async def until_unused(self) -> None:
@@ -74,13 +72,13 @@ class Conversation(ABC):
     async def say_goodbye(self) -> None:
         """Return when every session was closed and the scorer has ended the stream."""
         goodbye = draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())
-        self._stream.worker.send(self._stream.link, goodbye)
+        self._stream.worker.put(SendMessage(self._stream.link, goodbye))
         await self.until_unused()
         await self._done_writing()
         await self._ended.wait()
 
     def _note(self, batch: draft_pb2.SessionBatch) -> None:
-        """Keep count of open sessions."""
+        """Count open sessions."""
         for opened in batch.opens:
             self._open[opened.session] = opened.epoch
         for closed in batch.closes:
@@ -91,7 +89,7 @@ class Conversation(ABC):
         else:
             self._all_closed.set()
 
-    async def _until_nobody_drafts(self) -> None:
+    async def _until_worker_ends(self) -> None:
         await self._stream.worker.ended.wait()
         raise UnavailableError("the proposer stops")
 
@@ -103,7 +101,7 @@ class Conversation(ABC):
 
 
 class Streamed(Conversation):
-    """Messages are gRPC's, read and written on the loop."""
+    """A conversation of gRPC messages, read and written on the loop."""
 
     def __init__(self, stream: Welcomed) -> None:
         super().__init__(stream)
@@ -117,9 +115,8 @@ class Streamed(Conversation):
             loop.call_soon_threadsafe(self._put, messages)
 
         stream = self._stream
-        with contextlib.closing(stream.rows):
-            stream.worker.attach(Attach(stream.link, send, stream.max_block_tokens))
-            await first_of(self._read_all(), self._write_all())
+        stream.worker.put(Attach(stream.link, send, stream.max_block_tokens))
+        await first_of(self._read_all(), self._write_all())
 
     async def _done_writing(self) -> None:
         self._put((None,))
@@ -134,13 +131,15 @@ class Streamed(Conversation):
         while (message := await self._call.read()) is not grpc.aio.EOF:
             if message.HasField("sessions"):
                 self._note(message.sessions)
-                rows = stream.rows.of(message.sessions)
                 # A full queue holds back the reader, and gRPC's flow control the scorer.
-                while not stream.worker.post(stream.link, message.sessions, rows):  # noqa: ASYNC110
+                while stream.worker.is_full:  # noqa: ASYNC110
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
+                size = sum(len(each.rows) for each in message.sessions.features)
+                batch = Batch(stream.link, message.sessions, time.perf_counter(), size)
+                stream.worker.put(batch)
 
     async def _write_all(self) -> None:
-        """Write what is put, until cancelled. Raises for a scorer that does not read."""
+        """Write what is put until cancelled. Raises for a scorer that does not read."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -156,7 +155,7 @@ class Streamed(Conversation):
 
 
 class Direct(Conversation):
-    """Messages are the drafting thread's, over a data connection; the stream tells the end."""
+    """A conversation over a data connection of the drafting thread, ended by the stream."""
 
     def __init__(self, stream: Welcomed, frames: FrameSocket) -> None:
         super().__init__(stream)
@@ -164,20 +163,19 @@ class Direct(Conversation):
         self._failed: asyncio.Future[OutriderError] = loop.create_future()
 
         def on_sessions(batch: draft_pb2.SessionBatch) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._note, batch)
 
         def on_failure(error: OutriderError) -> None:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._failed.set_result, error)
 
-        self._connection = Connection(frames, stream.rows, on_sessions, on_failure)
+        self._connection = Connection(frames, on_sessions, on_failure)
 
     async def _run(self) -> None:
         stream, connection = self._stream, self._connection
-        stream.worker.attach(
-            Attach(stream.link, connection.send, stream.max_block_tokens, connection)
-        )
+        attach = Attach(stream.link, connection.send, stream.max_block_tokens, connection)
+        stream.worker.put(attach)
         status = asyncio.ensure_future(self._call.read())
         try:
             await asyncio.wait((status, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -186,8 +184,8 @@ class Direct(Conversation):
                 return
             error = self._failed.result()
             if error.reason == ENDED:
-                # Why comes through the stream. Our side is closed, so that it ends at once also
-                # where the scorer knows of nothing.
+                # The reason comes through the stream. Closing this side ends the stream also where
+                # the scorer does not know that the connection broke.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_STATUS_TIMEOUT_S):
                         await self._call.done_writing()
@@ -201,10 +199,10 @@ class Direct(Conversation):
 
 
 async def write(call: Call, message: draft_pb2.DraftRequest) -> None:
-    """Raise the status that the scorer has ended the stream with, if it has."""
+    """Write a message, or raise the status with which the scorer has ended the stream."""
     try:
         await call.write(message)
-    except asyncio.InvalidStateError as error:  # ended meanwhile: the status says why
+    except asyncio.InvalidStateError as error:  # the stream has ended
         if await call.code() is grpc.StatusCode.OK:
             raise UnavailableError("the scorer ended the stream") from error
         await call.read()  # raises the status

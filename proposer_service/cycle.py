@@ -1,4 +1,4 @@
-"""One drafting cycle: what came is applied, sessions are drafted for, blocks are handed over."""
+"""One drafting cycle: apply messages, draft for sessions, hand over blocks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ Send = Callable[[Sequence[draft_pb2.DraftRequest]], None]
 Outgoing = dict[LinkId, list[draft_pb2.DraftRequest]]
 
 _MESSAGE_BYTES: Final = MAX_MESSAGE_BYTES // 4
-"""A message of blocks that takes so much takes no more; of them the last may be a megabyte."""
-_BLOCK_BYTES: Final = 256  # counted for one: more than it takes, so that a message has 2^14 at most
-_NODE_BYTES: Final = 26  # at most: a token, its parent, and what its distribution begins with
-_DRAWN_BYTES: Final = 9  # at most, of a token that may have been drawn
+"""A message of this size gets no further block. The last block of a message may be a megabyte."""
+_BLOCK_BYTES: Final = (
+    256  # more than a block's head takes, so that a message has 2^14 blocks at most
+)
+_NODE_BYTES: Final = 26  # at most: a token, its parent, and the head of its distribution
+_PROB_BYTES: Final = 9  # at most: a token of a distribution
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A guess for one prompt."""
+    """The draft for one prompt."""
 
     tree: DraftTree
     draft_us: int
@@ -47,7 +49,7 @@ class Attach:
     send: Send
     max_block_tokens: int
     connection: Connection | None = None
-    """Where its messages come from; None: the event loop puts them."""
+    """The source of its messages; None: the event loop puts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,17 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a scorer sent."""
+    """A message of a scorer."""
 
     link: LinkId
     message: draft_pb2.SessionBatch
-    rows: list[bytes]  # of each of its features: protobuf copies them whenever they are read
     arrived: float  # perf_counter
+    feature_bytes: int = 0  # of a message that waits in the inbox
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """A message to a scorer that says nothing of sessions."""
+class SendMessage:
+    """A message to a scorer that is about no session."""
 
     link: LinkId
     message: draft_pb2.DraftRequest
@@ -87,46 +89,41 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The thread is to end."""
+    """The end of the thread."""
 
 
-Item = Attach | Detach | Batch | Tell | Propose | Stop
+Item = Attach | Detach | Batch | SendMessage | Propose | Stop
 
 
 class Cycle:
-    """What the drafting thread knows: sessions, who they belong to, and which want a draft."""
+    """The drafting thread's sessions, their scorers, and the proposals that it was asked for."""
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        metrics: ProposerMetrics,
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, proposer: Proposer, metrics: ProposerMetrics, telemetry: Telemetry) -> None:
         self._proposer = proposer
         self._metrics = metrics
         self._routes = Routes(proposer, metrics, telemetry)
         self._links: dict[LinkId, Attach] = {}
-        self._asked: dict[SessionKey, Propose] = {}
+        self._proposals: dict[SessionKey, Propose] = {}
         self._sessions_seen = 0
         self._started = 0.0  # of the current cycle
 
     @property
     def has_work(self) -> bool:
-        return bool(self._routes.wanting or self._asked)
+        return bool(self._routes.queue.wanting or self._proposals)
 
     def apply(self, items: Sequence[Item]) -> bool:
-        """Begins a cycle: applies messages in order; False if one says to stop."""
+        """Begin a cycle by applying messages in order; False if one says to stop."""
         self._started = time.perf_counter()
         for item in items:
             if isinstance(item, Batch):
                 if item.link in self._links:
-                    self._routes.apply(item.link, item.message, item.rows, item.arrived)
+                    self._routes.apply(item.link, item.message, item.arrived)
             elif isinstance(item, Attach):
                 self._links[item.link] = item
             elif isinstance(item, Detach):
                 del self._links[item.link]
                 self._routes.drop_link(item.link)
-            elif isinstance(item, Tell):
+            elif isinstance(item, SendMessage):
                 if item.link in self._links:
                     self._links[item.link].send([item.message])
             elif isinstance(item, Propose):
@@ -136,14 +133,14 @@ class Cycle:
         return True
 
     def draft(self) -> None:
-        """Drafts for every session that wants it and hands the blocks over."""
-        asked = [*self._routes.wanting, *self._asked]
+        """Draft for every session that wants it, and hand the blocks over."""
+        asked = [*self._routes.queue.wanting, *self._proposals]
         round_ = self._proposer.draft(asked, self._routes.pace.pace)
         draft_us = self._elapsed_us()
         blocks = _Blocks(self._links, draft_us, round_.methods)
         answered: list[SessionKey] = []
         for key, tree in round_.drafts:
-            proposal = self._asked.pop(key, None)
+            proposal = self._proposals.pop(key, None)
             if proposal is not None:
                 self._proposer.close(key)
                 proposal.answer.set_result(Proposal(tree, draft_us))
@@ -154,14 +151,14 @@ class Cycle:
             blocks.add(self._routes.route(key), tree)
         self._lose(round_.lost, blocks.messages)
         self._hand_over(blocks.messages)
-        # What is noted only now delays no draft.
+        # Notes taken after the hand-over delay no draft.
         now = time.perf_counter()
         for key in answered:
             self._routes.handed_over(key, now)
         for key in round_.at_hand:
             self._routes.answered(key)
         for key in round_.unfinished:
-            self._routes.unfinished(key)
+            self._routes.queue.unfinished(key)
         if round_.drafts or round_.unfinished:
             self._metrics.draft_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
             self._metrics.cycle.observe(time.perf_counter() - self._started)
@@ -172,10 +169,7 @@ class Cycle:
             self._metrics.sessions.set(self._sessions_seen)
 
     def ahead(self) -> bool:
-        """Guesses past the drafts that were handed over, and hands over what came of it.
-
-        False if there is nothing to guess any more.
-        """
+        """Draft past the drafts that were handed over; False if nothing is left to draft."""
         keys = list(self._routes.drafted)
         if not keys or not self._proposer.traits.runs_ahead:
             self._proposer.ahead((), NO_PACE)
@@ -194,28 +188,28 @@ class Cycle:
         return bool(round_.trees)
 
     def give_up(self) -> None:
-        """Loses the sessions of a cycle that failed; the scorer may open them again."""
-        keys = [*self._routes.wanting, *self._routes.drafted]
+        """Lose the sessions of a cycle that failed; scorers may open them again."""
+        keys = [*self._routes.queue.wanting, *self._routes.drafted]
         outgoing: Outgoing = {}
-        for key in (*keys, *self._asked):
+        for key in (*keys, *self._proposals):
             self._proposer.forget(key)
         self._lose(keys, outgoing)
-        asked, self._asked = self._asked, {}
-        for proposal in asked.values():
+        proposals, self._proposals = self._proposals, {}
+        for proposal in proposals.values():
             proposal.answer.set_exception(InternalError("drafting failed; the log has the details"))
         self._hand_over(outgoing)
 
     def close(self) -> None:
-        """Forgets everything."""
-        for proposal in self._asked.values():
+        """Fail all proposals and drop all links."""
+        for proposal in self._proposals.values():
             proposal.answer.set_exception(UnavailableError("the proposer stops"))
         for link in self._links:
             self._routes.drop_link(link)
 
     def _open_proposal(self, item: Propose) -> None:
         if item.answer.set_running_or_notify_cancel():
-            key = self._routes.new_key()
-            self._asked[key] = item
+            key = self._routes.queue.new_key()
+            self._proposals[key] = item
             max_len = len(item.token_ids) + item.num_draft_tokens + 1
             start = SessionStart(
                 item.token_ids, item.sampling, item.num_draft_tokens, max_len, once=True
@@ -225,7 +219,7 @@ class Cycle:
     def _lose(self, keys: Sequence[SessionKey], outgoing: Outgoing) -> None:
         for key in keys:
             self._metrics.lost.inc()
-            proposal = self._asked.pop(key, None)
+            proposal = self._proposals.pop(key, None)
             if proposal is not None:
                 proposal.answer.set_exception(CapacityError("no room for another session"))
                 continue
@@ -244,9 +238,9 @@ class Cycle:
 
 
 class _Blocks:
-    """Messages of blocks by link, filled where they are sent: protobuf copies what it is given.
+    """Messages of blocks by link, nearly always one of a link.
 
-    Nearly always one of a link: the scorer has all of a round at once.
+    Blocks are made within their message, since protobuf would copy them into it.
     """
 
     def __init__(
@@ -256,18 +250,18 @@ class _Blocks:
         self._draft_us = draft_us
         self._methods = methods
         self.messages: Outgoing = {}
-        self._adding: dict[LinkId, Callable[..., draft_pb2.Block]] = {}  # a block to the last one
-        self._room: dict[LinkId, int] = {}  # bytes, in the last one
+        self._add: dict[LinkId, Callable[..., draft_pb2.Block]] = {}  # to the last message
+        self._room: dict[LinkId, int] = {}  # bytes that the last message has left
 
     def add(self, route: Route, tree: DraftTree) -> None:
         link = route.link
         if self._room.get(link, 0) <= 0:
             message = draft_pb2.DraftRequest()
             self.messages.setdefault(link, []).append(message)
-            self._adding[link] = message.blocks.blocks.add
+            self._add[link] = message.blocks.blocks.add
             self._room[link] = _MESSAGE_BYTES
         tree = tree.at_most(self._links[link].max_block_tokens)
-        block = self._adding[link](
+        block = self._add[link](
             session=route.session,
             epoch=route.epoch,
             base_len=tree.base_len,
@@ -275,12 +269,12 @@ class _Blocks:
             draft_us=self._draft_us,
         )
         size = _BLOCK_BYTES + _NODE_BYTES * len(tree.token_ids)
-        # Most have none of these, and to say so takes time, too.
+        # Most blocks lack these fields, and setting them to nothing takes time.
         if not tree.is_chain:
             block.parents.extend(tree.parents)
         if tree.probs:
             block.draft_probs.extend([codec.draft_probs_to_proto(probs) for probs in tree.probs])
-            size += _DRAWN_BYTES * sum([len(probs.token_ids) for probs in tree.probs if probs])
+            size += _PROB_BYTES * sum([len(probs.token_ids) for probs in tree.probs if probs])
         if self._methods:
             block.method_index = self._methods.get(route.key, 0)
         self._room[link] -= size

@@ -1,4 +1,4 @@
-"""What the drafting thread waits for: items put by the event loop, and its own connections."""
+"""Input of the drafting thread: items of the event loop, and messages of its own connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class Inbox:
-    """The event loop puts items and asks how many wait; all else is the drafting thread's.
+    """Items from the event loop. All but `put` and the counts is for the drafting thread.
 
     A connection is read from when its Attach is taken until the Detach of its link is.
     """
@@ -27,8 +27,8 @@ class Inbox:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._connections: dict[LinkId, Connection] = {}
-        self._watched: dict[LinkId, int] = {}  # for which events
-        self._put_bytes = self._taken_bytes = 0  # of rows; each has one writer
+        self._watched: dict[LinkId, int] = {}  # selector events, by connection
+        self._put_bytes = self._taken_bytes = 0  # of hidden states; each has one writer
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -36,29 +36,29 @@ class Inbox:
         self._selector.register(self._woken, _READ)
 
     def put(self, item: Item) -> None:
-        """Wakes the thread."""
-        self._put_bytes += _row_bytes(item)
+        """Queue an item and wake the thread."""
+        self._put_bytes += item.feature_bytes if isinstance(item, Batch) else 0
         self._items.put(item)
-        with contextlib.suppress(OSError):  # full: it is being woken; closed: it has ended
+        with contextlib.suppress(OSError):  # the thread is being woken already, or has ended
             self._waker.send(b"\0")
 
     @property
     def num_items(self) -> int:
-        """Put and not taken yet."""
+        """Number of items that were not taken yet."""
         return self._items.qsize()
 
     @property
     def num_bytes(self) -> int:
-        """Of rows of hidden states in these items."""
+        """Bytes of hidden states in these items."""
         return self._put_bytes - self._taken_bytes
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` would have to wait."""
+        """Return whether `take` would have to wait."""
         return not self._selector.select(0)
 
     def take(self, *, wait: bool) -> list[Item]:
-        """All that has come; waits for something if asked, within a limit."""
+        """Return all items and messages; wait for one if asked, within a limit."""
         for link, connection in self._connections.items():
             self._watch(link, connection)
         items: list[Item] = []
@@ -71,19 +71,19 @@ class Inbox:
                 connection.flush()
             if events & _READ:
                 arrived = time.perf_counter()
-                items += [Batch(key.data, *each, arrived) for each in connection.receive()]
+                items += [Batch(key.data, batch, arrived) for batch in connection.receive()]
         with contextlib.suppress(queue.Empty):
             while True:
                 items.append(item := self._items.get_nowait())
-                self._taken_bytes += _row_bytes(item)
-                if isinstance(item, Attach) and item.connection is not None:
+                if isinstance(item, Batch):
+                    self._taken_bytes += item.feature_bytes
+                elif isinstance(item, Attach) and item.connection is not None:
                     self._connections[item.link] = item.connection
                 elif isinstance(item, Detach):
                     self._forget(item.link)
         return items
 
     def close(self) -> None:
-        """Nothing is taken any more."""
         for link in list(self._connections):
             self._forget(link)
         self._selector.close()
@@ -91,7 +91,7 @@ class Inbox:
         self._waker.close()
 
     def _watch(self, link: LinkId, connection: Connection) -> None:
-        """Has the selector tell what may be done with it next: nothing any more once it failed."""
+        """Watch for the events that a connection can use: none once it failed."""
         events = 0 if connection.failed else _READ_WRITE if connection.has_unsent else _READ
         watched = self._watched.get(link, 0)
         if events == watched:
@@ -111,7 +111,3 @@ class Inbox:
         if self._watched.pop(link, 0):
             self._selector.unregister(connection)
         connection.close()
-
-
-def _row_bytes(item: Item) -> int:
-    return sum(map(len, item.rows)) if isinstance(item, Batch) else 0

@@ -1,4 +1,4 @@
-"""The proposer's stream to one scorer: dialled, kept up, dialled again."""
+"""Keeps the proposer's stream to one scorer: dials, serves, and dials again."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.conversation import Call, Conversation, Direct, Streamed, Welcomed, write
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.shared_rows import SharedRows
 from proposer_service.worker import DraftWorker
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = 2**20  # of a projection
-_CONNECT_TIMEOUT_S: Final = 5.0  # of the 10 s that a scorer waits to hear what came of it
+_CONNECT_TIMEOUT_S: Final = 5.0  # of the 10 s in which a scorer expects DataConnected
 _STEADY_S: Final = 5.0  # a stream that lived this long starts the backoff afresh
 _link_ids = itertools.count(1)
 
@@ -67,12 +66,10 @@ class ScorerLink:
         self._config = config
         self._metrics = metrics
         self._conversation: Conversation | None = None
-        self._draining = False
-        self._hurry = asyncio.Event()  # do not wait to dial again: it is over
+        self._draining = asyncio.Event()
         self._last_error: OutriderError | None = UnavailableError("not connected yet")
 
     def status(self) -> proposer_pb2.ScorerLink:
-        """For GetProposerInfo."""
         conversation, error = self._conversation, self._last_error
         return proposer_pb2.ScorerLink(
             target=self.target.address,
@@ -83,49 +80,45 @@ class ScorerLink:
         )
 
     async def run(self) -> None:
-        """Dials until drained or cancelled; raises nothing."""
+        """Dial until drained or cancelled; raises nothing."""
         config, loop = self._config, asyncio.get_running_loop()
         backoff = config.backoff_first_s
-        while not self._draining:
+        while not self._draining.is_set():
             started = loop.time()
             error = await self._dial()
-            if self._draining:
+            if self._draining.is_set():
                 return
             if loop.time() - started > _STEADY_S:
                 backoff = config.backoff_first_s
-            self._tell(error)
+            self._log_error(error)
             wait = backoff
             if _is_refusal(error):
                 wait = max(wait, config.refused_retry_s)
             elif isinstance(error, CapacityError):
                 wait = max(wait, error.retry_after_s)
-            # Jitter: many proposers see a scorer die at the same moment.
+            # Many proposers see a scorer die at the same moment, hence the jitter.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
-                    await self._hurry.wait()
+                    await self._draining.wait()
             backoff = min(2 * backoff, config.backoff_max_s)
 
     async def drain(self, grace_s: float) -> None:
-        """Says Goodbye and waits at most `grace_s` for the scorer to close its sessions."""
-        self._end_dialling()
+        """Say Goodbye, and wait at most `grace_s` for the scorer to close its sessions."""
+        self._draining.set()
         if self._conversation is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._conversation.say_goodbye()
 
     async def retire(self, grace_s: float) -> None:
-        """Lets the stream's sessions end by themselves, then says Goodbye; dials no more."""
-        self._end_dialling()
+        """Let the stream's sessions end by themselves, then drain."""
+        self._draining.set()
         if self._conversation is not None:
             await self._conversation.until_unused()
             await self.drain(grace_s)
 
-    def _end_dialling(self) -> None:
-        self._draining = True
-        self._hurry.set()
-
-    def _tell(self, error: OutriderError) -> None:
-        """Log what is news: not every failed dial of a scorer that is away."""
+    def _log_error(self, error: OutriderError) -> None:
+        """Log an error that differs from the last one."""
         if self._last_error is None or error.message != self._last_error.message:
             refused = _is_refusal(error)
             verb = "refused this proposer" if refused else "is not connected"
@@ -134,10 +127,9 @@ class ScorerLink:
         self._last_error = error
 
     async def _dial(self) -> OutriderError:
-        """One stream from Hello to its end; returns why it ended."""
+        """Run one stream from Hello to its end, and return why it ended."""
         try:
-            # A channel per dial: none of gRPC's own backoff is left over from the last one, and
-            # certificates that were replaced are read.
+            # A new channel has none of gRPC's own backoff, and reads certificates anew.
             dialled = open_channel(self.target, self._tls)
         except ConfigError as error:
             return error
@@ -151,7 +143,7 @@ class ScorerLink:
                 return from_rpc_error(error)
             except OutriderError as error:
                 return error
-            except Exception:  # a bug: no reason to leave the scorer for ever
+            except Exception:  # even after a bug the scorer is dialled again
                 _log.exception("the stream to scorer %s failed", self.target)
                 return InternalError("the stream failed; the log has the details")
             finally:
@@ -161,25 +153,26 @@ class ScorerLink:
     async def _converse(self, call: Call) -> None:
         hello = self._hello()
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback((rows := SharedRows(self.target, hello)).close)
             async with asyncio.timeout(self._config.answer_timeout_s):
                 await write(call, draft_pb2.DraftRequest(hello=hello))
                 welcome = await self._read_welcome(call)
-            rows.welcomed(welcome)
             frames = await self._connect(welcome)
             if frames is not None:
                 cleanup.callback(frames.close)
             if welcome.HasField("data_connection"):
-                connected = draft_pb2.DataConnected(used=frames is not None)
-                async with asyncio.timeout(self._config.answer_timeout_s):
-                    await write(call, draft_pb2.DraftRequest(data_connected=connected))
+                used = draft_pb2.DataConnected(used=frames is not None)
+                await self._send(call, draft_pb2.DraftRequest(data_connected=used))
             if welcome.wants_projection:
-                await self._send_projection(call)
-            if self._draining:  # while it was dialled; nobody would end it any more
+                matrix = self._worker.projection
+                for start in range(0, len(matrix), _CHUNK_BYTES):
+                    data = matrix[start : start + _CHUNK_BYTES]
+                    chunk = draft_pb2.ProjectionChunk(offset=start, data=data)
+                    await self._send(call, draft_pb2.DraftRequest(projection=chunk))
+            if self._draining.is_set():  # since the dial; nobody would end the conversation
                 return
             cleanup.pop_all()
         link, most = next(_link_ids), welcome.max_block_tokens
-        stream = Welcomed(call, link, self._worker, self._config, rows, most)
+        stream = Welcomed(call, link, self._worker, self._config, most)
         await self._serve(Streamed(stream) if frames is None else Direct(stream, frames))
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
@@ -195,17 +188,12 @@ class ScorerLink:
             )
         return welcome
 
-    async def _send_projection(self, call: Call) -> None:
-        matrix = self._worker.projection
-        for start in range(0, len(matrix), _CHUNK_BYTES):
-            chunk = draft_pb2.ProjectionChunk(
-                offset=start, data=matrix[start : start + _CHUNK_BYTES]
-            )
-            async with asyncio.timeout(self._config.answer_timeout_s):
-                await write(call, draft_pb2.DraftRequest(projection=chunk))
+    async def _send(self, call: Call, message: draft_pb2.DraftRequest) -> None:
+        async with asyncio.timeout(self._config.answer_timeout_s):
+            await write(call, message)
 
     async def _connect(self, welcome: draft_pb2.Welcome) -> FrameSocket | None:
-        """The data connection that Welcome offers, if there is one and it can be reached."""
+        """Return the data connection that Welcome offers, if there is one within reach."""
         if not welcome.HasField("data_connection"):
             return None
         offer, timeout_s = welcome.data_connection, self._config.connect_timeout_s
@@ -215,7 +203,7 @@ class ScorerLink:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 return await asyncio.wrap_future(connecting)
         except (OSError, ConfigError) as error:
-            connecting.add_done_callback(_close)  # it may come yet
+            connecting.add_done_callback(_close)  # the connection may still come
             why = str(error) or "it does not answer"
             _log.warning("scorer %s: no data connection, which is slower: %s", self.target, why)
             return None
@@ -236,7 +224,7 @@ class ScorerLink:
 
 
 def _close(connecting: Future[FrameSocket]) -> None:
-    """Of a link that is not wanted any more."""
+    """Close a connection that came too late."""
     if connecting.exception() is None:
         connecting.result().close()
 

@@ -1,4 +1,4 @@
-"""The streams to all scorers that `--scorer` stands for at the moment."""
+"""The streams to all scorers that `--scorer` currently stands for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class ScorerLinks:
-    """Dials each target as long as it is listed; `new_link` makes a link that does not dial yet."""
+    """Links to the listed targets. `new_link` makes a link that does not dial yet."""
 
     def __init__(
         self, targets: Targets, new_link: Callable[[Target], ScorerLink], drain_grace_s: float
@@ -27,11 +27,11 @@ class ScorerLinks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def status(self) -> list[proposer_pb2.ScorerLink]:
-        """For GetProposerInfo; scorers that are not listed any more are left out."""
+        """Return the state of the links to listed scorers."""
         return [link.status() for link in self._links.values()]
 
     async def run(self) -> None:
-        """Until cancelled or, if the targets cannot change, when every one is being dialled."""
+        """Follow the targets until cancelled, or until all are dialled if they cannot change."""
         async for targets in self._targets.follow():
             for target in self._links.keys() - set(targets):
                 _log.info("scorer %s is not listed any more", target)
@@ -42,7 +42,7 @@ class ScorerLinks:
                     self._start(link.run())
 
     async def stop(self) -> None:
-        """Drains all links, and ends them."""
+        """Drain and end all links."""
         await asyncio.gather(*(link.drain(self._drain_grace_s) for link in self._links.values()))
         for task in self._tasks:
             task.cancel()

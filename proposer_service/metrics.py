@@ -1,4 +1,4 @@
-"""A proposer's Prometheus instruments. All carry the name of its pool."""
+"""Prometheus metrics of a proposer, labelled by its pool."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ _SESSIONS = tuple(float(2**i) for i in range(9))
 
 
 class ProposerMetrics:
-    """Made once per process."""
+    """The metrics of one proposer."""
 
     def __init__(self, registry: CollectorRegistry, pool: str = "default") -> None:
+        prefix, labels = METRIC_PREFIX + "proposer_", ("pool",)
+
         def counter(name: str, description: str) -> Counter:
-            return Counter(
-                f"{METRIC_PREFIX}proposer_{name}", description, ("pool",), registry=registry
-            ).labels(pool)
+            return Counter(prefix + name, description, labels, registry=registry).labels(pool)
 
         def gauge(name: str, description: str) -> Gauge:
-            return Gauge(
-                f"{METRIC_PREFIX}proposer_{name}", description, ("pool",), registry=registry
-            ).labels(pool)
+            return Gauge(prefix + name, description, labels, registry=registry).labels(pool)
 
         def histogram(
             name: str, description: str, buckets: tuple[float, ...] = _SECONDS
         ) -> Histogram:
             return Histogram(
-                f"{METRIC_PREFIX}proposer_{name}",
-                description,
-                ("pool",),
-                buckets=buckets,
-                registry=registry,
+                prefix + name, description, labels, buckets=buckets, registry=registry
             ).labels(pool)
 
         self.draft_tokens = counter("draft_tokens", "Draft tokens produced.")

@@ -1,4 +1,4 @@
-"""Measures the pace that drafting ahead has to keep."""
+"""Measures the time that drafting ahead has."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ _RISE: Final = 1 / 16
 
 
 class PaceMeter:
-    """The scorer's step time as it says, and the way to it and back as it shows.
+    """Step time as the scorer reports it, and network time as it shows.
 
-    Between the hand-over of a draft and the arrival of the commit that verified it lie the way
-    there and back and one step. Rows also wait for each other, which only adds to it: so the way is
-    the least of what was seen, forgotten slowly. A step that went ahead without the draft, and may
-    have begun before it came, says nothing.
+    Between the hand-over of a draft and the arrival of the commit that verified it lie the network
+    there and back, one step, and perhaps waits for other rows. So the network time is the least
+    that was seen, forgotten slowly. A commit that verified no draft says nothing.
 
-    Branches that were handed over while the round before was verified wait for its verdict, if they
-    are not late. So they only show that the way is no longer.
+    Branches that arrive while the round before is verified wait for its end. So they show only an
+    upper bound.
     """
 
     def __init__(self) -> None:
         self._step = Average()
         self._network_s: float | None = None
-        self._drafts: dict[SessionKey, float] = {}  # when they were handed over
-        self._branches: dict[SessionKey, float] = {}  # the same, and their verdict is to come
-        self._chosen: dict[SessionKey, float] = {}  # the same, and they are verified next
+        # Times of hand-over:
+        self._drafts: dict[SessionKey, float] = {}
+        self._branches: dict[SessionKey, float] = {}  # for the outcomes of the current round
+        self._chosen: dict[SessionKey, float] = {}  # branches that the current round verifies
 
     @property
     def pace(self) -> Pace:
         return Pace(self._step.mean, self._network_s or 0.0)
 
     def handed_over(self, key: SessionKey, now: float) -> None:
-        """A draft for a session that had none is on its way."""
+        """Note that a draft for a session that had none is on its way."""
         self._drafts[key] = now
 
     def handed_ahead(self, key: SessionKey, now: float) -> None:
-        """Branches for a session whose draft is verified are on their way."""
+        """Note that branches for a session whose draft is verified are on their way."""
         self._branches[key] = now
 
     def step(self, seconds: float) -> None:
-        """A batch of commits came from a step that took so long."""
+        """Note the time of a step that a batch of commits came from."""
         if seconds > 0.0:
             self._step.add(seconds)
 
     def committed(self, key: SessionKey, arrived: float, step_s: float, *, verified: bool) -> None:
-        """The session's commit arrived, from a step that took `step_s` and `verified` a draft."""
+        """Note the commit of a step that took `step_s`, and `verified` a draft or not."""
         draft, chosen = self._drafts.pop(key, None), self._chosen.pop(key, None)
         if key in self._branches:
             self._chosen[key] = self._branches.pop(key)
@@ -63,6 +63,5 @@ class PaceMeter:
             self._network_s = known + (seen - known) * _RISE
 
     def forget(self, key: SessionKey) -> None:
-        """The session is over."""
         for times in (self._drafts, self._branches, self._chosen):
             times.pop(key, None)

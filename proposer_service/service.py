@@ -1,4 +1,4 @@
-"""A proposer process: its methods, one drafting thread, a stream to each scorer."""
+"""A proposer process, with one drafting thread and a stream to each scorer."""
 
 from __future__ import annotations
 
@@ -54,14 +54,10 @@ class ProposerService:
         self._servicer: ProposerServicer | None = None
 
     async def start(self) -> dict[str, str]:
-        """Binds, builds the method, dials. Scorers that are away are dialled again and again."""
+        """Bind, build the method, and dial. Scorers that are away are dialled again."""
         config = self._config
-        worker = DraftWorker(
-            partial(self._build, config),
-            asyncio.get_running_loop(),
-            self._metrics,
-            self._telemetry,
-        )
+        loop = asyncio.get_running_loop()
+        worker = DraftWorker(partial(self._build, config), loop, self._metrics, self._telemetry)
         deployment = config.deployment
         self._links = ScorerLinks(
             Targets(config.scorers, config.dns_refresh_s),
@@ -94,7 +90,7 @@ class ProposerService:
         return addresses
 
     async def stop(self) -> None:
-        """Says Goodbye to the scorers, waits for them within a limit, and ends."""
+        """Say Goodbye to the scorers, wait for them within a limit, and end."""
         if self._servicer is not None:
             self._servicer.method = None
         if self._server is not None:
@@ -112,7 +108,6 @@ class ProposerService:
         await asyncio.gather(*ending)
 
     async def wait_failed(self) -> None:
-        """Return if the drafting thread ended by itself, or hangs."""
         assert self._worker is not None
         await self._worker.until_ended()
 

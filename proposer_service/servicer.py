@@ -1,4 +1,4 @@
-"""ProposerService: guesses for one prompt, and what this proposer is."""
+"""ProposerService, which drafts for single prompts and describes the proposer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from typing import Any, Final
 
 import grpc
 
-from outrider.errors import (
-    CapacityError,
-    InvalidRequestError,
-    PromptTooLongError,
-    UnavailableError,
-)
+from outrider.errors import CapacityError, InvalidRequestError, PromptTooLongError, UnavailableError
+from outrider.params import require
 from outrider.rpc import codec, status
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
@@ -22,7 +18,7 @@ from proposer_service.links import ScorerLinks
 from proposer_service.worker import DraftWorker, MethodInfo
 
 _DEFAULT_DRAFT_TOKENS: Final = 4
-_MAX_PROPOSALS: Final = 32  # at once; scorers come first
+_MAX_PROPOSALS: Final = 32  # at once
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -96,18 +92,13 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
             if request.HasField("num_draft_tokens")
             else min(_DEFAULT_DRAFT_TOKENS, traits.max_draft_tokens)
         )
-        if not 1 <= wanted <= traits.max_draft_tokens:
-            raise InvalidRequestError(
-                f"num_draft_tokens must be between 1 and {traits.max_draft_tokens}.",
-                param="num_draft_tokens",
-            )
+        most = traits.max_draft_tokens
+        require(1 <= wanted <= most, "num_draft_tokens", f"between 1 and {most}")
         token_ids = tuple(request.token_ids)
         if not token_ids:
             raise InvalidRequestError("token_ids must hold at least one token.", param="token_ids")
-        if traits.vocab_size and max(token_ids) >= traits.vocab_size:
-            raise InvalidRequestError(
-                f"token ids must be below {traits.vocab_size}.", param="token_ids"
-            )
+        known = not traits.vocab_size or max(token_ids) < traits.vocab_size
+        require(known, "token_ids", f"below {traits.vocab_size}")
         if len(token_ids) + wanted >= traits.max_model_len:
             raise PromptTooLongError(
                 f"{len(token_ids)} tokens and {wanted} more exceed what this proposer can draft "

@@ -1,10 +1,8 @@
-"""The drafting thread: all of the method's work, one cycle after another.
+"""The drafting thread, which runs one cycle after another.
 
-A cycle takes every message that has come, applies them in order, and drafts once for all sessions
-that want a draft. So a session that committed twice meanwhile is drafted for once, from its newest
-state, and a slow method batches more instead of falling behind. If no message has come by then, the
-scorer is verifying: the cycle goes on with guesses past the drafts, for the outcomes of that, until
-a message comes.
+A cycle applies all messages that have come, in order, and drafts once for all sessions that want a
+draft. A session that committed twice meanwhile is drafted for once, and a slow method batches more
+instead of falling behind. While scorers verify and no message comes, the cycle drafts ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,32 +21,21 @@ from outrider.errors import CapacityError, DeadlineError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc.tasks import first_of
 from outrider.rpc.telemetry import Telemetry
-from outrider.v1 import draft_pb2
 from outrider.watchdog import Watchdog
-from proposer_service.cycle import (
-    Attach,
-    Batch,
-    Cycle,
-    Detach,
-    Proposal,
-    Propose,
-    Stop,
-    Tell,
-)
+from proposer_service.cycle import Cycle, Item, Proposal, Propose, Stop
 from proposer_service.inbox import Inbox
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.routes import LinkId
 
 _log = logging.getLogger(__name__)
 
-_MAX_FEATURE_BYTES: Final = 64 * 2**20  # that wait for the thread; beyond, no more are read
-_MAX_QUEUED: Final = 4096  # messages that wait for it
-_MAX_FAILURES: Final = 3  # drafting cycles that fail in a row until the process gives up
+_MAX_FEATURE_BYTES: Final = 64 * 2**20  # hidden states that wait for the thread
+_MAX_QUEUED: Final = 4096  # messages that wait for the thread
+_MAX_FAILURES: Final = 3  # failed drafting cycles in a row until the process gives up
 
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """What the built method is; part of Hello."""
+    """Facts about the built method, for Hello."""
 
     traits: ProposerTraits
     tokenizer_hash: str
@@ -79,11 +65,11 @@ class DraftWorker:
         self._built: Future[MethodInfo] = Future()
         self._method: MethodInfo | None = None
         self.ended = asyncio.Event()
-        """Set on the loop when the thread, after `start`, has ended, asked to or not, or hangs."""
+        """Set on the loop when the thread has ended, for any reason, or hangs."""
         self.num_sessions = 0
 
     async def start(self, timeout_s: float) -> MethodInfo:
-        """Wait until the method is built. Raises what building it raised, or `DeadlineError`."""
+        """Wait until the method is built. Raises the error of `build`, or `DeadlineError`."""
         self._thread.start()
         try:
             async with asyncio.timeout(timeout_s):
@@ -92,49 +78,36 @@ class DraftWorker:
             raise DeadlineError(f"The method was not ready within {timeout_s:g} s.") from error
 
     async def until_ended(self) -> None:
-        """Return when the thread has ended or hangs; it is noticed here alone that it hangs."""
+        """Return when the thread has ended or hangs. Nothing else notices that it hangs."""
         await first_of(self.ended.wait(), self._watchdog.until_hung())
         self.ended.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the thread after its current cycle; waits for it within the time."""
+        """End the thread after its current cycle, and wait for it within the time."""
         if self._thread.ident is not None:
             self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
 
     @property
     def projection(self) -> bytes:
-        """The matrix that scorers may ask for; the method must have been built."""
+        """Return the matrix that scorers may ask for; the method must have been built."""
         assert self._method is not None
         return self._method.projection
 
-    def attach(self, stream: Attach) -> None:
-        """A stream came up. Its link is never used again after `detach`."""
-        self._inbox.put(stream)
+    def put(self, item: Item) -> None:
+        """Hand an item to the thread. A link is never used again after its `Detach`."""
+        self._inbox.put(item)
 
-    def detach(self, link: LinkId) -> None:
-        """A stream went down: its sessions are forgotten."""
-        self._inbox.put(Detach(link))
-
-    def send(self, link: LinkId, message: draft_pb2.DraftRequest) -> None:
-        """After what was drafted before; nothing happens if the stream went down."""
-        self._inbox.put(Tell(link, message))
-
-    def post(self, link: LinkId, message: draft_pb2.SessionBatch, rows: list[bytes]) -> bool:
-        """Hands over what a scorer sent, and the rows of each of its features.
-
-        False if the queue is full (try again later).
-        """
+    @property
+    def is_full(self) -> bool:
+        """Return whether messages of scorers should wait before they are put."""
         inbox = self._inbox
-        if inbox.num_bytes > _MAX_FEATURE_BYTES or inbox.num_items >= _MAX_QUEUED:
-            return False
-        inbox.put(Batch(link, message, rows, time.perf_counter()))
-        return True
+        return inbox.num_bytes > _MAX_FEATURE_BYTES or inbox.num_items >= _MAX_QUEUED
 
     async def propose(
         self, token_ids: TokenIds, num_draft_tokens: int, sampling: SamplingParams
     ) -> Proposal:
-        """Drafts after one prompt.
+        """Draft after one prompt.
 
         Raises `CapacityError`, `UnavailableError`, or `InternalError` if drafting fails.
         """
@@ -155,7 +128,7 @@ class DraftWorker:
             return
         try:
             proposer, tokenizer_hash = self._build()
-        except BaseException as error:  # handed to whoever waits in start()
+        except BaseException as error:  # `start` raises it
             self._built.set_exception(error)
             return
         projection = b""

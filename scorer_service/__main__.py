@@ -1,4 +1,4 @@
-"""`python -m scorer_service`: serves one model replica. See --help."""
+"""Runs `python -m scorer_service`, which serves one model replica. See --help."""
 
 from __future__ import annotations
 
@@ -19,90 +19,89 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
 _MAX_SOCKET_PATH = 102
-"""Bytes: the system allows 107, and the data connections' socket beside it adds ".data"."""
+"""Bytes: the system allows 107, and the socket for data connections adds ".data"."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags, with their defaults."""
+    """Return a parser of the flags."""
     p = argparse.ArgumentParser(
         prog="outrider serve scorer",
         description="Verifies drafts for one model replica; owns its committed tokens.",
         formatter_class=Help,
     )
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    p.add_argument("--port", type=port, default=0, help="gRPC port; 0: a free one")
-    p.add_argument(
+    add = p.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=port, default=0, help="gRPC port; 0: a free one")
+    add(
         "--data-port",
         type=port,
         default=0,
         help="port of the plain connections that proposers are offered beside gRPC; 0: a free one",
     )
-    p.add_argument("--metrics-port", type=port, default=0, help="HTTP port of /metrics; 0: free")
-    p.add_argument("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
-    p.add_argument("--served-model-name", default="default", help="the name clients ask for")
-    p.add_argument("--scorer-id", default=None, help="name in traces; default: host name and pid")
-    p.add_argument(
+    add("--metrics-port", type=port, default=0, help="HTTP port of /metrics; 0: free")
+    add("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
+    add("--served-model-name", default="default", help="the name clients ask for")
+    add("--scorer-id", default=None, help="name in traces; default: host name and pid")
+    add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="float32: text equal to the last bit with any draft, or none; else faster, and near "
         "ties may fall differently",
     )
-    p.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
-    p.add_argument(
+    add("--device", default="cpu", help='"cpu" or "cuda"')
+    add(
         "--attention-backend",
         default=None,
-        help="flash, flash_attn, flashinfer, triton, numba or sdpa; default: the best that fits",
+        help="flash, flashinfer, triton, numba or sdpa; default: the best that fits",
     )
-    p.add_argument("--threads", type=_whole(1), default=2, help="threads that torch uses")
-    p.add_argument(
+    add("--threads", type=_whole(1), default=2, help="threads that torch uses")
+    add(
         "--num-speculative-tokens",
         type=_whole(0, 128),
         default=4,
         help="K: draft tokens verified per request and round; 0 switches speculation off",
     )
-    p.add_argument(
+    add(
         "--speculation-policy",
         choices=SPECULATION_POLICIES,
         default=SPECULATION_POLICIES[0],
         help="adaptive: as many draft tokens as are measured to be the fastest, down to none; "
         "fixed: K in every round, and rows wait for them up to a second: to compare drafts",
     )
-    p.add_argument("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
-    p.add_argument(
+    add("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
+    add(
         "--max-num-batched-tokens",
         type=_whole(1),
         default=None,
         help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA",
     )
-    p.add_argument(
-        "--max-model-len", type=_whole(3), default=None, help="context; default: the model's"
-    )
-    p.add_argument(
+    add("--max-model-len", type=_whole(3), default=None, help="context; default: the model's")
+    add(
         "--gpu-memory-utilization",
         type=_part,
         default=0.9,
         help="part of a CUDA device's memory to use; keys and values get what the rest leaves",
     )
-    p.add_argument(
+    add(
         "--kv-cache-memory",
         type=_whole(1),
         default=None,
         help="MiB for keys and values; default: 512 on a CPU, on CUDA what is left",
     )
-    p.add_argument(
+    add(
         "--page-size",
         type=_whole(1),
         default=None,
         help="tokens per page of the KV cache; default: 16 on a CPU, 64 on CUDA",
     )
-    p.add_argument(
+    add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="reuse keys and values of prompts seen before",
     )
-    p.add_argument(
+    add(
         "--hidden-features",
         default=None,
         metavar="STATES",
@@ -111,20 +110,20 @@ def parser() -> argparse.ArgumentParser:
         "eagle3 (what its modules read), or several with commas; default: what the in-process "
         "proposer reads, else none",
     )
-    p.add_argument(
+    add(
         "--listen-unix",
         type=_socket_path,
         metavar="PATH",
         help="serve gRPC on this Unix socket, too: for proposers on the same machine",
     )
-    p.add_argument(
+    add(
         "--in-process-proposer",
         metavar="FLAGS",
         help="draft in this process, in turns with its steps: the flags of a proposer that say by "
         'which methods, quoted, as "--method eagle3 --model FOLDER"; the fastest where target and '
         "draft share a GPU",
     )
-    p.add_argument(
+    add(
         "--start-timeout",
         type=float,
         metavar="SECONDS",
@@ -132,14 +131,12 @@ def parser() -> argparse.ArgumentParser:
         help="how long loading and warming up may take",
     )
     add_deployment_flags(p)
-    p.add_argument(
-        "--exit-with-parent", action="store_true", help="stop when the parent process is gone"
-    )
+    add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     return p
 
 
 def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
-    """The flags' values; those that follow the device or the process are filled in.
+    """Return the flags' values, with those filled in that depend on the device or the process.
 
     Raises `ConfigError`.
     """
@@ -156,8 +153,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
         )
     flags, args["in_process_proposer"] = args["in_process_proposer"], ()
     if flags is not None:
-        os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # as in `main`: it loads NumPy
-        # Imported here: a scorer without starts sooner.
+        os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # the import below loads NumPy
         from scorer_service.drafting.in_process_flags import states_of, take
 
         args["in_process_proposer"] = methods = take(flags, args["model"], args["device"])
@@ -166,20 +162,19 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until a signal; returns the exit code."""
+    """Run until a signal, and return the exit code."""
     try:
         args = resolve(argv)
     except ConfigError as error:
         print(f"scorer: {error.message}", file=sys.stderr, flush=True)
         return 2
     exit_with_parent = args.pop("exit_with_parent")
-    # All are read when the libraries are loaded, so before the imports below.
+    # The libraries read these when they are loaded, below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
-    # How long an idle OpenMP thread spins. libgomp's default (300,000) costs nothing on an idle
-    # machine, but where other processes want the cores every barrier then loses a time slice.
+    # Rounds for which an idle OpenMP thread spins. libgomp's default of 300,000 costs a time slice
+    # at every barrier where other processes want the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # How long the event loop may keep the engine's thread from taking up a result. At 64 streams
-    # Python's default (5 ms) doubles the mean time between two steps; 0.1 ms is no better than 1.
+    # Time for which the event loop may keep the engine's thread from taking up a result.
     sys.setswitchinterval(0.0005)
 
     end_at_sigterm()
@@ -189,18 +184,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime.prepare_grpc()
         runtime.progress("scorer", "starting")
         from outrider.engine.model.parallel.ranks import Ranks
-        from scorer_service.app import NAME, Options, ScorerApp
+        from scorer_service.app import NAME, ScorerApp
+        from scorer_service.config import ScorerOptions
         from scorer_service.follower import follow
     except KeyboardInterrupt:  # torch takes seconds to import; afterwards the loop has the signal
         return 130
-    options = Options(**args, ranks=Ranks.of(os.environ))
+    options = ScorerOptions(**args, ranks=Ranks.of(os.environ))
     if options.ranks is not None and not options.ranks.leads:
         return follow(options, options.ranks)
     return runtime.run(NAME, ScorerApp(options), exit_with_parent=exit_with_parent)
 
 
 def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """What reads a whole number in these bounds."""
+    """Return a reader of whole numbers in these bounds."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
 
     def read(text: str) -> int:
@@ -234,6 +230,5 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is released by now. Tearing down the interpreter under an engine thread that is
-    # still loading a model would abort.
+    # Tearing down the interpreter under an engine thread that is still loading a model would abort.
     os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""A scorer process: builds the engine on its own thread, then serves it."""
+"""A scorer process, which builds the engine on a thread of its own and serves it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import grpc
 import transformers
 
 from outrider.config import EngineConfig
 from outrider.device import device_id
-from outrider.drafting.building.config import MethodConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
-from outrider.engine.model.parallel.ranks import RankGroup, Ranks
+from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
 from outrider.engine.worker import EngineWorker
@@ -32,76 +29,40 @@ from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
-from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import join_address
 from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
-from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.config import DraftLimits, ScorerOptions, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
-from scorer_service.gauges import watch
 from scorer_service.hub import Hub
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.registration import add_to_server
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
 
 NAME: Final = "scorer"
 _STOP_TIMEOUT_S = 1.0
 _POLICIES: dict[str, Callable[[int], Policy]] = {
     "adaptive": AdaptivePolicy,
-    # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
+    # Longer than a draft takes on a busy machine, since drafts are to be compared and none missed.
     "fixed": partial(Policy, max_wait_s=1.0),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line, resolved. Every field is a flag of `python -m scorer_service`."""
-
-    host: str
-    port: int
-    data_port: int
-    metrics_port: int
-    model: str
-    served_model_name: str
-    scorer_id: str
-    dtype: str
-    device: str
-    attention_backend: str | None
-    threads: int
-    num_speculative_tokens: int
-    speculation_policy: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
-    kv_cache_memory: int | None  # MiB; None: all of gpu_memory_utilization that is left
-    gpu_memory_utilization: float
-    page_size: int
-    enable_prefix_caching: bool
-    hidden_features: str | None
-    listen_unix: str | None
-    start_timeout: float  # seconds
-    in_process_proposer: tuple[MethodConfig, ...]
-    deployment: Deployment
-    ranks: Ranks | None
-    """This process among those of its replica, not a flag; None: it is the replica."""
 
 
 class ScorerApp:
     """Implements `outrider.rpc.runtime.Service`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ScorerOptions) -> None:
         self._options = options
         self._telemetry: Telemetry = configure("outrider-scorer")
         self._servicer = ScorerServicer(self._telemetry)
         deployment = options.deployment
         self._server = GrpcServer(
             join_address(options.host, options.port),
-            self._register,
+            partial(add_to_server, self._servicer),
             [SERVICE_NAME],
             unix_path=options.listen_unix,
             health_address=deployment.health_address(options.host),
@@ -116,7 +77,7 @@ class ScorerApp:
         self._constraints: Constraints | None = None
 
     async def start(self) -> dict[str, str]:
-        """Listen at once (health says NOT_SERVING), loads the model, then serves."""
+        """Listen at once, with health NOT_SERVING, then load the model and serve."""
         options = self._options
         if options.ranks is not None and options.in_process_proposer:
             raise ConfigError(
@@ -130,24 +91,24 @@ class ScorerApp:
         hubs: list[Hub] = []  # filled before the first request
 
         def on_events(events: StepEvents) -> None:
-            if hubs:  # a start that is given up stops an engine that nobody listens to
+            if hubs:  # a start that is given up stops an engine without a hub
                 loop.call_soon_threadsafe(hubs[0].on_events, events)
 
         def build() -> Engine:
             folder = resolve_model(options.model, "target")  # maybe a download
-            # Before the weights: a broken file is to be told at once.
+            # Read before the weights, so that a broken file is reported at once.
             found.append((folder, hash_if_any(folder)))
             self._group = join(options)
-            return build_engine(folder, options, self._group, beside)
+            return build_engine(folder, options, self._group, colocated)
 
-        beside: InProcessProposer | None = None
+        colocated: InProcessProposer | None = None
         if options.in_process_proposer:
             say = partial(runtime.progress, NAME)
-            beside = InProcessProposer(
+            colocated = InProcessProposer(
                 partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
                 f"{options.scorer_id}-in-process",
             )
-        self._worker = worker = EngineWorker(build, on_events, beside)
+        self._worker = worker = EngineWorker(build, on_events, colocated)
         info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
         folder, hash_ = found[0]
         if self._group is not None:
@@ -166,19 +127,15 @@ class ScorerApp:
             device=device_id(options.device) if options.ranks is None else "",
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
-        limits = DraftLimits()
-        self._hub = hub = Hub(worker, served, limits, metrics)
-        watch(metrics, worker, hub.roster, served)
+        self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
+        _watch(metrics, worker, hub, served)
         hubs.append(hub)
-        if beside is not None:
-            attach(hub, worker, beside, served)
+        if colocated is not None:
+            attach(hub.registry, worker, colocated, served)
         self._constraints = await asyncio.wrap_future(
             in_thread(lambda: Constraints.load(folder, info))
         )
-        shared = None if options.listen_unix is None else Path(options.listen_unix).parent
-        self._servicer.begin(
-            Serving(worker, hub, served, limits, self._constraints, shared, self._data_port)
-        )
+        self._servicer.begin(Serving(worker, hub, served, self._constraints, self._data_port))
         await self._server.set_serving(True)
         address = join_address(options.host, port)
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
@@ -186,7 +143,7 @@ class ScorerApp:
         return {"grpc": address, "data": data, "metrics": metrics_url}
 
     async def stop(self) -> None:
-        """New requests are refused at once; running ones get the grace period."""
+        """Refuse new requests at once, and give the running ones the grace period."""
         await self._server.set_serving(False)
         await self._servicer.drain(self._options.deployment.drain_grace_s)
         await self._server.stop(_STOP_TIMEOUT_S)
@@ -210,32 +167,52 @@ class ScorerApp:
         assert self._worker is not None
         await first_of(self._hub.failed.wait(), self._worker.until_hung())
 
-    def _register(self, server: grpc.aio.Server) -> None:
-        add_to_server(self._servicer, server)
-
 
 def _end(reason: str) -> None:
-    # As if killed, which gateways survive: nothing that runs can be finished, and the engine's
-    # thread may hang in a collective for ever.
+    # Nothing that runs can be finished, and the engine's thread may hang in a collective for ever.
+    # Gateways resume the requests elsewhere.
     runtime.progress(NAME, f"this replica cannot go on: {reason}")
     os._exit(1)
 
 
+def _watch(metrics: ScorerMetrics, worker: EngineWorker, hub: Hub, served: ServedModel) -> None:
+    """Register gauges of single values, which the other threads replace as a whole."""
+
+    def kv_usage() -> float:
+        snapshot = worker.snapshot()
+        return 1.0 - snapshot.free_pages / max(1, snapshot.total_pages)
+
+    watch = metrics.watch
+    watch("num_requests_running", "Requests in the batch.", lambda: worker.snapshot().running)
+    watch("num_requests_waiting", "Requests in the queue.", lambda: worker.snapshot().waiting)
+    watch("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", kv_usage)
+    watch(
+        "num_requests_undrafted",
+        "Requests that want a proposer and have none: none is attached, fits or has room.",
+        lambda: hub.registry.num_undrafted,
+    )
+    watch(
+        "num_speculative_tokens",
+        "K where a request names none; 0: speculation is off.",
+        lambda: served.num_speculative_tokens,
+    )
+
+
 def build_engine(
     folder: Path,
-    options: Options,
+    options: ScorerOptions,
     group: RankGroup | None = None,
-    beside: InProcessProposer | None = None,
+    colocated: InProcessProposer | None = None,
 ) -> Engine:
-    """Load, checks and warms up, also what drafts beside it on the engine's thread: this one.
+    """Load, check and warm up the engine and its colocated proposer, on the engine's thread.
 
     Raises `OutriderError`s.
     """
     began = time.perf_counter()
-    transformers.utils.logging.disable_progress_bar()  # our own lines say it
+    transformers.utils.logging.disable_progress_bar()
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
-    beside_it = () if beside is None else (beside.build,)
-    model, runner, step_times = load(folder, options, group, *beside_it)
+    build_first = () if colocated is None else (colocated.build,)
+    model, runner, step_times = load(folder, options, group, *build_first)
     config = EngineConfig(
         page_size=options.page_size,
         num_pages=model.num_pages,
@@ -258,8 +235,8 @@ def build_engine(
         runner=runner,
         features=None if pool is None else HiddenStateStreams(pool, max_ahead_bytes=ahead),
     )
-    if beside is not None:
-        beside.bring(engine)
+    if colocated is not None:
+        colocated.put_projection(engine)
     loaded = time.perf_counter()
     runtime.progress(
         NAME,
@@ -268,7 +245,7 @@ def build_engine(
         f"{model.num_pages * options.page_size} tokens; warming up",
     )
     _warm_up(engine, config)
-    # What loading leaves is there to stay; a full collection that looks at it takes 0.2 s.
+    # The objects that loading leaves stay, so full collections need not look at them.
     gc.collect()
     gc.freeze()
     runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
@@ -276,9 +253,9 @@ def build_engine(
 
 
 def _warm_up(engine: Engine, config: EngineConfig) -> None:
-    """Run each size of step that a single request meets, so that no client pays for the first.
+    """Run each size of step that a single request meets, so that no client waits for the first.
 
-    Verification of k draft tokens and processing k + 1 prompt tokens are the same forward.
+    Verifying k draft tokens and processing k + 1 prompt tokens are the same forward.
     """
     longest = min(config.max_num_batched_tokens, config.max_model_len - 2)
     for length in (*range(1, config.num_speculative_tokens + 2), longest):

@@ -1,21 +1,57 @@
-"""What a scorer is told once, at start. Frozen; every "auto" is resolved before."""
+"""A scorer's configuration: frozen, with every "auto" resolved before."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.drafting.building.config import MethodConfig
+from outrider.engine.model.parallel.ranks import Ranks
 from outrider.features import FeatureSpec
+from outrider.rpc.deployment import Deployment
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerOptions:
+    """The resolved command line: each field is a flag of `python -m scorer_service`."""
+
+    host: str
+    port: int
+    data_port: int
+    metrics_port: int
+    model: str
+    served_model_name: str
+    scorer_id: str
+    dtype: str
+    device: str
+    attention_backend: str | None
+    threads: int
+    num_speculative_tokens: int
+    speculation_policy: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    kv_cache_memory: int | None  # MiB; None: all of gpu_memory_utilization that is left
+    gpu_memory_utilization: float
+    page_size: int
+    enable_prefix_caching: bool
+    hidden_features: str | None
+    listen_unix: str | None
+    start_timeout: float  # seconds
+    in_process_proposer: tuple[MethodConfig, ...]
+    deployment: Deployment
+    ranks: Ranks | None
+    """No flag: this process among those of its replica. None: it is the only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What this scorer serves, as clients and proposers are told."""
+    """The model of this scorer, as clients and proposers see it."""
 
     scorer_id: str
     model: str
     served_model_name: str
     tokenizer_hash: str
-    """Hex SHA-256; empty if the model's folder holds no tokenizer: proposers' is not compared."""
+    """Hex SHA-256. Empty if the model's folder holds no tokenizer: proposers' is not compared."""
     vocab_size: int
     max_model_len: int
     dtype: str
@@ -23,9 +59,9 @@ class ServedModel:
     num_speculative_tokens: int
     """K where a request names none."""
     features: FeatureSpec | None = None
-    """Hidden states that are captured: what proposers may ask for."""
+    """Captured hidden states, which proposers may ask for."""
     device: str = ""
-    """What it computes on, as proposers name theirs; empty: several devices, or unknown."""
+    """The device's name, as proposers name theirs. Empty: several devices, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +71,19 @@ class DraftLimits:
     hello_timeout_s: float = 10.0
     max_proposers: int = 64
     max_block_tokens: int = 512
-    """Nodes in a block at most."""
+    """Nodes of a block."""
     max_bad_blocks: int = 8
     """Malformed messages of one stream until it is ended with BAD_BLOCKS."""
     max_reopens: int = 3
     """Lost messages of one session and proposer until the session is drafted for elsewhere."""
     full_s: float = 1.0
-    """How long a proposer that had no room is given no more sessions than it has."""
+    """Time in which a proposer that had no room is given no further sessions."""
     max_backlog_tokens: int = 1 << 20
     """Tokens and messages waiting for one proposer to read them; beyond, it is detached."""
     max_projection_bytes: int = 512 * 2**20
     max_projections: int = 4
-    """Different ones that are kept on the device."""
+    """Different projections that the device keeps."""
     projection_timeout_s: float = 60.0
-    """From Welcome until a projection that was asked for is complete."""
+    """From Welcome until a requested projection is complete."""
     set_aside_s: float = 2.0
-    """How long other proposers are preferred to one that kept missing deadlines."""
+    """Time in which other proposers are preferred to one that kept missing deadlines."""

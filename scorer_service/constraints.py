@@ -1,4 +1,4 @@
-"""Compiles constraints beside the event loop and the engine, within a time and a bounded queue."""
+"""Compiles constraints on threads of its own, within a time and a bounded queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _TIMEOUT_S = 10.0
 
 
 class Constraints:
-    """Used on the event loop. `compiler` None: this model's tokenizer cannot be constrained."""
+    """Constraints of requests. Used on the event loop.
+
+    `compiler` is None where the model's tokenizer cannot be constrained.
+    """
 
     def __init__(
         self, compiler: ConstraintCompiler | None, *, timeout_s: float = _TIMEOUT_S
@@ -29,7 +32,7 @@ class Constraints:
 
     @classmethod
     def load(cls, folder: Path, info: EngineInfo) -> Constraints:
-        """For the tokenizer in a model's folder; a line says if it cannot be constrained."""
+        """Load the tokenizer in a model's folder, and report if it cannot be constrained."""
         try:
             return cls(ConstraintCompiler.load(folder, info.vocab_size, info.eos_token_ids))
         except ConfigError as error:
@@ -37,7 +40,7 @@ class Constraints:
             return cls(None)
 
     async def editor(self, request: Request) -> ConstraintEditor | None:
-        """What masks the request's logits; None if it asks for no constraint.
+        """Return the editor of the request's logits; None if it asks for no constraint.
 
         Raises `InvalidRequestError`, naming the constraint's kind, for one that cannot be compiled
         in time, and `CapacityError`.
@@ -60,7 +63,7 @@ class Constraints:
         future = self._pool.submit(compiler.editor, constraint, request.stop, resumed)
         self._pending.add(future)
         waiting = asyncio.wrap_future(future)
-        waiting.add_done_callback(_look_at)
+        waiting.add_done_callback(_retrieve)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(waiting)
@@ -74,14 +77,14 @@ class Constraints:
                 param=param,
             ) from None
         finally:
-            future.cancel()  # in vain once it has begun
+            future.cancel()  # no effect once it has begun
 
     def close(self) -> None:
-        """Wait for nothing: a compilation in progress ends by itself within seconds."""
+        """Stop without waiting for a compilation in progress, which ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _look_at(future: asyncio.Future[ConstraintEditor]) -> None:
-    """Nobody may be left to hear of a failure."""
+def _retrieve(future: asyncio.Future[ConstraintEditor]) -> None:
+    """Mark a failure as retrieved, since the request may have ended before."""
     if not future.cancelled():
         future.exception()

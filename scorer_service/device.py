@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine.cuda.memory_budget import (
-    DeviceMemory,
-    MemoryBudget,
-    estimate_graphs,
-    measure_activations,
-)
 from outrider.engine.cuda.sampling import choose_and_verify, sample
 from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
+from outrider.engine.model.memory_budget import (
+    DeviceMemory,
+    MemoryBudget,
+    estimate_graphs,
+    measure_activations,
+)
 from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
 
@@ -40,13 +40,13 @@ class StepLimits:
     trees: bool = False  # proposers may send draft trees
 
     def buckets(self) -> list[Bucket]:
-        """What is recorded: decoding, and verification of up to K draft tokens."""
+        """Return the captured sizes of decoding and of verifying up to K draft tokens."""
         verifying = self.num_speculative_tokens + 1
         trees = (verifying,) if self.trees and verifying > 2 else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
     def ragged(self, model: PagedModel) -> list[PrefillBucket]:
-        """The same of steps with prompts; empty if the model's layers do not run apart."""
+        """Return the captured sizes of steps with prompts; none if layers run only together."""
         if not model.layered:
             return []
         return make_prefill_buckets(self.max_num_batched_tokens, self.max_num_seqs)

@@ -1,4 +1,4 @@
-"""Every rank of a replica but the first: runs what that one says, and serves health alone."""
+"""Ranks of a replica after the first, which follow its steps and serve health alone."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from outrider.engine.model.parallel.ranks import Ranks
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.models.resolve import resolve_model
 from outrider.rpc import runtime
-from scorer_service.app import NAME, Options
+from scorer_service.app import NAME
+from scorer_service.config import ScorerOptions
 from scorer_service.loading import join, load
 from scorer_service.servicer import SERVICE_NAME
 
 
-def follow(options: Options, ranks: Ranks) -> int:
-    """Until the leader stops; returns the exit code: 1 if it is gone, 2 for a wrong option.
+def follow(options: ScorerOptions, ranks: Ranks) -> int:
+    """Follow the leader until it stops. Return 0, 1 if it is gone, 2 for a wrong option.
 
-    Once the model is loaded, signals are the leader's alone: it drains, and we are needed for that.
+    Once the model is loaded, signals are ignored: the leader drains and needs this rank for that.
     """
     name = f"{NAME} rank {ranks.rank}"
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
     )
     transformers.utils.logging.disable_progress_bar()
-    # A handler of ours would wait for what C++ waits for: the other ranks.
+    # A Python handler would wait while C++ waits for the other ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with _health(options, ranks) as healthy:
@@ -55,8 +56,8 @@ def follow(options: Options, ranks: Ranks) -> int:
 
 
 @contextlib.contextmanager
-def _health(options: Options, ranks: Ranks) -> Iterator[health.HealthServicer]:
-    """NOT_SERVING; on `--health-port` of machines where the leader does not listen on it."""
+def _health(options: ScorerOptions, ranks: Ranks) -> Iterator[health.HealthServicer]:
+    """Serve NOT_SERVING on `--health-port`, on machines where the leader does not listen."""
     servicer = health.HealthServicer()
     servicer.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
     server = grpc.server(ThreadPoolExecutor(max_workers=1))

@@ -1,36 +1,27 @@
-"""Where requests, the engine's events and drafts meet. Lives on the event loop; never blocks."""
+"""Connects requests, engine events and proposers. Lives on the event loop; never blocks."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from outrider.draft_port import MAX_BLOCKS_AT_ONCE, PostedBlock
-from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.worker import EngineWorker
-from outrider.errors import InvalidRequestError, OutriderError
+from outrider.errors import OutriderError
 from outrider.features import FeatureBatch
-from outrider.rpc import codec
 from outrider.types import Commit, Request, StepEvents
-from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
-from scorer_service.drafting.attached import AttachedProposer
-from scorer_service.drafting.outbox import Outbox
+from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.registry import ProposerRegistry
+from scorer_service.mailbox import Deliveries
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.sessions import Deliveries, Session
+from scorer_service.sessions import Session
 
-_MAX_FAILED_STEPS = 8
-_MAX_BLOCKS = 2**14  # in a message: all streams wait while one is gone through
-_log = logging.getLogger(__name__)
+_MAX_FAILED_STEPS = 8  # in a row
 
 
 class Hub:
-    """Owns the sessions; its `roster` owns the proposers. All on the event loop."""
+    """Owns the sessions; its `registry` owns the proposers."""
 
     def __init__(
         self,
@@ -43,15 +34,15 @@ class Hub:
     ) -> None:
         self._worker = worker
         self._served = served
-        self._limits = limits
         self._metrics = metrics
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
-        self.roster = ProposerRegistry(worker, served, limits, metrics, clock=clock)
+        self.registry = ProposerRegistry(worker, served, limits, metrics, clock=clock)
+        self.blocks = BlockReceiver(worker, self.registry, metrics)
         self._deliveries = Deliveries()
-        self._failed_steps = 0  # in a row
+        self._failed_steps = 0
         self.failed = asyncio.Event()
-        """The engine broke down, or fails step after step; a new process may do better."""
+        """Set when the engine broke down, or fails step after step."""
         self._idle = asyncio.Event()  # no session
         self._idle.set()
 
@@ -64,9 +55,9 @@ class Hub:
     def submit(
         self, request: Request, traceparent: str, constraint: ConstraintEditor | None = None
     ) -> Session:
-        """Hands a request to the engine and, if there is one, to a proposer.
+        """Hand a request to the engine and, if there is one, to a proposer.
 
-        Raises what `EngineWorker.submit` raises.
+        Raises the errors of `EngineWorker.submit`.
         """
         self._worker.submit(request, constraint)
         asked = request.speculation.num_speculative_tokens
@@ -83,8 +74,8 @@ class Hub:
         self._sessions[session.id] = session
         self._idle.clear()
         if session.num_speculative_tokens:
-            self.roster.probe()
-            self.roster.assign(session)
+            self.registry.probe()
+            self.registry.assign(session)
         return session
 
     def abort(self, session: Session, error: OutriderError | None = None) -> None:
@@ -101,7 +92,7 @@ class Hub:
             self.abort(session, error)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether all sessions ended within the time."""
+        """Return whether all sessions ended within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -110,15 +101,15 @@ class Hub:
         return True
 
     def on_events(self, events: StepEvents) -> None:
-        """What one engine step brought about."""
-        self._deliveries.finish()  # of the step before: a stream merges what waits
+        """Pass on the results of one engine step."""
+        self._deliveries.finish()  # of the step before; a stream merges waiting commits
         timings = events.timings
         step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
         if timings is not None:
-            self.roster.tell_how(on_demand=events.on_demand)
+            self.registry.set_on_demand(on_demand=events.on_demand)
         if events.features is not None:
             self._send_features(events.features)
-        for commit in events.commits:  # proposers first: they are what the next step waits for
+        for commit in events.commits:  # to proposers before clients, since the next step waits
             session = self._sessions.get(commit.session_id)
             if session is not None:
                 self._advance(session, commit, step_us)
@@ -130,14 +121,14 @@ class Hub:
             if session is not None:
                 self._forget(session)
                 session.mailbox.fail(failure.error)
-        self.roster.detach_slow()
-        self.roster.probe()
+        self.registry.detach_slow()
+        self.registry.probe()
         for session_id in events.set_aside:
             session = self._sessions.get(session_id)
             if session is not None:
-                self.roster.on_set_aside(session)
+                self.registry.on_set_aside(session)
         if timings is not None and events.counts is not None:
-            # When the writers that were woken above have written.
+            # After the writers that were woken above have written.
             asyncio.get_running_loop().call_soon(self._metrics.observe_step, timings, events.counts)
         self._watch_failures(events)
 
@@ -149,16 +140,9 @@ class Hub:
             if session is None or proposer is None or rows.order.epoch != session.epoch:
                 self._worker.features.give_back(rows.window, len(rows.rows))
                 continue
-            proposer.outbox.features(session, rows)
+            proposer.outbox.features(rows)
             sent += len(rows.rows)
         self._metrics.count_features(batch, sent)
-
-    def on_taken(self, outbox: Outbox) -> None:
-        """What waited for a proposer is being written."""
-        for window, size in outbox.taken_feature_bytes.items():
-            self._worker.features.give_back(window, size)
-        if outbox.made_room:
-            self.roster.assign_undrafted()
 
     def _watch_failures(self, events: StepEvents) -> None:
         self._failed_steps = 0 if events.timings is not None else self._failed_steps
@@ -178,105 +162,11 @@ class Hub:
             if len(session.committed) < proposer.max_model_len:
                 proposer.outbox.commit(session, step_us)
             else:
-                self.roster.reassign(session)
+                self.registry.reassign(session)
         self._deliveries.put(session.mailbox, commit)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.id]
-        self.roster.leave(session)
+        self.registry.leave(session)
         if not self._sessions:
             self._idle.set()
-
-    # Drafts
-
-    def on_blocks(self, proposer: AttachedProposer, blocks: Collection[draft_pb2.Block]) -> None:
-        """Hands good blocks to the engine. Stale ones are dropped, bad ones dropped and counted.
-
-        After several bad ones the proposer is detached.
-        """
-        if proposer.detached.done():
-            return
-        if len(blocks) > _MAX_BLOCKS:
-            self.on_bad(proposer, f"{len(blocks)} blocks in a message")
-            return
-        good: list[PostedBlock] = []
-        now = time.perf_counter()  # the same for all: they were drafted in one batch
-        if len(blocks) > MAX_BLOCKS_AT_ONCE * len(proposer.sessions):  # than the engine takes
-            blocks = _newest(blocks)
-        for block in blocks:
-            session_id = block.session
-            session = proposer.sessions.get(session_id)
-            if session is None and not 0 < session_id <= self._last_id:
-                self.on_bad(proposer, f"session {session_id} was never opened")
-            elif session is None or block.epoch != session.epoch:
-                self._metrics.stale_blocks.inc()
-            elif (checked := self._checked(proposer, session, block, now)) is not None:
-                good.append(checked)
-                if not session.drafted:
-                    self.roster.on_first_block(proposer, session)
-                continue
-            if proposer.detached.done():
-                break
-        if good:
-            self._worker.post_blocks(good)
-
-    def _checked(
-        self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block, now: float
-    ) -> PostedBlock | None:
-        """None for a bad one, which is counted."""
-        # Reading a field of a message takes longer than what is done with it.
-        base_len, method_index, draft_us = block.base_len, block.method_index, block.draft_us
-        draft_probs, length = block.draft_probs, len(session.committed)
-        max_nodes = self._limits.max_block_tokens
-        try:
-            if base_len > length:
-                raise InvalidRequestError(
-                    f"base_len {base_len} is beyond what was committed", param="base_len"
-                )
-            if method_index >= len(proposer.methods):
-                raise InvalidRequestError(
-                    f"method_index {method_index} is none of Hello.methods",
-                    param="method_index",
-                )
-            probs: list[DraftProbs] = []
-            if draft_probs:
-                if len(draft_probs) > max_nodes:  # not worth converting
-                    raise InvalidRequestError(
-                        "one distribution per token, or none", param="draft_probs"
-                    )
-                probs = [*map(codec.draft_probs_from_proto, draft_probs)]
-            tree = DraftTree.validated(
-                base_len, block.token_ids, block.parents, self._served.vocab_size, max_nodes, probs
-            )
-        except InvalidRequestError as error:
-            self.on_bad(proposer, error.message)
-            return None
-        if session.rounds is not None and base_len == length:
-            session.rounds.block(draft_us)
-        method = proposer.methods[method_index]
-        return PostedBlock(session.id, tree, proposer.id, draft_us, now, method)
-
-    def on_bad(self, proposer: AttachedProposer, what: str) -> None:
-        """Count a malformed message; too many end the stream."""
-        self._metrics.malformed_blocks.inc()
-        proposer.bad_blocks += 1
-        _log.warning("proposer %s sent a bad message: %s", proposer.id, what)
-        if proposer.bad_blocks >= self._limits.max_bad_blocks:
-            self.roster.detach(
-                proposer,
-                InvalidRequestError(
-                    f"{proposer.bad_blocks} malformed messages; the last: {what}",
-                    reason="BAD_BLOCKS",
-                ),
-            )
-
-
-def _newest(blocks: Collection[draft_pb2.Block]) -> Collection[draft_pb2.Block]:
-    """Without those that the engine would drop unseen: checking them all could take seconds."""
-    newer: Counter[int] = Counter()
-    kept: list[draft_pb2.Block] = []
-    for block in reversed(list(blocks)):
-        newer[block.session] += 1
-        if newer[block.session] <= MAX_BLOCKS_AT_ONCE:
-            kept.append(block)
-    return kept[::-1]

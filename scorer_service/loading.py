@@ -1,27 +1,31 @@
-"""From the command line to a model with its cache, on every rank of a replica."""
+"""Loads the model with its cache, on every rank of a replica."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.engine.kv_cache.memory import fitting
-from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model, read_features
+from outrider.engine.model.loader import (
+    ModelOptions,
+    count_pages,
+    kv_bytes_per_page,
+    load_model,
+    read_features,
+)
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.rpc import runtime
-
-if TYPE_CHECKING:
-    from scorer_service.app import Options
+from scorer_service.config import ScorerOptions
 
 
-def join(options: Options) -> RankGroup | None:
-    """Meets the other ranks of the replica, if there are any."""
+def join(options: ScorerOptions) -> RankGroup | None:
+    """Join the other ranks of the replica, if there are any."""
     ranks = options.ranks
     if ranks is None:
         return None
@@ -31,13 +35,15 @@ def join(options: Options) -> RankGroup | None:
 
 def load(
     folder: Path,
-    options: Options,
+    options: ScorerOptions,
     group: RankGroup | None,
-    beside: Callable[[], None] = lambda: None,
+    build_first: Callable[[], None] = lambda: None,
 ) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
-    """The model with its cache; what runs its steps if not torch alone; and how long recorded ones
-    take: (rows, tokens, seconds). All ranks of a group load at the same time. What the model shares
-    the device with is loaded by `beside`, and first: keys and values get what is left.
+    """Return the model with its cache, its runner if torch alone is not, and step times.
+
+    The step times are (rows, tokens, seconds) of captured steps. All ranks of a group load at the
+    same time. `build_first` loads what shares the device with the model: keys and values get the
+    memory that is left.
     """
     dtype = getattr(torch, options.dtype)
     device = _device(options.device) if group is None else group.device
@@ -49,13 +55,15 @@ def load(
         try:
             return load_model(
                 folder,
+                ModelOptions(
+                    page_size=options.page_size,
+                    num_pages=num_pages,
+                    max_model_len=options.max_model_len,
+                    attention_backend=options.attention_backend,
+                    features=features,
+                ),
                 dtype=dtype,
-                page_size=options.page_size,
-                num_pages=num_pages,
-                max_model_len=options.max_model_len,
                 device=device,
-                attention_backend=options.attention_backend,
-                features=features,
                 group=group,
             )
         except RuntimeError as error:
@@ -78,49 +86,47 @@ def load(
         )
 
     if device.type != "cuda":
-        beside()
+        build_first()
         return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
-    from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
     from outrider.engine.cuda.sampling import sample
+    from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
     from scorer_service.device import StepLimits, capture_steps, size_cache
 
-    def say(message: str) -> None:
-        runtime.progress("scorer", message)
-
+    progress = partial(runtime.progress, "scorer")
     if device.index is not None:
         torch.cuda.set_device(device)
     limits = StepLimits(
         options.max_num_seqs,
         options.max_num_batched_tokens,
         options.num_speculative_tokens,
-        # Methods that read hidden states draft trees; what others send of them runs eagerly.
+        # Methods that read hidden states draft trees. Trees of other methods run eagerly.
         trees=features is not None,
     )
     if options.kv_cache_memory is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)
         if group is not None:
             memory.limit = group.least(memory.limit)
-        beside()
+        build_first()
         model = load_with(TRIAL_PAGES)
         if group is None or group.ranks.leads:  # nobody needs more memory than the leader
-            size_cache(memory, model, limits, say)
+            size_cache(memory, model, limits, progress)
     else:
-        beside()
+        build_first()
         model = load_given()
     if group is not None:
-        say("a model on several ranks: every step runs eagerly")
+        progress("a model on several ranks: every step runs eagerly")
         return model, None, []
-    recorded = capture_steps(model, limits, say)
+    captured = capture_steps(model, limits, progress)
     claim_activations(
         model,
         sample,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    if recorded is None:
+    if captured is None:
         return model, Runner(model, sample=sample), []
-    return model, recorded, recorded.trial_times()
+    return model, captured, captured.trial_times()
 
 
 def _device(name: str) -> torch.device:
@@ -134,8 +140,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _with_room(model: PagedModel, options: Options) -> PagedModel:
-    """The model, if its cache holds one request of the greatest length."""
+def _with_room(model: PagedModel, options: ScorerOptions) -> PagedModel:
+    """Raise `ConfigError` unless the cache holds one request of the greatest length."""
     tokens = model.num_pages * options.page_size
     if tokens < model.max_model_len:
         needed = -(-model.max_model_len * model.kv_bytes_per_page // options.page_size)

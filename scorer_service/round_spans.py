@@ -1,10 +1,10 @@
-"""Where a sampled request's time went, as spans below its server span.
+"""Spans of a sampled request's time, below its server span.
 
     queue | prefill | round 0 | ... | round 7 | rounds
                       wire, propose, wait, score, commit
 
-They follow each other without a gap, so that they add up to the request. The first rounds have a
-span each; what comes after them is one, with sums: a long answer would have thousands.
+The spans follow each other without a gap, so they add up to the request. The first rounds have a
+span each, and all later ones share a span with sums.
 """
 
 from __future__ import annotations
@@ -17,45 +17,42 @@ from outrider.rpc.telemetry import PastSpan
 from outrider.types import Commit, RequestStats, StepTimings, TokenKind
 
 MAX_ROUNDS: Final = 8
-"""Rounds with a span of their own."""
+"""Rounds with spans of their own."""
 
 PARTS: Final = ("wire", "propose", "wait", "score", "commit")
-"""Of a round, in order."""
+"""Parts of a round, in order."""
 
 _MS: Final = 1_000_000  # nanoseconds
 Bounds = tuple[int, int, int, int, int, int]
-"""The beginning of each part and the end of the last, nanoseconds since 1970."""
+"""Start of each part and end of the last, in nanoseconds since 1970."""
 
 
 class RoundSpans:
-    """Made for requests that are sampled only. Used on the event loop, by the hub.
-
-    It only notes what happens, to hold up nobody's next round; `end` makes the spans.
-    """
+    """Notes the times of a sampled request, of which `end` makes spans. Used on the event loop."""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self._clock = clock
         self._began = self._round_began = clock()
         self._submitted = self._began
-        self._first: int | None = None  # when the first tokens came
-        self._block: tuple[int, int] | None = None  # this round's: arrival, drafting time
+        self._first: int | None = None  # arrival of the first tokens
+        self._block: tuple[int, int] | None = None  # arrival and drafting time of this round's
         self._rounds = 0
-        self._shown: list[tuple[Commit, Bounds]] = []  # the rounds with a span of their own
+        self._shown: list[tuple[Commit, Bounds]] = []  # rounds with a span of their own
         self._rest_began = 0
         self._rest_tokens = self._rest_accepted = 0
         self._rest_ns = [0] * len(PARTS)
 
     def submitted(self) -> None:
-        """The engine has the request."""
+        """Note that the engine has the request."""
         self._submitted = self._clock()
 
     def block(self, draft_us: int) -> None:
-        """The draft that this round asked for has come."""
+        """Note the draft that this round asked for."""
         if self._block is None:
             self._block = (self._clock(), draft_us * 1000)
 
     def commit(self, commit: Commit, timings: StepTimings | None) -> None:
-        """A step has added to the request; its last part is the way to the event loop."""
+        """Note the tokens of a step. Its last part includes the way to the event loop."""
         now = self._clock()
         if self._first is None:
             self._first = now
@@ -64,12 +61,12 @@ class RoundSpans:
         self._block, self._round_began = None, now
 
     def end(self, stats: RequestStats | None) -> list[PastSpan]:
-        """The spans, in order; no round will come. `stats` is what the engine told last."""
+        """Return the spans in order, by the engine's latest `stats`."""
         end = self._round_began if self._first is not None else self._clock()
         first = end if self._first is None else self._first
         admitted = first
         if stats is not None:
-            # Not by queue_ms: it waited again if it was preempted later.
+            # queue_ms would also count waits after a preemption.
             admitted = max(self._submitted, first - round(stats.prefill_ms * _MS))
         spans = [PastSpan("queue", self._began, admitted)]
         if admitted < first:
@@ -116,12 +113,11 @@ def _round(commit: Commit, bounds: Bounds) -> PastSpan:
 def round_bounds(
     began: int, ended: int, block: tuple[int, int] | None, timings: StepTimings
 ) -> Bounds:
-    """Where the parts of a round, from commit to commit, begin and end.
+    """Return the bounds of a round's parts, from commit to commit.
 
-    `block` is when the draft came and how long drafting took. A scorer that drafts itself has done
-    so right before the step, for this row or for others: all wait for it. Without either, or with
-    a block that came when the step had begun, nothing was waited for but the step. Where on its
-    way the rest of a draft's time was spent is not known: all of it is drawn before the drafting.
+    `block` is the arrival of the draft and the time of drafting. A scorer that drafts itself did so
+    right before the step. Without either, or with a block that came after the step began, the round
+    consists of the step. All network time is shown before the drafting.
     """
     committing = max(began, ended - round(timings.commit_ms * _MS))
     scoring = max(began, committing - round((timings.forward_ms + timings.verify_ms) * _MS))

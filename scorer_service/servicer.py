@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -16,12 +15,13 @@ from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
 from outrider.rpc.data_connection import DataPort
+from outrider.rpc.feature_codec import response_to_bytes
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
-from outrider.types import Commit, Request
+from outrider.types import Commit, Request, RequestStats
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
-from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.config import ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.stream import serve_proposer
 from scorer_service.hub import Hub
@@ -29,20 +29,22 @@ from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session
 
 SERVICE_NAME: Final = "outrider.v1.ScorerService"
+_STATS_ON_SPANS: Final = (
+    *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong", "fallback_rounds"),
+    *("queue_ms", "prefill_ms", "propose_ms", "score_ms", "wait_ms", "network_ms"),
+    *("cached_prompt_tokens", "proposer_ids", "preemptions"),
+)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Serving:
-    """What answers RPCs once the engine is up."""
+    """The parts that answer RPCs once the engine is up."""
 
     worker: EngineWorker
     hub: Hub
     served: ServedModel
-    limits: DraftLimits
     constraints: Constraints
-    shared: Path | None
-    """The folder of its Unix socket, where proposers may leave memory to be shared."""
     data_port: DataPort | None
 
 
@@ -55,21 +57,20 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self._draining = False
 
     def begin(self, serving: Serving) -> None:
-        """From now on requests are taken."""
         self._serving = serving
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new request; the running ones end by themselves or, late, with UNAVAILABLE."""
+        """Take no new request, and end those with UNAVAILABLE that outlast `grace_s`."""
         self._draining = True
         if self._serving is None:
             return
         hub, error = self._serving.hub, UnavailableError("the scorer is shutting down")
         if not await hub.wait_idle(grace_s):
             hub.abort_all(error)
-        hub.roster.detach_all(error)
+        hub.registry.detach_all(error)
 
-    # Coroutines that write, not generators: a generator cancelled between two messages is closed
-    # whenever the garbage collector finds it, and the abort with it.
+    # The handlers write messages. As a generator, one that is cancelled between two messages would
+    # abort its request only when the garbage collector finds it.
 
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
@@ -89,15 +90,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
     ) -> None:
         try:
             serving = self._ready()
-            await serve_proposer(
-                request_iterator,
-                context,
-                serving.hub,
-                serving.served,
-                serving.limits,
-                shared=serving.shared,
-                data_port=serving.data_port,
-            )
+            await serve_proposer(request_iterator, context, serving.hub.blocks, serving.data_port)
         except Exception as error:
             await status.abort(context, error)
 
@@ -126,7 +119,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         span.set_attributes(_request_attributes(request, serving.served))
         rounds = RoundSpans() if span.is_recording() else None
         constraint = await serving.constraints.editor(request)
-        self._ready()  # still: compiling takes up to seconds
+        self._ready()  # compiling takes up to seconds
         session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
         if rounds is not None:
             rounds.submitted()
@@ -141,9 +134,9 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             hub.abort(session)
             if rounds is not None:
                 self._telemetry.record(span, rounds.end(session.stats))
-            # Also where the client hung up as soon as it had the last token.
+            # The client may have hung up as soon as it had the last token.
             if session.stats is not None:
-                span.set_attributes(_aux_attributes(session))
+                span.set_attributes(_stats_attributes(session.stats))
 
     async def _stream(self, session: Session, call: _Call, context: Context) -> None:
         while True:
@@ -177,13 +170,24 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                     sessions=len(proposer.sessions),
                     set_aside=proposer.set_aside_until > now,
                 )
-                for proposer in serving.hub.roster.proposers
+                for proposer in serving.hub.registry.proposers
             ],
         )
 
 
+def add_to_server(servicer: ScorerServicer, server: grpc.aio.Server) -> None:
+    """Register the service, with a serializer of its own for the messages of Draft."""
+    draft = grpc.stream_stream_rpc_method_handler(
+        servicer.Draft,
+        request_deserializer=draft_pb2.DraftRequest.FromString,
+        response_serializer=response_to_bytes,
+    )
+    scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(SERVICE_NAME, {"Draft": draft})  # in its place
+
+
 class _Call:
-    """Turns one request's commits into response messages and metrics."""
+    """Makes response messages and metrics of one request's commits."""
 
     def __init__(
         self, telemetry: Telemetry, served: ServedModel, span: Span, started: float
@@ -195,7 +199,7 @@ class _Call:
         self._first_token_s: float | None = None
 
     def response(self, commits: Sequence[Commit]) -> scorer_pb2.ScorerServiceGenerateResponse:
-        """One message for all commits at hand: several when the client reads slowly."""
+        """Return one message for `commits`, which are several if the client reads slowly."""
         elapsed_s = time.perf_counter() - self._started
         response = scorer_pb2.ScorerServiceGenerateResponse()
         for commit in commits:
@@ -225,7 +229,7 @@ class _Call:
 def _request_from_proto(
     message: scorer_pb2.ScorerServiceGenerateRequest, session_id: int, served: ServedModel
 ) -> Request:
-    """Raise `InvalidRequestError`; whether the prompt fits is the engine's to say."""
+    """Raise `InvalidRequestError`. The engine checks that the prompt fits."""
     sampling = codec.sampling_from_proto(message.sampling, seed=0)
     if not sampling.greedy and not message.sampling.HasField("seed"):
         raise InvalidRequestError("seed must be set if temperature is above 0.", param="seed")
@@ -257,26 +261,9 @@ def _request_attributes(request: Request, served: ServedModel) -> dict[str, str 
     }
 
 
-def _aux_attributes(session: Session) -> dict[str, str | int | float | tuple[str, ...]]:
-    stats = session.stats
-    assert stats is not None
+def _stats_attributes(stats: RequestStats) -> dict[str, str | int | float | tuple[str, ...]]:
     return {
         "gen_ai.usage.input_tokens": stats.prompt_tokens,
         "gen_ai.usage.output_tokens": stats.output_tokens,
-        "outrider.rounds": stats.rounds,
-        "outrider.drafted": stats.drafted,
-        "outrider.accepted": stats.accepted,
-        "outrider.hits": stats.hits,
-        "outrider.misses_late": stats.misses_late,
-        "outrider.misses_wrong": stats.misses_wrong,
-        "outrider.fallback_rounds": stats.fallback_rounds,
-        "outrider.queue_ms": stats.queue_ms,
-        "outrider.prefill_ms": stats.prefill_ms,
-        "outrider.propose_ms": stats.propose_ms,
-        "outrider.score_ms": stats.score_ms,
-        "outrider.wait_ms": stats.wait_ms,
-        "outrider.network_ms": stats.network_ms,
-        "outrider.cached_prompt_tokens": stats.cached_prompt_tokens,
-        "outrider.proposer_ids": stats.proposer_ids,
-        "outrider.preemptions": stats.preemptions,
+        **{f"outrider.{name}": getattr(stats, name) for name in _STATS_ON_SPANS},
     }

@@ -1,1 +1,1 @@
-"""How the embedded pair of models (a small target and its draft) was made."""
+"""Training of the embedded pair of models, a small target and its draft."""

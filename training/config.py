@@ -1,4 +1,4 @@
-"""The target's shape and the special tokens of the tokenizer, which its drafts share."""
+"""The target's shape, and the tokenizer's special tokens, which drafts share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
 
     def to_transformers(self) -> dict[str, Any]:
-        """The `config.json` that `transformers` reads."""
+        """Return the `config.json` that `transformers` reads."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

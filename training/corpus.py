@@ -63,13 +63,13 @@ class Package:
 
 
 def read_packages(path: Path = HERE / "packages.txt") -> list[Package]:
-    """Every pinned package."""
+    """Return every pinned package."""
     lines = path.read_text().splitlines()
     return [Package.parse(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
 def licence_of(wheel: Path) -> tuple[str, str, str] | None:
-    """(name, version, licence) if the metadata names a permissive licence, else None."""
+    """Return (name, version, licence) for a permissive licence, else None."""
     with zipfile.ZipFile(wheel) as archive:
         found = [n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n)]
         if not found:
@@ -93,7 +93,7 @@ def licence_of(wheel: Path) -> tuple[str, str, str] | None:
 
 
 def download(packages: Iterable[Package], into: Path) -> None:
-    """Fetch the pinned wheels that are not there yet."""
+    """Download the pinned wheels that are missing."""
     into.mkdir(parents=True, exist_ok=True)
     for package in packages:
         if package.name != "cpython-stdlib" and not find_wheel(package, into):
@@ -106,7 +106,7 @@ def download(packages: Iterable[Package], into: Path) -> None:
 
 
 def find_wheel(package: Package, folder: Path) -> Path | None:
-    """The downloaded wheel of a package."""
+    """Return the downloaded wheel of a package."""
     stem = re.sub(r"[-_.]+", "_", package.name).lower()
     for wheel in folder.glob("*.whl"):
         name, version = wheel.name.split("-")[:2]
@@ -116,7 +116,7 @@ def find_wheel(package: Package, folder: Path) -> Path | None:
 
 
 def files_of(package: Package, wheels: Path) -> Iterator[tuple[str, bytes]]:
-    """(path, content) of the readable files of a package."""
+    """Yield (path, content) of the readable files of a package."""
     if package.name == "cpython-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         for path in sorted(root.rglob("*.py")):
@@ -132,7 +132,10 @@ def files_of(package: Package, wheels: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def clean(path: str, raw: bytes) -> str | None:
-    """The text of a file, or None where it is generated, a data table, or not permissive."""
+    """Return the text of a file, or None.
+
+    Generated files, data tables and files without a permissive licence are left out.
+    """
     if SKIP_PATH.search(path) or not MIN_FILE <= len(raw) <= MAX_FILE:
         return None
     try:
@@ -146,13 +149,13 @@ def clean(path: str, raw: bytes) -> str | None:
 
 
 class Deduplicator:
-    """Refuses files most of whose longer lines were seen before (exact copies included)."""
+    """Rejects files most of whose longer lines were seen before."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def admit(self, text: str, limit: float = 0.6) -> bool:
-        """Whether the file is new enough; if so, its lines count as seen."""
+        """Return True for a file that is new enough, and count its lines as seen."""
         lines = {hash(line) for raw in text.splitlines() if len(line := raw.strip()) >= 24}
         if lines and len(lines & self._seen) > limit * len(lines):
             return False
@@ -183,7 +186,7 @@ def chat_examples(text: str, most: int = 3) -> Iterator[str]:
 
 
 def digest(text: str) -> int:
-    """A stable number for ordering and sampling."""
+    """Return a stable number for ordering and sampling."""
     return int.from_bytes(hashlib.sha1(text.encode()).digest()[:6], "big")
 
 

@@ -1,9 +1,8 @@
-"""Losses on held-out packages and the acceptance of the draft, greedy and with coupled noise.
+"""Measure losses on held-out packages and the draft's acceptance, greedy and with coupled noise.
 
-Under coupled sampling (and under greedy) the emitted text is the target's own, and a draft chain
-equals it for as long as it is accepted. So one teacher-forced pass of the draft over the target's
-text tells at every position whether the draft would have proposed the emitted token, and rounds
-can be replayed from that alone.
+With greedy and coupled sampling the emitted text is the target's own, and a draft chain equals it
+for as long as it is accepted. One teacher-forced pass of the draft over the target's text therefore
+gives the proposed token at every position, and rounds are replayed from these tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from outrider.train.data import read_tokens
 from outrider.train.evaluate import replay
-from outrider.train.generate import continue_rows, gumbel_noise
-from outrider.train.target import Target, load_target
+from outrider.train.target import Target, continue_rows, gumbel_noise, load_target
 from training.train_target import Logits, heldout_loss
 
 
@@ -30,7 +28,7 @@ from training.train_target import Logits, heldout_loss
 def acceptance(
     target: Target, draft: Logits, prompts: Tensor, new: int, temperature: float
 ) -> dict[str, Any]:
-    """Acceptance on the target's continuations of the prompts; both see the same noise."""
+    """Return the acceptance on the target's continuations, with the same noise for both."""
     rows, length = prompts.shape
     generator = torch.Generator(prompts.device)
     temperatures = torch.full((rows,), temperature, device=prompts.device)

@@ -1,8 +1,7 @@
-"""Write the target as a Hugging Face folder with sharded safetensors, as it is published.
+"""Write the target as a Hugging Face folder with sharded safetensors.
 
-Matrices are rounded to four mantissa bits within bf16. That is about 1 % of a weight's size and
-halves what the files take once compressed, in git and in images; drafts learn from the rounded
-weights, and everything is measured on them.
+Matrices are rounded to four mantissa bits within bf16, which halves the size of the compressed
+files in git and in images. Drafts learn from the rounded weights.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from outrider.train.export import rounded, share
+from outrider.train.files import rounded, share
 from training.config import END_ID, END_OF_TEXT_ID, PAD_ID, ModelConfig
 
 MANTISSA_BITS = 4

@@ -11,7 +11,7 @@ from training.config import ModelConfig
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, halves convention."""
+    """Apply a rotary position embedding, in the convention of halves."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend to what comes before."""
+        """Attend to all positions up to one's own."""
         rows, length, _ = x.shape
         q = self.q_proj(x).view(rows, length, self.heads, self.dim).transpose(1, 2)
         k = self.k_proj(x).view(rows, length, self.kv_heads, self.dim).transpose(1, 2)
@@ -49,7 +49,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gate, up, down."""
+        """Project up with a gate, and down."""
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Pre-norm residual layer."""
+        """Add attention and MLP to the residual stream."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; the output projection is the embedding."""
+    """The whole model, whose output projection is the embedding."""
 
     cos: Tensor
     sin: Tensor
@@ -102,7 +102,7 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=0.02 / ((2 * config.layers) ** 0.5 if deep else 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of every position."""
+        """Return the logits of every position."""
         x = self.model.embed_tokens(ids)
         if torch.is_autocast_enabled(ids.device.type):
             x = x.to(torch.bfloat16)

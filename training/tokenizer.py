@@ -28,7 +28,7 @@ PROMPT_TOKENS = 256
 
 
 def texts(path: Path) -> Iterator[tuple[str, str]]:
-    """(source, text) of every document."""
+    """Yield (source, text) of every document."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
@@ -36,7 +36,7 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def train(corpus: Path, characters: int) -> Tokenizer:
-    """A byte-level BPE of 8192 tokens."""
+    """Train a byte-level BPE of 8192 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -114,7 +114,7 @@ def encode(tokenizer: Path, corpus: Path, out: Path, processes: int, as_text: bo
 
 
 def mix(documents: Path, chat: Path, out: Path) -> None:
-    """Write one stream: the documents with the chat examples spread among them."""
+    """Write one stream of documents with the chat examples spread among them."""
     plain, talk = (np.fromfile(path, np.uint16) for path in (documents, chat))
     parts = max(1, min(len(talk) // 4096, 2000))
     pairs = zip(np.array_split(plain, parts), np.array_split(talk, parts), strict=True)
@@ -122,7 +122,7 @@ def mix(documents: Path, chat: Path, out: Path) -> None:
 
 
 def cut_prompts(tokenizer: Tokenizer, corpus: Path, most: int) -> tuple[np.ndarray, list[dict]]:  # type: ignore[type-arg]
-    """Prompts that end at a line break inside a held-out Python file: ids, and some as text."""
+    """Return prompts that end at a line break inside a held-out file, some also as text."""
     rng = random.Random(0)
     rows, shown = [], []
     for source, text in texts(corpus):
@@ -151,7 +151,7 @@ def cut_prompts(tokenizer: Tokenizer, corpus: Path, most: int) -> tuple[np.ndarr
 
 
 def main() -> None:
-    """Train, encode, and cut prompts; each part only where asked."""
+    """Train, encode and cut prompts, as the flags ask."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder to write or read")

@@ -20,18 +20,18 @@ from training.config import TARGET, TINY_TARGET
 from training.model import Llama
 
 Logits = Callable[[Tensor], Tensor]
-"""What a model makes of token ids: `[rows, n]` to `[rows, n, vocab]`."""
+"""A model as a function of token ids, `[rows, n]` to `[rows, n, vocab]`."""
 
 
 def loss_of(model: Logits, batch: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token."""
+    """Return the mean cross-entropy of the next token."""
     logits = model(batch[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 @torch.no_grad()
 def heldout_loss(model: Logits, tokens: Tensor, length: int, windows: int) -> float:
-    """Mean loss on the first windows of the held-out stream `tokens [n]`."""
+    """Return the mean loss on the first windows of the held-out stream `tokens [n]`."""
     windows = min(windows, (len(tokens) - 1) // length)
     total = 0.0
     for start in range(0, windows, 16):

@@ -37,8 +37,9 @@ class Answer(Response):
         *,
         stream: bool,
     ) -> None:
-        """`names`: what the client calls parameters that a scorer may refuse. `places`: for all of
-        `work`, given back when it has run.
+        """Take over `places`, which are given back when all of `work` has run.
+
+        `names` maps parameters that a scorer may refuse to the client's names of them.
         """
         super().__init__()
         self._generator = generator
@@ -85,7 +86,7 @@ class Answer(Response):
         await response(scope, receive, send)
 
     def _streams(self, metadata: Metadata) -> Iterator[AsyncGenerator[Chunk, None]]:
-        """The completions. A prompt's first choice computes it; the others find it in the cache."""
+        """Yield the completions; a prompt's other choices find it in the cache of the first."""
         size = self._shaper.per_prompt
         for start in range(0, len(self._work), size):
             yield from one_ahead(
@@ -121,7 +122,7 @@ class Answer(Response):
         send: Send,
         start: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """The status waits for the first chunk, so that early errors have their own."""
+        """Send the events; the status waits for the first chunk, as early errors have their own."""
         shaper = self._shaper
         shown: dict[int, int] = {}  # characters of each choice's text
         endings: dict[int, Ending] = {}

@@ -51,7 +51,7 @@ _TABLE: dict[type[OutriderError], _Shape] = {
 
 
 def public_error(error: Exception) -> OutriderError:
-    """The error that the client may see; one that is no `OutriderError` is logged here."""
+    """Return the error that the client may see, and log one that is no `OutriderError`."""
     if isinstance(error, OutriderError):
         return error
     _log.error("unexpected error in a request", exc_info=error)
@@ -73,7 +73,7 @@ def error_body(error: OutriderError) -> dict[str, object]:
 
 
 def error_response(error: OutriderError) -> JSONResponse:
-    """The body with its status; Retry-After for capacity, in whole seconds."""
+    """Return the body with its status; Retry-After for capacity, in whole seconds."""
     headers = {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.admission import Admission, deadline_after
 from gateway.api_keys import ApiKeys
 from gateway.generation import Generator
-from gateway.intake import GenerationRequest
+from gateway.intake import GenerationRequest, Settings
 from gateway.openai.advice import read_advice
 from gateway.openai.answer import Answer
 from gateway.openai.errors import BodyTooLargeError, error_body, error_response, public_error
@@ -38,13 +39,14 @@ _WHOLE_INTERVAL: Final = 64
 
 
 def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
-    """The ASGI application over a started generator."""
+    """Return the ASGI application over a started generator."""
     return _OpenAI(generator, api_keys).app
 
 
 class _CloseWhileDraining:
-    """Answers of a gateway that is shutting down say so, or a client's next request on the
-    same connection meets its end.
+    """Closes the connection after each answer while the gateway shuts down.
+
+    Otherwise a client's next request on that connection would meet its end.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
@@ -75,14 +77,18 @@ class _OpenAI:
                 Route("/metrics", self._metrics),
             ],
             exception_handlers={HTTPException: _http_error},
-            middleware=[Middleware(_CloseWhileDraining, generator.admission)],
+            middleware=[
+                Middleware(_CloseWhileDraining, generator.admission),
+                *_cors(generator.config.cors_origins),
+            ],
         )
 
     def _guarded(
         self, handler: Callable[[Request, str, float], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Check the key, which says whose request it is, and ends what takes longer than the
-        deadline (loop time); an error becomes OpenAI's error body.
+        """Wrap a handler: the key names the tenant, the deadline (loop time) ends the request.
+
+        An error becomes OpenAI's error body.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -142,27 +148,31 @@ class _OpenAI:
         tenant: str,
         request_id: str,
     ) -> list[GenerationRequest]:
-        """The completions to run, prompt by prompt. Raises `InvalidRequestError`."""
+        """Return the completions to run, prompt by prompt. Raises `InvalidRequestError`."""
         intake = self._generator.intake
         n, per_prompt = body.num_choices()
         top_logprobs = body.wanted_logprobs()
         advice = await read_advice(body, intake)
-        firsts = [
+        settings = Settings(
+            operation=body.operation,
+            sampling=body.sampling(intake.default_seed()),
+            speculation=replace(body.speculation_params(), advice=advice),
+            request_id=request_id,
+            constraint=body.constraint()[0],
+            # The best of several are known by their logprobs.
+            top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
+            tenant=tenant,
+            stream_interval=0 if body.stream else _WHOLE_INTERVAL,
+        )
+        limits = body.limits()
+        firsts = [  # without a seed, each prompt draws one of its own
             intake.prepare(
-                prompt,
-                operation=body.operation,
-                param=body.prompt_param,
-                sampling=body.sampling(intake.default_seed()),
-                limits=body.limits(),
-                speculation=replace(body.speculation_params(), advice=advice),
-                request_id=request_id,
-                constraint=body.constraint()[0],
-                # The best of several are known by their logprobs.
-                top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
-                tenant=tenant,
-                stream_interval=0 if body.stream else _WHOLE_INTERVAL,
+                token_ids,
+                body.prompt_param,
+                limits,
+                replace(settings, sampling=body.sampling(intake.default_seed())),
             )
-            for prompt in prompts
+            for token_ids in prompts
         ]
         if len(firsts) * per_prompt == 1:
             return firsts
@@ -242,7 +252,7 @@ class _OpenAI:
         return Response(text, headers={"Content-Type": content_type})
 
     async def _body(self, request: Request) -> bytes:
-        """The body; raises `BodyTooLargeError` as soon as it is known to be too large."""
+        """Read the body. Raises `BodyTooLargeError` as soon as it is known to be too large."""
         limit = self._generator.config.max_body_bytes
         body = bytearray()
         declared = request.headers.get("content-length", "")
@@ -255,6 +265,14 @@ class _OpenAI:
         if too_large:
             raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
         return bytes(body)
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    if not origins:
+        return []
+    return [
+        Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    ]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

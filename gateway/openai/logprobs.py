@@ -61,7 +61,7 @@ def _entry(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
 
 
 def _by_text(tokens: Iterable[tuple[int, float]], spell: Spell) -> dict[str, float]:
-    """The likeliest of tokens with the same text."""
+    """Keep the likeliest of the tokens with the same text."""
     found: dict[str, float] = {}
     for token_id, logprob in tokens:
         found.setdefault(_text(spell(token_id)), _finite(logprob))
@@ -69,7 +69,7 @@ def _by_text(tokens: Iterable[tuple[int, float]], spell: Spell) -> dict[str, flo
 
 
 def _text(spelled: bytes) -> str:
-    """A token's text; one that is part of a character as OpenAI writes it: bytes:\\xf0\\x9f."""
+    """Return a token's text; a part of a character is spelled like OpenAI's, in hex."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:

@@ -37,6 +37,8 @@ _SAMPLING = (
 
 
 class Request(BaseModel):
+    """Fields that both kinds of request share."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
     operation: ClassVar[Kind]
     prompt_param: ClassVar[str]
@@ -114,13 +116,14 @@ class Request(BaseModel):
         )
 
     def speculation_params(self) -> SpeculationParams:
-        """Without advice, which is not tokenised yet. Raises `InvalidRequestError` for an unknown
-        method or a value out of range.
+        """Return the settings without advice, which is not tokenised yet.
+
+        Raises `InvalidRequestError` for an unknown method or a value out of range.
         """
         return (self.speculation or Speculation()).params()
 
     def constraint(self) -> tuple[Constraint | None, str]:
-        """What the output must look like, and the parameter that says so.
+        """Return what the output must look like, and the name of the parameter that says so.
 
         Raises `InvalidRequestError`.
         """

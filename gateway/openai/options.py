@@ -62,7 +62,7 @@ class Strict(BaseModel):
 
 
 def within(place: str, error: InvalidRequestError) -> InvalidRequestError:
-    """The same of a field of the object at `place`, named as the client wrote it."""
+    """Name the field of `error` by its full path, as the client wrote it."""
     field = error.param or ""
     return InvalidRequestError(
         f"{place}.{error.message}" if error.message.startswith(field) else error.message,
@@ -71,13 +71,18 @@ def within(place: str, error: InvalidRequestError) -> InvalidRequestError:
 
 
 class StreamOptions(Strict):
+    """OpenAI's options of a stream."""
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis: ours has none
 
 
 class TextPart(Strict):
+    """A part of a message's content; hints for other servers' caches have no effect."""
+
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class Verification(Strict):
@@ -147,6 +152,8 @@ class ExtraConfig(Strict):
 
 
 class JsonSchemaFormat(Strict):
+    """OpenAI's json_schema format."""
+
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -216,5 +223,5 @@ def _constraint(kind: ConstraintKind, source: str, param: str) -> tuple[Constrai
 
 
 def join(content: str | list[TextPart]) -> str:
-    """A text that may come in parts."""
+    """Join a text that may come in parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

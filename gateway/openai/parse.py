@@ -49,7 +49,7 @@ R = TypeVar("R", bound=Request)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """The request in `body`. Raises `InvalidRequestError` that names the parameter at fault."""
+    """Parse `body`. Raises `InvalidRequestError` that names the parameter at fault."""
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:

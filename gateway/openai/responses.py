@@ -43,7 +43,7 @@ class Shaper:
     echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer when not streaming; `completions` prompt by prompt."""
+        """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
         chosen: list[Completion] = []
         for start in range(0, len(completions), self.per_prompt):
             chosen += self._best(completions[start : start + self.per_prompt])
@@ -75,7 +75,7 @@ class Shaper:
         }
 
     def opening(self, index: int) -> bytes:
-        """The event before a choice's first text: in a chat it names the role."""
+        """Return the event before a choice's first text; in a chat it names the role."""
         if self.kind == "chat":
             return self._event(self._choice(index, {"role": "assistant", "content": ""}, None))
         echo = self._echo(index)
@@ -90,13 +90,13 @@ class Shaper:
         return self._event(self._choice(index, content, None, logprobs))
 
     def end_of_choice(self, index: int, ending: Ending, endings: Sequence[Ending] | None) -> bytes:
-        """The event with the finish reason. `endings`: of all choices, when this is the last."""
+        """Return the event with the finish reason; `endings` of all choices if this is the last."""
         content: Any = {} if self.kind == "chat" else ""
         extra = {} if endings is None or self.include_usage else self._aux_info(endings)
         return self._event(self._choice(index, content, ending.reason.value), extra)
 
     def end(self, endings: Sequence[Ending]) -> bytes:
-        """The stream's last events."""
+        """Return the stream's last events."""
         if not self.include_usage:
             return DONE
         head = self._head("chat.completion.chunk")
@@ -135,7 +135,7 @@ class Shaper:
         return event({**body, **(extra or {})})
 
     def _head(self, chat_object: str) -> dict[str, Any]:
-        """What a body begins with; completions have one kind of object, chats two."""
+        """Return the fields that every body begins with; chats have two kinds of object."""
         return {
             "id": self.request_id,
             "object": chat_object if self.kind == "chat" else "text_completion",
@@ -144,7 +144,7 @@ class Shaper:
         }
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        """A prompt counts once, however many completions it has; these all count."""
+        """Sum the usage: each prompt counts once, each completion counts."""
         firsts = endings[:: self.per_prompt]
         prompt = sum(ending.usage.prompt_tokens for ending in firsts)
         completion = sum(ending.usage.completion_tokens for ending in endings)

@@ -1,4 +1,4 @@
-"""Writes the dashboards beside this file: `make dashboards`."""
+"""Write the dashboards beside this file, as `make dashboards` does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from k8s.dashboards.speculation import speculation
 
 
 def rendered() -> dict[str, str]:
-    """File name -> contents."""
+    """Return the contents of the dashboards by file name."""
     encoder = JSONEncoder(sort_keys=True, indent=2)
     return {
         f"{make.__name__}.json": encoder.encode(make().build()) + "\n"

@@ -1,4 +1,4 @@
-"""What is full, and what would be scaled?"""
+"""The capacity dashboard, of full resources and of the signals of autoscalers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORWARD = f'{MODEL},part="forward"'
 
 
 def capacity() -> Dashboard:
-    """Cache, rows, pools, and the signals that autoscalers follow."""
+    """Return the dashboard of caches, rows, pools and the signals of autoscalers."""
     fates = total("outrider:pool_rounds_total", "pool")
     late = total("outrider:pool_rounds_total", "pool", f'{MODEL},fate="late"')
     queue_p95 = total("outrider:request_queue_time_seconds_bucket", "le")

@@ -1,4 +1,4 @@
-"""How long do clients wait, and for what?"""
+"""The latency dashboard, of the time that clients wait and its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXEMPLARS = " Dots are requests whose trace was kept: click one to open it."
 
 
 def latency() -> Dashboard:
-    """TTFT, TPOT, queue, and where a round's and a step's time goes."""
+    """Return the dashboard of TTFT, TPOT, queues and the parts of rounds and steps."""
     rounds = total("outrider:spec_decode_num_rounds_total")
     return build(
         "outrider-latency",

@@ -1,4 +1,4 @@
-"""Runs the embedded stack under load, scrapes it with a real Prometheus and asks it everything.
+"""Run the embedded stack under load and query it with a real Prometheus.
 
     python -m k8s.dashboards.live
 
@@ -27,7 +27,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.otlp import Collector, collecting
+from k8s.dashboards.otlp import Collector, collecting
 
 HERE: Final = Path(__file__).parent
 ALERTS: Final = HERE.parent / "chart/outrider/files/alerts.yaml"
@@ -43,7 +43,7 @@ _PROMPTS: Final = (
 
 
 def main() -> int:
-    """The number of queries without an answer."""
+    """Return the number of queries without an answer."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         collector, endpoint = stack.enter_context(collecting())
@@ -59,7 +59,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def serving(endpoint: str) -> Iterator[tuple[str, list[str]]]:
-    """`outrider up` with the embedded models: the gateway's URL, and where metrics are."""
+    """Run `outrider up`; yield the gateway's URL and the addresses of metrics."""
     command = [sys.executable, "-m", "outrider.cli", "up", "--http-port", "0", "--grpc-port", "0"]
     command += ["--method", "eagle3"]  # all that a method may have: it reads hidden states, too
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
@@ -77,7 +77,7 @@ def serving(endpoint: str) -> Iterator[tuple[str, list[str]]]:
 
 @contextlib.contextmanager
 def scraping(folder: Path, targets: list[str]) -> Iterator[str]:
-    """A Prometheus that scrapes the targets every second: its URL."""
+    """Run a Prometheus that scrapes the targets every second; yield its URL."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
         "rule_files": [str(ALERTS)],
@@ -105,7 +105,7 @@ def scraping(folder: Path, targets: list[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def running(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A child process with its output in one pipe; ended at the end."""
+    """Run a child process within the context, with its output in one pipe."""
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -120,7 +120,7 @@ def running(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Pope
 
 
 def is_ready(url: str) -> bool:
-    """Whether it answers 200."""
+    """Return True if the URL answers."""
     with contextlib.suppress(OSError):
         urllib.request.urlopen(url, timeout=5).close()
         return True
@@ -128,7 +128,7 @@ def is_ready(url: str) -> bool:
 
 
 def load(gateway: str) -> int:
-    """Asks for completions for a while, some at once; returns how many came."""
+    """Ask for completions for a while, some at once, and return their number."""
     end = time.monotonic() + _LOAD_S
 
     def client(number: int) -> int:
@@ -151,7 +151,7 @@ def load(gateway: str) -> int:
 
 
 def check_panels(prometheus: str) -> int:
-    """Print what every panel would show now; returns how many queries had no number."""
+    """Print the values of every panel, and return the number of queries without one."""
     failures = 0
     for path in sorted(HERE.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
@@ -169,7 +169,7 @@ def check_panels(prometheus: str) -> int:
 
 
 def check_rules(prometheus: str) -> int:
-    """Print every rule's state; returns how many do not evaluate, or fire."""
+    """Print every rule's state, and return the number of rules that fail or fire."""
     failures = 0
     for group in ask(prometheus, "rules")["groups"]:
         for rule in group["rules"]:
@@ -180,7 +180,7 @@ def check_rules(prometheus: str) -> int:
 
 
 def check_exemplars(prometheus: str, collector: Collector) -> int:
-    """0 if the histograms' exemplars lead to traces that were exported."""
+    """Return the number of histograms whose exemplars lead to no exported trace."""
     failures = 0
     now = time.time()
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
@@ -194,7 +194,7 @@ def check_exemplars(prometheus: str, collector: Collector) -> int:
 
 
 def ask(prometheus: str, path: str, **parameters: str) -> Any:
-    """Prometheus' answer. Raises `SystemExit` for a query that it refuses."""
+    """Return Prometheus' answer. Raises `SystemExit` for a query that it refuses."""
     url = f"{prometheus}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:

@@ -1,4 +1,4 @@
-"""What the dashboards have in common: a data source, a model to look at, panels in one style."""
+"""Panels, variables and queries that the dashboards share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 TAG: Final = "outrider"
-HERE: Final = 'namespace=~"$namespace"'
-"""The labels' part that picks the series of the namespaces chosen at the top of a dashboard, where
-there are any: gateways and proposers do not name a model."""
-MODEL: Final = f'{HERE},model_name=~"$model"'
-"""And of the models."""
+HERE: Final = 'namespace=~"$namespace"'  # matches the namespaces chosen at the top
+MODEL: Final = f'{HERE},model_name=~"$model"'  # gateways and proposers have no model_name
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
@@ -64,19 +61,19 @@ Panel = Graph | Number
 
 
 def rate(counter: str, matchers: str = MODEL) -> str:
-    """How fast a counter grows, per second, over an interval that Grafana chooses."""
+    """Return the rate of a counter over an interval that Grafana chooses."""
     return f"rate({counter}{{{matchers}}}[$__rate_interval])"
 
 
 def total(counter: str, by: str = "", matchers: str = MODEL) -> str:
-    """The sum of `rate` over all processes, kept apart `by` labels."""
+    """Return the sum of `rate` over all processes, grouped `by` labels."""
     return f"sum{f' by ({by})' if by else ''} ({rate(counter, matchers)})"
 
 
 def quantiles(
     histogram: str, matchers: str = MODEL, *, exemplars: bool = False
 ) -> tuple[Series, ...]:
-    """Median, 95th and 99th percentile of a histogram over all processes."""
+    """Return the median, 95th and 99th percentile of a histogram over all processes."""
     buckets = total(f"{histogram}_bucket", "le", matchers)
     return tuple(
         Series(f"histogram_quantile({q}, {buckets})", f"p{q * 100:g}", exemplars)
@@ -87,7 +84,7 @@ def quantiles(
 def build(
     uid: str, title: str, description: str, rows: dict[str, Sequence[Panel]]
 ) -> dashboard.Dashboard:
-    """A dashboard with a row of panels under each heading."""
+    """Build a dashboard with a row of panels under each heading."""
     builder = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -120,7 +117,7 @@ def build(
 
 
 def _choice(name: str, label: str, values: str) -> dashboard.QueryVariable:
-    """A variable of the values of a metric's label, any number of them or all."""
+    """Build a variable that selects any values of a metric's label."""
     return (
         dashboard.QueryVariable(name)
         .label(label)

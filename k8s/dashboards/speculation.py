@@ -1,4 +1,4 @@
-"""Does speculation pay, and if not, why?"""
+"""The speculation dashboard, of what drafts bring and why they miss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUND_FATES = f'{MODEL},fate=~"hit|late|wrong"'
 
 
 def speculation() -> Dashboard:
-    """Acceptance, hits and misses, K, and goodput against no speculation."""
+    """Return the dashboard of acceptance, hits, misses, K and goodput."""
     acceptance = f"{total(_ACCEPTED)} / {total(_DRAFTED)}"
     speedup = f"{total(_PLAIN_S)} / {total(_DECODE_S)}"
     accepted_by_model, drafts_by_model = (

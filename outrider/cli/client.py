@@ -45,7 +45,7 @@ class GenerateOptions:
     api_key: str | None = None  # travels beside the message
 
     def to_proto(self) -> generation_pb2.GenerateRequest:
-        """The message for GenerationService.Generate."""
+        """Return the message for GenerationService.Generate."""
         return generation_pb2.GenerateRequest(
             model=self.model,
             text=self.prompt,
@@ -70,8 +70,9 @@ class GenerateOptions:
 async def stream(
     channel: grpc.aio.Channel, options: GenerateOptions, *, timeout_s: float
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-    """The pieces of one completion. Raises the `OutriderError` that the gateway meant, or an
-    `UnavailableError` if nothing answers there.
+    """Yield the pieces of one completion.
+
+    Raises the `OutriderError` that the gateway sent, or `UnavailableError` if nothing answers.
     """
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
         options.to_proto(),
@@ -98,7 +99,7 @@ async def stream(
 
 
 async def why_not_attached(proposer_address: str, *, timeout_s: float) -> str:
-    """What keeps a proposer from its scorer; nothing if it is attached.
+    """Return what keeps a proposer from its scorer; empty if it is attached.
 
     Raises `ProposerRefusedError` if it does not fit.
     """

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from outrider import __version__
 from outrider.cli import flag_types
+from outrider.cli.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError, OutriderError
 from outrider.methods import METHODS
@@ -20,9 +21,6 @@ SERVICES = {
     "proposer": "proposer_service",
 }
 """Name on the command line -> the package that `python -m` runs."""
-
-DEFAULT_HTTP_PORT = 8000
-DEFAULT_GRPC_PORT = 50051
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_module(module: str, args: Sequence[str]) -> NoReturn:
-    """Becomes `python -m <module>`."""
+    """Replace this process by `python -m <module>`."""
     # -P: a folder called gateway in the working directory is not our gateway.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the whole command line."""
     parser = argparse.ArgumentParser(
         prog="outrider",
         description="Speculative decoding for large language models as a distributed service.",

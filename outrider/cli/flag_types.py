@@ -1,4 +1,4 @@
-"""What flags may say: each reads a word of the command line, or tells what is wrong with it."""
+"""Types of flags: each reads a word of the command line, or says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import argparse
 from outrider.flag_numbers import number, whole
 from outrider.methods import parse_methods
 
+DEFAULT_HTTP_PORT = 8000
+DEFAULT_GRPC_PORT = 50051
+
 
 def methods(text: str) -> tuple[str, ...]:
-    """Nothing for "none"."""
+    """Read a comma list of methods; "none" is empty."""
     return () if text.strip() == "none" else parse_methods(text)
 
 
 def some_text(text: str) -> str:
+    """Read text that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return utf8(text)
 
 
 def utf8(text: str) -> str:
+    """Read text that is valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # what was no UTF-8 on the command line
@@ -28,7 +33,7 @@ def utf8(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """As the ready line of `outrider up` has it, or host and port alone."""
+    """Read a gateway's gRPC address: grpc://host:port or host:port."""
     if text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(
             f"{text!r} is HTTP: give the gateway's grpc:// address, as its ready line has it"
@@ -37,12 +42,14 @@ def address(text: str) -> str:
 
 
 def key(text: str) -> str:
+    """Read an API key that fits a header."""
     if not (text.isascii() and text.isprintable()):
         raise argparse.ArgumentTypeError("holds a character that no header can")
     return text
 
 
 def temperature(text: str) -> float:
+    """Read a temperature from 0 to 2."""
     value = number(text)
     if not 0.0 <= value <= 2.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
@@ -50,6 +57,7 @@ def temperature(text: str) -> float:
 
 
 def seconds(text: str) -> float:
+    """Read a number of seconds above 0."""
     value = number(text)
     if not 0.0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
@@ -57,20 +65,25 @@ def seconds(text: str) -> float:
 
 
 def port(text: str) -> int:
+    """Read a port, 0 for a free one."""
     return whole(text, 0, 65535)
 
 
 def positive(text: str) -> int:
+    """Read a whole number above 0."""
     return whole(text, 1)
 
 
 def top_k(text: str) -> int:
+    """Read a top-k; 0 is off."""
     return whole(text, 0)
 
 
 def seed(text: str) -> int:
+    """Read a 64-bit seed."""
     return whole(text, 0, 2**64 - 1)
 
 
 def speculative_tokens(text: str) -> int:
+    """Read a number of draft tokens from 0 to 128."""
     return whole(text, 0, 128)

@@ -90,7 +90,7 @@ class ServiceProcess:
             ended.cancel()
 
     async def wait(self) -> int:
-        """The exit code, once the child has ended and all it wrote has been relayed."""
+        """Return the exit code once the child has ended and all its output was relayed."""
         assert self._process is not None, "started"
         code = await self._process.wait()
         # A grandchild may hold the pipes open: do not wait for it.

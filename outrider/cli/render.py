@@ -46,7 +46,7 @@ def write_tokens(console: Console, tokens: Iterable[generation_pb2.OutputToken])
 
 
 def legend(counts: Counter[int] | None = None) -> Text:
-    """What the colours mean, with the number of tokens of each kind if given."""
+    """Explain the colours, with the number of tokens of each kind if given."""
     lines = Text()
     for kind, (name, style, meaning) in STYLES.items():
         if lines:

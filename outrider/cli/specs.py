@@ -85,7 +85,7 @@ def check_tokenizers(config: StackConfig) -> None:
 
 
 def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec:
-    """The scorer's command line; proposers dial its Unix socket.
+    """Return the scorer's command line; proposers dial its Unix socket.
 
     Two OpenMP threads: one is left to the proposer's forward.
     """
@@ -108,7 +108,7 @@ def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec
 
 
 def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
-    """The proposer's command line; more than one thread slows the scorer down."""
+    """Return the proposer's command line; more than one thread slows the scorer down."""
     target = ("--target-model", config.model or "embedded")
     return _spec(
         "proposer",
@@ -140,7 +140,7 @@ def _method_flags(config: StackConfig) -> tuple[str, ...]:
 
 
 def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
-    """The gateway's command line."""
+    """Return the gateway's command line."""
     return _spec(
         "gateway",
         "gateway",

@@ -166,8 +166,9 @@ class Stack:
         self._endpoints = Endpoints(gateway_ready["http"], gateway_ready["grpc"], metrics)
 
     async def _start_gateway(self, scorer_address: str) -> dict[str, str]:
-        """What its ready line says. Another stack that starts may have found the same ports free
-        and taken them first: then once more, with others.
+        """Start the gateway and return the fields of its ready line.
+
+        Another stack may have taken the free ports first; then other ports are tried.
         """
         while True:
             gateway = ServiceProcess(gateway_spec(self._config, scorer_address), self._relay)
@@ -233,14 +234,14 @@ def memory_folder() -> str | None:
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
+    """Find a port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in words."""
+    """Put an exit status into words."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

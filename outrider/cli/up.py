@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 
-from outrider.cli.command_line import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from outrider.cli.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.cli.specs import StackConfig
 from outrider.cli.stack import Stack
 
@@ -42,7 +42,7 @@ def stack_config(
     grpc_port: int | None = 0,
     served_model_name: str = "default",
 ) -> StackConfig:
-    """The flags that `up` and `demo` share, with "auto" resolved. May raise `ConfigError`.
+    """Read the flags that `up` and `demo` share, "auto" resolved. Raises `ConfigError`.
 
     A port that is `None` is the default one if it is free, else any.
     """

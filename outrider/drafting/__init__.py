@@ -1,1 +1,7 @@
-"""Proposer methods: ways to guess a session's next tokens. Knows no wire."""
+"""Drafting methods: ways to guess a session's next tokens. Knows no wire.
+
+A method implements `Proposer` (proposer.py); `SessionMethod` (sessions.py) keeps its table of
+sessions. `copying/ngram.py` is the smallest example. To add a method, name it in
+`outrider/methods.py`, give it a config whose fields become flags (`CONFIGS` in building/config.py),
+and a builder (`_BUILDERS` in building/methods.py).
+"""

@@ -33,16 +33,16 @@ class _Session:
     open: set[int] = field(default_factory=set)  # methods that know the session
     losses: int = 0
     trees: dict[int, DraftTree] = field(default_factory=dict)
-    """By method, what is left of the last draft that it made, whether or not the scorer kept it."""
-    drafted_by: int | None = None  # whose draft the scorer holds
+    """By method, the rest of its last draft, whether or not the scorer kept it."""
+    drafted_by: int | None = None  # the method whose draft the scorer holds
 
 
 class HybridProposer(SessionMethod[_Session]):
     """Asks its methods one after the other; all of them follow the commits.
 
     A session's order is that of `SessionStart.methods`, else that of `children`; "deterministic"
-    only takes part where there is advice. A method that loses a session is given it again when it
-    is next asked, a few times; the session is lost when no method is left. Raises `ConfigError`.
+    only takes part where there is advice. A session that a method loses is opened on it again, a
+    few times. The session is lost when no method is left. Raises `ConfigError`.
     """
 
     def __init__(self, children: Sequence[Proposer]) -> None:
@@ -100,14 +100,14 @@ class HybridProposer(SessionMethod[_Session]):
         unfinished: set[SessionKey] = set()
         for rank in range(len(self._children)):
             for i, child in enumerate(self._children):
-                keys = [  # but not what is lost by now: nobody would close it
+                keys = [  # without sessions that are lost by now, which nobody would close
                     key
                     for key, known in asking.items()
                     if known.order[rank : rank + 1] == [i]
                     and key in self._sessions
                     and self._ensure_open(i, known)
                 ]
-                if keys or rank == 0:  # a child that is not asked still says what it lost
+                if keys or rank == 0:  # a child that is not asked still reports lost sessions
                     round_ = child.draft(keys, pace)
                     forward_s += round_.forward_s
                     unfinished.update(round_.unfinished)
@@ -165,7 +165,7 @@ class HybridProposer(SessionMethod[_Session]):
     def _take(
         self, i: int, round_: DraftRound, asking: dict[SessionKey, _Session], done: DraftRound
     ) -> None:
-        """Enters what method `i` answered; `asking` keeps those that have no draft yet."""
+        """Take method `i`'s answers; `asking` keeps the sessions without a draft."""
         for key in round_.lost:
             self._child_lost(i, key)
         for key, tree in round_.drafts:
@@ -177,10 +177,9 @@ class HybridProposer(SessionMethod[_Session]):
             known = asking.pop(key)
             if known.drafted_by == i:
                 done.at_hand.append(key)
-            else:  # the scorer took another method's draft for it since
-                tree = known.trees[i]
-                self._drafted(i, key, tree, done)
-                done.drafts.append((key, tree))
+            else:  # the scorer took another method's draft since
+                self._drafted(i, key, known.trees[i], done)
+                done.drafts.append((key, known.trees[i]))
         self._take_trees(i, round_, done)
 
     def _take_trees(self, i: int, round_: DraftRound, done: DraftRound) -> None:

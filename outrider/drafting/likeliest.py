@@ -1,4 +1,4 @@
-"""The likeliest tokens at a position, as the scorer will judge them."""
+"""The likeliest tokens at a position, by the scorer's own scores."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from outrider.engine.sampling.coupled import (
 
 _FEW = 256
 MAX_DRAWN_FROM = 64
-"""Tokens that a draft for rejection is drawn from at most: what lies beyond is hardly ever drawn,
-and a distribution crosses the wire with every token."""
+"""Most tokens that a draft for rejection is drawn from: their distribution crosses the wire."""
 
 
 def top_candidates(
     logits: Tensor, batch: SamplingBatch | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The `count` tokens of highest score per row, best first, and how far each is from the best.
+    """Return the `count` tokens of highest score per row, best first, and their gaps to the best.
 
-    logits [n, vocab]; None: all rows greedy. Returns int64 [n, count] and float32 [n, count]. The
-    score is logit / temperature + noise, or the logit of a greedy row; the first token is the one
-    that `sample` draws. Tokens that top_k, top_p or min_p cut are infinitely far.
+    logits [n, vocab]; `batch` None: all rows are greedy. Returns int64 [n, count] and float32
+    [n, count]. The score is logit / temperature + noise, or the logit of a greedy row; the first
+    token is the one that `sample` draws. Tokens that top_k, top_p or min_p cut have infinite gaps.
     """
     if batch is None:
         drawn, scores = logits.argmax(dim=-1), logits.double()
@@ -45,11 +44,10 @@ def top_candidates(
 
 
 def cut_to_likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """`logits` [n, vocab] with what top_k, top_p and min_p cut at -inf, without a synchronisation.
+    """Return `logits` [n, vocab] with -inf for cut tokens, without a device synchronisation.
 
-    Only the `_FEW` likeliest tokens are sorted. Where they do not decide a cut (a larger top_k, or
-    a top_p that they do not reach), that cut is left out: for a draft, which is a hint, and for
-    which a token too many costs less than the time of a sort.
+    Only the `_FEW` likeliest tokens are sorted. Where they do not decide a cut by top_k or top_p,
+    that cut is left out. Drafts are hints, so a token too many costs less than a sort.
     """
     if not (batch.any_sorted or batch.any_min_p):
         return logits
@@ -72,26 +70,26 @@ def cut_to_likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
-    """`logits` [n, m, vocab] plus temperature times noise, which m places share: float32.
+    """Return `logits` [n, m, vocab] plus temperature times noise, in float32.
 
-    Row i's noise is that of its position plus `depth`.
+    The m places of row i share the noise of its position plus `depth`.
     """
     noise = gumbel_noise(batch.seed, batch.position + depth, logits.shape[-1]).float()
     return logits.float() + (batch.temperature[:, None] * noise)[:, None]
 
 
 def possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:
-    """What `draw_of_likeliest` drew a row's token from; None if no token was possible at all."""
+    """Return the distribution that a row's token was drawn from; None if no token was possible."""
     count = sum([prob > 0.0 for prob in probs])  # they come first
     return DraftProbs(tuple(token_ids[:count]), tuple(probs[:count])) if count else None
 
 
 def draw_of_likeliest(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws a token per row from the likeliest ones, and tells from which distribution.
+    """Draw a token per row from the likeliest ones; return it with its distribution.
 
-    logits [n, vocab]; no row is greedy. Returns tokens int64 [n]; and the m <= `MAX_DRAWN_FROM`
-    likeliest tokens int64 [n, m], the best first, with their probabilities float32 [n, m],
-    renormalised after top_k, top_p and min_p: zeros come last. The draw is from these numbers.
+    logits [n, vocab]; no row is greedy. Returns tokens int64 [n], and the m <= `MAX_DRAWN_FROM`
+    likeliest tokens int64 [n, m], the best first, with the probabilities float32 [n, m] that the
+    draw is from, renormalised after top_k, top_p and min_p: zeros come last.
     """
     likeliest = process_logits(logits, batch).topk(min(MAX_DRAWN_FROM, logits.shape[-1]), dim=-1)
     probs = likeliest.values.softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""What every proposer method implements, and the bookkeeping that they share."""
+"""The protocol of drafting methods, and the committed tokens of a session that they follow."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from outrider.params import (
 )
 
 TREE_WIDTH: Final = 8
-"""Of draft trees: children of a node that are looked at, nodes of a depth that may get some."""
+"""Children of a draft tree's node that are looked at, and nodes of a depth that may get some."""
 
 SessionKey = int
-"""Names a session within one proposer process. Never used again after `close` or `forget`."""
+"""A session within one proposer process. Never used again after `close` or `forget`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProposerTraits:
-    """What a method is and how much it can hold; becomes `Hello`."""
+    """The name and the limits of a method; becomes `Hello`."""
 
     method: str
     model: str  # empty for methods without one
@@ -37,12 +37,12 @@ class ProposerTraits:
     max_model_len: int  # sessions beyond it are followed, not drafted for
     runs_ahead: bool = False  # can draft past tokens that are not verified yet
     methods: tuple[str, ...] = ()  # of a proposer with several: all, `method` first
-    features: FeatureSpec | None = None  # what it needs besides tokens; see `FeatureProposer`
+    features: FeatureSpec | None = None  # needed besides tokens; see `FeatureProposer`
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStart:
-    """How a session begins. Fields with a default are hints: a method uses what it understands."""
+    """The start of a session. Fields with a default are hints that a method may ignore."""
 
     prefix: Sequence[int]  # committed
     sampling: SamplingParams
@@ -53,26 +53,26 @@ class SessionStart:
     constraint: Constraint | None = None
     rule: VerificationRule = VerificationRule.COUPLED
     tenant: str = ""
-    num_output_tokens: int = 0  # of the prefix: its last ones, what was generated before `open`
-    once: bool = False  # nothing will be committed: the first draft is all that is wanted
+    num_output_tokens: int = 0  # the last ones of the prefix, which were generated before `open`
+    once: bool = False  # nothing will be committed after the first draft
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prefix that output follows."""
+        """Tokens of the prefix before the output."""
         return len(self.prefix) - self.num_output_tokens
 
     @property
     def samples(self) -> bool:
-        """Drafts are drawn with noise of their own: rejection verifies them."""
+        """Drafts are drawn with noise of their own, since rejection verifies them."""
         return self.rule is VerificationRule.REJECTION and not self.sampling.greedy
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:
-    """What one call of `Proposer.draft` brought about.
+    """The result of one call of `Proposer.draft`.
 
-    A session that was asked for is in exactly one of the four. An empty tree says "nothing to
-    guess": the scorer need not wait.
+    A session that was asked for is in exactly one of the first four lists. An empty tree tells the
+    scorer not to wait.
     """
 
     drafts: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
@@ -80,14 +80,14 @@ class DraftRound:
     unfinished: list[SessionKey] = field(default_factory=list)  # prompt too long for one call
     lost: list[SessionKey] = field(default_factory=list)  # also sessions that were not asked for
     trees: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
-    """Beside that: drafts that the scorer has, with branches for the outcomes of verifying them."""
+    """Drafts that the scorer has, with branches for the outcomes of verifying them."""
     methods: dict[SessionKey, int] = field(default_factory=dict)
-    """Of a proposer with several, by place in `traits.methods`: which made a draft or tree."""
+    """The index in `traits.methods` of the method that made a draft or tree."""
     forward_s: float = 0.0  # time inside the model
 
 
 class Proposer(Protocol):
-    """A drafting method. Used from one thread; no method raises for what a scorer may send."""
+    """A drafting method. Used from one thread; nothing that a scorer may send raises."""
 
     @property
     def traits(self) -> ProposerTraits: ...
@@ -96,47 +96,47 @@ class Proposer(Protocol):
     def num_sessions(self) -> int: ...
 
     def open(self, session: SessionKey, start: SessionStart) -> None:
-        """A session begins; without room for it, it is lost: the next `draft` says so."""
+        """Begin a session; without room it is lost, which the next `draft` reports."""
         ...
 
     def commit(
         self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
     ) -> None:
-        """`tokens` are true at positions base_len, base_len + 1, ...
+        """Commit `tokens` at positions base_len, base_len + 1, ...
 
         Repeats and overlaps are harmless. A gap, or tokens that contradict earlier ones, lose the
-        session: the next `draft` says so. An unknown session is ignored.
+        session, which the next `draft` reports. An unknown session is ignored.
         """
         ...
 
     def close(self, session: SessionKey) -> None:
-        """The session, known or not, is over."""
+        """End a session, known or not."""
         ...
 
     def forget(self, session: SessionKey) -> None:
-        """As `close`, but its text goes on: here, under another key, or elsewhere."""
+        """End a session whose text goes on: here under another key, or elsewhere."""
         ...
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
-        """Guesses what follows each of `sessions`, in one batch; unknown ones are left out.
+        """Guess the tokens after each of `sessions`, in one batch; unknown ones are left out.
 
-        It may do what `ahead` does for those whose draft is at hand, if that delays no other.
+        For sessions whose draft is at hand it may do the work of `ahead`, if that delays no other.
         """
         ...
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
-        """Guesses past the drafts of `sessions`, for the outcomes of their verification.
+        """Guess past the drafts of `sessions`, for the outcomes of their verification.
 
-        Called while the scorer verifies and no message waits, and again, when its trees are on
-        their way, until it returns none; sessions that have no draft are left out, and only `trees`
-        of the result is filled. `pace` says how much time there is. With no sessions, of any
-        method: there is time for whatever must not hold up a draft.
+        Called while the scorer verifies and no message waits, and again when its trees are on
+        their way, until it returns none. Sessions without a draft are left out, and only `trees` of
+        the result is filled. `pace` tells how much time there is. With no sessions, every method is
+        called: there is time for work that must not hold up a draft.
         """
         ...
 
 
 class FeatureProposer(Proposer, Protocol):
-    """A method whose `traits.features` asks for states of the target."""
+    """A method whose `traits.features` asks for hidden states of the target."""
 
     @property
     def projection(self) -> bytes:
@@ -144,10 +144,10 @@ class FeatureProposer(Proposer, Protocol):
         ...
 
     def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
-        """States of the committed positions start, start + 1, ...: bfloat16 [n, features.width].
+        """Take states of the positions start, start + 1, ...: bfloat16 [n, features.width].
 
         They come in order from position 0, each before or with the `commit` of the token that was
-        drawn from it. Repeats and overlaps are harmless; a gap, or rows of another size, lose the
+        drawn from it. Repeats and overlaps are harmless. A gap, or rows of another size, lose the
         session. An unknown session is ignored.
         """
         ...
@@ -156,24 +156,11 @@ class FeatureProposer(Proposer, Protocol):
 class Follower:
     """The committed tokens of one session, moved by committed offset.
 
-    `length` also counts the tokens of a session that is silent, of which nothing else is kept.
-    `pushed` is what the scorer holds to go on from them: the latest tree, as far as it came true.
-    `wanted` are the draft tokens worth making now. One less than what is left to commit: the
-    target's own token after an accepted draft always comes for free.
+    `length` also counts the tokens of a silent session, of which nothing else is kept. `pushed` is
+    the scorer's latest tree, as far as it came true. `wanted` is the number of draft tokens worth
+    making now, at most one less than the tokens left to commit, since the target's own token
+    after an accepted draft is free.
     """
-
-    __slots__ = (
-        "length",
-        "max_draft_tokens",
-        "max_len",
-        "max_model_len",
-        "num_draft_tokens",
-        "pushed",
-        "sampling",
-        "tokens",
-        "vocab_size",
-        "wanted",
-    )
 
     def __init__(self, start: SessionStart, traits: ProposerTraits) -> None:
         self.tokens: list[int] = []
@@ -190,9 +177,9 @@ class Follower:
     def commit(
         self, base_len: int, tokens: Sequence[int], num_draft_tokens: int
     ) -> Sequence[int] | None:
-        """Append what is new in `tokens`, and returns it; None if they do not fit what is known.
+        """Append and return the new ones of `tokens`; None if they contradict known ones.
 
-        Nothing is new to a session that is silent, or falls silent with it.
+        Nothing is new to a session that is silent, or falls silent with them.
         """
         self.num_draft_tokens = min(num_draft_tokens, self.max_draft_tokens)
         if self.silent:
@@ -221,7 +208,7 @@ class Follower:
 
     @property
     def at_hand(self) -> TokenIds:
-        """The draft that the scorer holds already; empty if it lacks some of what is wanted."""
+        """The draft that the scorer holds already; empty if it is shorter than wanted."""
         if self.pushed is None:
             return ()
         wanted = self.wanted

@@ -9,9 +9,9 @@ from outrider.engine.kv_cache.block_pool import BlockPool, PageHash, extend_hash
 
 
 class PageCache:
-    """A session's pages, of which the full ones are shared by the text that they are a function of.
+    """A session's pages; full ones are shared by sessions of the same text.
 
-    Row p of them is a function of the tokens up to p + `lead`.
+    Row p of the pages is a function of the tokens up to p + `lead`.
     """
 
     __slots__ = ("_lead", "block_table", "computed", "hashes")
@@ -19,11 +19,11 @@ class PageCache:
     def __init__(self, lead: int = 0) -> None:
         self._lead = lead
         self.block_table = array("i")  # not a list: it is copied whole in every round
-        self.computed = 0  # true rows; what follows them in the pages are guesses, or of no use
+        self.computed = 0  # true rows; those after them are guesses, or of no use
         self.hashes: list[PageHash] = []  # of the full pages that are shared or published
 
     def adopt(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
-        """Begins with what other sessions left of the same prefix."""
+        """Begin with the pages that other sessions left of the same prefix."""
         num_pages = (len(tokens) - 1 - self._lead) // page_size
         extend_hashes(self.hashes, tokens, num_pages, page_size, self._lead)
         pages = pool.match(self.hashes)
@@ -33,7 +33,7 @@ class PageCache:
         self.computed = len(pages) * page_size
 
     def cover(self, pool: BlockPool, num_rows: int, page_size: int) -> bool:
-        """Sees to pages for so many rows; False, and none are taken, if too few are free."""
+        """Take pages for so many rows; return False, and take none, if too few are free."""
         missing = -(-num_rows // page_size) - len(self.block_table)
         if missing > pool.num_free:
             return False
@@ -41,7 +41,7 @@ class PageCache:
         return True
 
     def publish(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
-        """Shares the full pages; not the one of the last row, which may be fed again."""
+        """Share the full pages, but not that of the last row, which may be fed again."""
         first = len(self.hashes)
         end = min(self.computed, len(tokens) - 1 - self._lead) // page_size
         if first < end:
@@ -50,6 +50,6 @@ class PageCache:
                 pool.publish(page, key)
 
     def drop(self, pool: BlockPool) -> None:
-        """Forgets all; the pages are free."""
+        """Free the pages."""
         pool.release(self.block_table)
         self.block_table, self.hashes, self.computed = array("i"), [], 0

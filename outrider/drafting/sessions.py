@@ -1,4 +1,4 @@
-"""What methods share that keep something of each session: the table of sessions, and its bound."""
+"""The bounded table of sessions of a drafting method."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final, Generic, Protocol, TypeVar
 from outrider.drafting.proposer import Follower, ProposerTraits, SessionKey, SessionStart
 
 IDLE_S: Final = 5.0
-"""A session that no draft was asked of for so long is idle, and gives way to others."""
+"""After so long without a request for a draft a session is idle, and gives way to others."""
 
 
 class FollowedSession(Protocol):
-    """What a method keeps of a session."""
+    """A method's state of a session."""
 
     @property
     def key(self) -> SessionKey: ...
@@ -28,10 +28,9 @@ S = TypeVar("S", bound=FollowedSession)
 class SessionMethod(Generic[S]):
     """Bookkeeping of a `Proposer`; a subclass has `draft` and `ahead`, and the hooks below.
 
-    Beyond `traits.max_sessions` newcomers are lost; only a session that is idle gives way to them.
-    Several scorers share a proposer, and each fills it by its own count: a session that gave way
-    while it is drafted for would be opened anew at the cost of the next, in turns, and each time
-    its prompt be processed again.
+    Beyond `traits.max_sessions` newcomers are lost; only an idle session gives way to them. Several
+    scorers may overfill a shared proposer. If busy sessions gave way, each would be opened anew at
+    the cost of the next, and its prompt be processed again.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class SessionMethod(Generic[S]):
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:
             idle = self._idle()
-            if idle is None or not start.num_draft_tokens:  # what wants no drafts can wait
+            if idle is None or not start.num_draft_tokens:  # without drafts it can wait
                 self._lost.append(session)
                 return
             self._lose(idle)
@@ -83,24 +82,22 @@ class SessionMethod(Generic[S]):
             self._release(state)
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> S:
-        """What is kept of a session that begins."""
+        """Return the state of a session that begins."""
         raise NotImplementedError
 
     def _follow(self, state: S, fresh: Sequence[int]) -> None:
-        """The text went on with `fresh`: nothing if the scorer repeats itself, or if the session is
-        silent (now).
-        """
+        """Continue the text by `fresh`, which is empty for repeats and silent sessions."""
         raise NotImplementedError
 
     def _end(self, state: S) -> None:
-        """The session is over: its text is whole."""
+        """Note that the session is over, with its text complete."""
 
     def _release(self, state: S) -> None:
-        """The session is forgotten: what it holds is to be given up, if it was not before."""
+        """Give up the resources of a session that is forgotten, if it still has some."""
         raise NotImplementedError
 
     def _asked(self, sessions: Sequence[SessionKey]) -> list[S]:
-        """Those of `sessions` that are known, which are now the most recently drafted."""
+        """Return the known ones of `sessions`, and make them the most recently drafted."""
         asked: list[S] = []
         now = self._clock()
         for session in sessions:
@@ -112,16 +109,14 @@ class SessionMethod(Generic[S]):
         return asked
 
     def _idle(self) -> SessionKey | None:
-        """The idle session that no draft was asked of for the longest."""
+        """Return the session that was idle for the longest."""
         first = next(iter(self._sessions), None)
         if first is None or self._clock() - self._asked_at[first] < IDLE_S:
             return None
         return first
 
     def _makes_room(self, session: SessionKey) -> bool:
-        """Loses the longest idle session for what this one needs; without any this one itself, and
-        is False.
-        """
+        """Lose the longest idle session for another; False if none is idle: it is lost itself."""
         idle = self._idle()
         lost = session if idle is None else idle
         self._lose(lost)
@@ -132,6 +127,6 @@ class SessionMethod(Generic[S]):
         self._lost.append(session)
 
     def _take_lost(self) -> list[SessionKey]:
-        """The sessions that were lost since it was asked last."""
+        """Return the sessions that were lost since the last call."""
         lost, self._lost = self._lost, []
         return lost

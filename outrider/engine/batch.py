@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.attention.shared_prefix import SharedPrefix
-from outrider.engine.attention.tree_mask import TreeMask, depths, lineages
+from outrider.engine.shared_prefix import SharedPrefix
+from outrider.engine.tree_mask import TreeMask, depths, lineages
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.attention.tree_mask import depths
 from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
@@ -19,6 +18,7 @@ from outrider.engine.sampling.tree_walk import padded, path_order, per_row, walk
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.tree_mask import depths
 from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs
 

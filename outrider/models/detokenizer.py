@@ -16,14 +16,14 @@ class Detokenizer(Protocol):
     """Turns one completion's tokens into text, one by one."""
 
     def push(self, token_id: int) -> str:
-        """What is certain now that `token_id` has come; empty while a character is incomplete."""
+        """Return the text that `token_id` made certain; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """What was held back at the end of the completion; broken bytes become U+FFFD."""
+        """Return the text that was held back; broken bytes become U+FFFD."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is held back: `flush` would return nothing."""
+        """Nothing is held back, so `flush` would return nothing."""
 
 
 class ByteLevelDetokenizer:
@@ -53,7 +53,7 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """Any other decoder (SentencePiece, WordPiece, ...), through windows of tokens.
 
-    What a token adds depends on its neighbours (leading spaces, runs of byte tokens), so it is
+    The text of a token depends on its neighbours (leading spaces, runs of byte tokens). So it is
     the difference between decoding the previous window with it and without it, as in vLLM and
     TGI. A run of byte tokens is valid or not as a whole: nothing of it is certain before it ends.
     """
@@ -74,15 +74,17 @@ class WindowDetokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
 
     def flush(self) -> str:
-        return self._emit() if self._pending else ""
+        return self._emit(last=True) if self._pending else ""
 
     @property
     def complete(self) -> bool:
         return not self._pending
 
-    def _emit(self) -> str:
+    def _emit(self, *, last: bool = False) -> str:
         before = self._decode(self._context) if self._context else ""
         piece = self._decode(self._context + self._pending)[len(before) :]
+        if piece.endswith("\ufffd") and not last:
+            return ""  # perhaps the first bytes of a character
         if piece:
             self._context, self._pending = self._pending, []
         return piece
@@ -91,9 +93,10 @@ class WindowDetokenizer:
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: Latin-1's printable ones are themselves, the
-    others follow from U+0100 on in order.
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's printable stand-ins for bytes.
+
+    Printable Latin-1 characters stand for themselves; the others follow from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -103,11 +106,11 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """A token's bytes. An added token may hold characters outside the alphabet: it is literal."""
+    """Return a token's bytes; an added token with other characters is taken literally."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:

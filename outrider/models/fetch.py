@@ -1,4 +1,4 @@
-"""`python -m outrider.models.fetch NAME`: downloads a model before the service that needs it.
+"""Downloads a model before the service that needs it: `python -m outrider.models.fetch NAME`.
 
 An init container runs this, so that the service itself starts without the network and the token.
 """
@@ -16,7 +16,7 @@ from outrider.signals import end_at_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the folders; returns the exit code, 2 for a model that cannot be had."""
+    """Print the folders; return the exit code, 2 for a model that cannot be had."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider.models.fetch", description="Downloads a model into HF_HOME."
     )

@@ -1,4 +1,4 @@
-"""Where a draft module is, and what of its target it shares. Knows nothing of torch."""
+"""Finds the folders of a draft module and its target. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HEADS: Final = (
     *("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"),
     "embed_out.weight",  # GPT-NeoX
 )
-"""And their output layer."""
+"""Names that targets give their output layer."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of these
 
 
 def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
-    """The folders of a module and of its target, as `resolve_model` finds them.
+    """Return the folders of a module and of its target, as `resolve_model` finds them.
 
-    Of a target that is to be downloaded only what modules share with it. Raises `ConfigError`.
+    A target is downloaded as far as modules share its tensors. Raises `ConfigError`.
     """
     folder = resolve_model(name, role, weights=_WEIGHTS)
     index = resolve_model(target, "target", tokenizer_only=True)
@@ -37,7 +37,7 @@ def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
 
 
 def shared_files(folder: Path) -> tuple[str, ...]:
-    """The files of a target that hold what modules share with it, as its index says."""
+    """Return the files of a target that hold the tensors modules share with it."""
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         return tuple({index[name] for name in (*EMBEDDINGS, *HEADS) if name in index})

@@ -1,4 +1,4 @@
-"""Where a model's files are. Knows nothing of torch."""
+"""Finds a model's files. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINING_STATE: Final = (
     *("optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt"),
     *("sampler*.bin", "*scaler.pt", "rng_state*.pt"),
 )
-"""What trainers leave beside weights, under the endings of weights."""
+"""Files of trainers beside weights, with the endings of weights."""
 
 
 def resolve_model(
@@ -26,7 +26,7 @@ def resolve_model(
     tokenizer_only: bool = False,
     weights: tuple[str, ...] = ("*.safetensors",),
 ) -> Path:
-    """The folder of a model: the embedded one, a folder on disk, or a Hugging Face id.
+    """Return a model's folder: the embedded one, one on disk, or a Hugging Face download.
 
     None or "embedded" is the model that ships with Outrider for that role: "target", "draft", or
     one of `EMBEDDED_HEADS`. With `tokenizer_only` no weights are downloaded, else the files that

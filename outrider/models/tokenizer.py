@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a model folder's tokenizer.json; imports no torch.
+"""Text to token ids and back, from a model folder's tokenizer.json.
 
-`transformers.AutoTokenizer` would bring torch into the gateway and two seconds to its start, so
-this uses the `tokenizers` library itself, and renders chat templates as transformers does.
+`transformers.AutoTokenizer` would bring torch into the gateway and slow its start. So this uses the
+`tokenizers` library itself, and renders chat templates as transformers does.
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ from outrider.models.detokenizer import (
     WindowDetokenizer,
     byte_level_bytes,
 )
+from outrider.models.files import read_json
 
 
 class Tokenizer:
     """A model's tokenizer. Safe to share between threads.
 
     `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it.
-    `max_token_chars` bounds from above how much (normalised) text a token can stand for.
+    `max_token_chars` is the most (normalised) text that a token can stand for.
     """
 
     def __init__(
         self,
         backend: BackendTokenizer,
         *,
-        eos_token_ids: frozenset[int],
         chat_template: ChatTemplate | None,
         content_hash: str,
     ) -> None:
         self._backend = backend
         self._chat_template = chat_template
-        self.eos_token_ids = eos_token_ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.hash = content_hash
-        self._special_ids = frozenset(
-            token_id
+        self._special = {
+            token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
-        )
+        }
         self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
 
     @classmethod
@@ -63,25 +62,32 @@ class Tokenizer:
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
+        names = read_json(folder / "special_tokens_map.json")
         return cls(
             backend,
-            eos_token_ids=_eos_token_ids(folder, config, backend),
-            chat_template=ChatTemplate.load(folder, config),
+            chat_template=ChatTemplate.load(folder, config, names),
             content_hash=_canonical_hash(content),
         )
 
     def encode(
         self, text: str, *, param: str = "prompt", add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of `text`, with or without the special tokens (BOS) of the post-processor.
+        """Return the ids of `text`, with or without the post-processor's special tokens (BOS).
 
         Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
+            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
+        # The fast variant leaves out character offsets. It releases the GIL.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
+        return ids
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Return the token ids of a conversation, ready for the assistant's answer.
 
         Raises `InvalidRequestError` when the model has no template or the template refuses.
         """
@@ -92,20 +98,20 @@ class Tokenizer:
                 reason="NO_CHAT_TEMPLATE",
             )
         text = self._chat_template.render(messages)  # the template writes BOS itself
-        return self._encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages")
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of `token_ids`: special tokens left out, broken UTF-8 as U+FFFD."""
+        """Decode `token_ids` without special tokens; broken UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for within a text; a special one is spelled as it is written.
+        """Return the bytes of a token within a text; a special token is spelled as written.
 
-        Empty for an id without a token: a model's vocabulary may be padded.
+        They are empty for an id without a token, since a model's vocabulary may be padded.
         """
         token: str | None = self._backend.id_to_token(token_id)
-        if token is None or token_id in self._special_ids:
+        if token is None or token_id in self._special:
             return (token or "").encode()
         if self._byte_level:
             return byte_level_bytes(token)
@@ -114,31 +120,29 @@ class Tokenizer:
         once = self.decode([token_id])  # which may lack the space that it has after another
         return self.decode([token_id, token_id])[len(once) :].encode()
 
+    def spell_special(self, token_id: int) -> str:
+        """Return a special token as it is written; "" for any other token."""
+        return self._special.get(token_id, "")
+
+    def names_special(self, text: str) -> bool:
+        """Return whether `text` holds a special token as it is written."""
+        return any(token in text for token in self._special.values())
+
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder for one completion."""
+        """Create an incremental decoder for one completion."""
         kind = ByteLevelDetokenizer if self._byte_level else WindowDetokenizer
         return kind(self._token, self.decode)
 
     def _token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None if it is special or unknown."""
-        if token_id in self._special_ids:
+        """Return the token as the vocabulary spells it; None if it is special or unknown."""
+        if token_id in self._special:
             return None
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
-            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
-        # The fast variant leaves out character offsets: half the time. It releases the GIL.
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
-
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hex SHA-256 of a folder's tokenizer.json, blind to formatting, padding and truncation.
+    """Return the hex SHA-256 of a tokenizer.json, whatever its formatting and padding.
 
     Services whose hashes are equal number tokens alike. Raises `ConfigError`.
     """
@@ -146,7 +150,7 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def hash_if_any(folder: Path) -> str:
-    """The same; empty if the folder holds no tokenizer.json."""
+    """Hash the folder's tokenizer; empty if the folder holds no tokenizer.json."""
     return tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
 
 
@@ -176,31 +180,6 @@ def _read_tokenizer_json(folder: Path) -> str:
             "AutoTokenizer.save_pretrained writes it."
         )
     return content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, {} if there is none."""
-    if not path.exists():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return fields if isinstance(fields, dict) else {}
-
-
-def _eos_token_ids(
-    folder: Path, tokenizer_config: dict[str, Any], backend: BackendTokenizer
-) -> frozenset[int]:
-    """generation_config.json decides, then config.json, then the tokenizer's own EOS."""
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(folder / name).get("eos_token_id")
-        if eos is not None:
-            return frozenset(eos if isinstance(eos, list) else [eos])
-    token = tokenizer_config.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    token_id = backend.token_to_id(token) if token else None
-    return frozenset() if token_id is None else frozenset([token_id])
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:

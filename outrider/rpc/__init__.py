@@ -1,1 +1,1 @@
-"""What the services share of the wire: codecs, channels, TLS, telemetry."""
+"""Codecs, channels, TLS and telemetry that the services share."""

@@ -1,4 +1,4 @@
-"""Client channels, and the limits that both ends share."""
+"""Client channels, and the options that both ends share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.rpc.targets import Target
 from outrider.rpc.tls import channel_credentials
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
-"""A prompt of a million tokens fits; gRPC's default of 4 MiB would not hold it."""
+"""Holds a prompt of a million tokens, unlike gRPC's default of 4 MiB."""
 
 LIMITS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -21,19 +21,19 @@ LIMITS: Final[tuple[tuple[str, int], ...]] = (
 _PING_MS = 10_000
 
 _RECONNECT: Final[tuple[tuple[str, int], ...]] = (
-    # gRPC's own back-off grows to 2 minutes: too long for a peer that restarts in seconds.
+    # gRPC's own back-off grows to 2 minutes, and a peer restarts in seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name: how long one attempt to connect may take. A busy peer needs its time.
+    # Despite its name, the time for one attempt to connect.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 
 def send_pings() -> tuple[tuple[str, int], ...]:
-    """The other end, if it vanishes without a FIN, is noticed within 20 s, idle or not."""
+    """Return options that notice within 20 s a peer that vanishes without a FIN."""
     return (
         ("grpc.keepalive_time_ms", _PING_MS),
-        # Not keepalive_timeout_ms: gRPC (1.85) never starts that timer.
+        # gRPC (1.85) never starts the timer of keepalive_timeout_ms.
         ("grpc.http2.ping_timeout_ms", _PING_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -41,7 +41,7 @@ def send_pings() -> tuple[tuple[str, int], ...]:
 
 
 def take_pings() -> tuple[tuple[str, int], ...]:
-    """Of a server: by default it calls the other end's pings abuse, and hangs up."""
+    """Return server options that accept pings, which gRPC takes for abuse by default."""
     return (
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
@@ -49,11 +49,10 @@ def take_pings() -> tuple[tuple[str, int], ...]:
 
 
 def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.Channel:
-    """A channel to `target` ("host:port", "dns:///...", "unix:/path", or a `Target`).
+    """Open a channel to `target` ("host:port", "dns:///...", "unix:/path", or a `Target`).
 
-    With `tls`, as its files are now, except over a Unix socket: that does not leave the machine.
-    Without compression: messages are a few token ids. Close it when done. Raises `ConfigError` for
-    TLS files that cannot be read.
+    A Unix socket does not leave the machine and needs no TLS. Raises `ConfigError` for TLS files
+    that cannot be read.
     """
     if isinstance(target, str):
         target = Target(target)

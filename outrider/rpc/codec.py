@@ -1,8 +1,9 @@
-"""Between protobuf messages and `outrider.types`: one function per message and direction."""
+"""Converts between protobuf messages and `outrider.types`."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -24,35 +25,36 @@ from outrider.params import (
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, draft_pb2
 
-KIND_TO_PROTO: Final = {
-    TokenKind.PLAIN: common_pb2.TOKEN_KIND_PLAIN,
-    TokenKind.ACCEPTED: common_pb2.TOKEN_KIND_ACCEPTED,
-    TokenKind.RECOVERED: common_pb2.TOKEN_KIND_RECOVERED,
-    TokenKind.BONUS: common_pb2.TOKEN_KIND_BONUS,
+KIND_TO_PROTO: Final[Mapping[TokenKind, common_pb2.TokenKind]] = {
+    kind: getattr(common_pb2, f"TOKEN_KIND_{kind.name}") for kind in TokenKind
 }
 KIND_FROM_PROTO: Final = {value: kind for kind, value in KIND_TO_PROTO.items()}
 
-FINISH_TO_PROTO: Final = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+FINISH_TO_PROTO: Final[Mapping[FinishReason, common_pb2.FinishReason]] = {
+    reason: getattr(common_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
 
-RULE_TO_PROTO: Final = {
-    VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
-    VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
-    VerificationRule.TYPICAL: common_pb2.VERIFICATION_RULE_TYPICAL,
-    VerificationRule.TOP_P_WINDOW: common_pb2.VERIFICATION_RULE_TOP_P_WINDOW,
+RULE_TO_PROTO: Final[Mapping[VerificationRule, common_pb2.VerificationRule]] = {
+    rule: getattr(common_pb2, f"VERIFICATION_RULE_{rule.name}") for rule in VerificationRule
 }
 RULE_FROM_PROTO: Final = {value: rule for rule, value in RULE_TO_PROTO.items()}
 
 _LEAST_TEMPERATURE: Final = 1e-5
-"""Less is greedy in all but name, as vLLM has it; logits divided by it would leave float32."""
+"""Lower temperatures are greedy, as in vLLM: logits divided by them would leave float32."""
 
 _SAMPLING_FIELDS: Final = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+_STATS_FIELDS: Final = (
+    *("iter_count", "rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram"),
+    *("hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms"),
+    *("prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens"),
+    *("proposer_ids", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
+    "hits_after_miss",
+)
+"""Fields of `RequestStats` and AuxInfo with the same name and meaning."""
 _VERIFICATION_FIELDS: Final = ("epsilon", "alpha", "max_candidate_len", "verify_window")
 
 
@@ -69,7 +71,7 @@ def sampling_from_proto(msg: common_pb2.SamplingParams, *, seed: int) -> Samplin
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Every field set: the receiver need not know our defaults."""
+    """Set every field, so that the receiver need not know the defaults."""
     return common_pb2.SamplingParams(
         **{name: getattr(params, name) for name in _SAMPLING_FIELDS},
         logit_bias=[
@@ -89,6 +91,7 @@ def stop_from_proto(msg: common_pb2.StopParams, *, default_max_tokens: int) -> S
 
 
 def stop_to_proto(params: StopParams) -> common_pb2.StopParams:
+    """Encode when a request ends."""
     return common_pb2.StopParams(
         max_tokens=params.max_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
@@ -98,10 +101,10 @@ def stop_to_proto(params: StopParams) -> common_pb2.StopParams:
 
 
 def speculation_from_proto(msg: common_pb2.SpeculationParams) -> SpeculationParams:
-    """Aliases of methods become their names; method "none" becomes `enabled=False`.
+    """Resolve aliases of methods, and turn method "none" into `enabled=False`.
 
-    Raises `InvalidRequestError` for a value out of range and for a method that does not exist; a
-    method that no attached proposer offers is not an error: the request goes on without drafts.
+    Raises `InvalidRequestError` for a value out of range and for an unknown method. Without an
+    attached proposer of the method, a request goes on without drafts.
     """
     if msg.method and msg.methods:
         raise InvalidRequestError("Give method or methods, not both.", param="methods")
@@ -122,6 +125,7 @@ def speculation_from_proto(msg: common_pb2.SpeculationParams) -> SpeculationPara
 
 
 def speculation_to_proto(params: SpeculationParams) -> common_pb2.SpeculationParams:
+    """Encode how a request is drafted for."""
     return common_pb2.SpeculationParams(
         enabled=params.enabled,
         methods=params.methods,
@@ -140,6 +144,7 @@ def verification_from_proto(msg: common_pb2.Verification) -> Verification:
 
 
 def verification_to_proto(params: Verification) -> common_pb2.Verification:
+    """Encode the rule that verifies drafts."""
     return common_pb2.Verification(
         rule=RULE_TO_PROTO[params.rule],
         **{name: getattr(params, name) for name in _VERIFICATION_FIELDS},
@@ -156,7 +161,7 @@ def advice_from_proto(msg: common_pb2.Advice) -> Advice:
 
 
 def advice_to_proto(params: Advice) -> common_pb2.Advice | None:
-    """None where there is none."""
+    """Return None where there is no advice."""
     if params == NO_ADVICE:
         return None
     return common_pb2.Advice(
@@ -177,6 +182,7 @@ def constraint_from_proto(msg: common_pb2.Constraint) -> Constraint | None:
 
 
 def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint | None:
+    """Encode a constraint; None stays None."""
     if constraint is None:
         return None
     source: str | bool = constraint.source or True
@@ -184,7 +190,7 @@ def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint 
 
 
 def draft_probs_to_proto(probs: DraftProbs | None) -> draft_pb2.DraftProbs:
-    """None, a point mass, becomes an empty message."""
+    """Encode None, which is a point mass, as an empty message."""
     if probs is None:
         return draft_pb2.DraftProbs()
     packed = struct.pack(f"<{len(probs.probs)}f", *probs.probs)
@@ -192,9 +198,9 @@ def draft_probs_to_proto(probs: DraftProbs | None) -> draft_pb2.DraftProbs:
 
 
 def draft_probs_from_proto(msg: draft_pb2.DraftProbs) -> DraftProbs:
-    """Hardly checked: `DraftTree.validated` does that.
+    """Raise `InvalidRequestError` for odd bytes, or more than is worth converting.
 
-    Raises `InvalidRequestError` for odd bytes, and for more than would be worth converting.
+    `DraftTree.validated` checks the rest.
     """
     count, rest = divmod(len(msg.probs), 4)
     if max(count, len(msg.token_ids)) > MAX_DRAFT_PROBS:
@@ -207,6 +213,7 @@ def draft_probs_from_proto(msg: draft_pb2.DraftProbs) -> DraftProbs:
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    """Encode a token's logprobs."""
     return common_pb2.TokenLogprobs(
         logprob=logprobs.logprob,
         top_token_ids=[token for token, _ in logprobs.top],
@@ -215,11 +222,13 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(msg: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Decode a token's logprobs."""
     top = zip(msg.top_token_ids, msg.top_logprobs, strict=True)
     return TokenLogprobs(msg.logprob, tuple(top))
 
 
 def usage(stats: RequestStats) -> common_pb2.Usage:
+    """Encode the token counts of a request."""
     return common_pb2.Usage(
         prompt_tokens=stats.prompt_tokens,
         completion_tokens=stats.output_tokens,
@@ -228,42 +237,19 @@ def usage(stats: RequestStats) -> common_pb2.Usage:
 
 
 def aux_info(stats: RequestStats, *, cost_time_ms: float, scorer_id: str) -> common_pb2.AuxInfo:
-    """A scorer's account of a request, from the engine's statistics."""
+    """Encode a scorer's account of a request."""
     return common_pb2.AuxInfo(
+        **{name: getattr(stats, name) for name in _STATS_FIELDS},
         cost_time=cost_time_ms,
         output_len=stats.output_tokens,
-        iter_count=stats.iter_count,
         avg_tokens_per_iter=stats.output_tokens / max(1, stats.iter_count),
-        rounds=stats.rounds,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        accepted_per_pos=stats.accepted_per_pos,
-        k_histogram=stats.k_histogram,
-        hits=stats.hits,
-        misses_late=stats.misses_late,
-        misses_wrong=stats.misses_wrong,
-        waits=stats.waits,
-        wait_ms=stats.wait_ms,
-        fallback_rounds=stats.fallback_rounds,
-        queue_ms=stats.queue_ms,
-        prefill_ms=stats.prefill_ms,
-        propose_ms=stats.propose_ms,
-        score_ms=stats.score_ms,
-        network_ms=stats.network_ms,
-        cached_prompt_tokens=stats.cached_prompt_tokens,
-        proposer_ids=stats.proposer_ids,
         scorer_id=scorer_id,
         verification=stats.verification.value,
         exact=stats.verification.exact,
         by_method=[common_pb2.MethodCounts(**counts._asdict()) for counts in stats.by_method],
-        preemptions=stats.preemptions,
-        rounds_after_hit=stats.rounds_after_hit,
-        hits_after_hit=stats.hits_after_hit,
-        rounds_after_miss=stats.rounds_after_miss,
-        hits_after_miss=stats.hits_after_miss,
     )
 
 
 def _given(msg: Message, *names: str) -> dict[str, Any]:
-    """The optional fields that are set."""
+    """Return the optional fields that are set."""
     return {name: getattr(msg, name) for name in names if msg.HasField(name)}

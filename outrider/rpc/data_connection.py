@@ -1,8 +1,8 @@
-"""Plain connections between scorers and proposers: how both ends come to one (draft.proto, ADR 29).
+"""Sets up the plain connections between scorers and proposers (draft.proto, ADR 29).
 
-The scorer listens on a port of its own and, if it has one, beside its Unix socket. Welcome offers a
-proposer that place and a key, which is good once; whoever shows no such key in time is hung up on.
-Where gRPC speaks TLS, so does the port; a Unix socket does not leave the machine.
+The scorer listens on a port and, if gRPC has a Unix socket, on another one in its folder. Welcome
+offers a proposer that place and a key, which is good once. A connection that shows no such key in
+time is closed. The port speaks TLS where gRPC does.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _KEY_BYTES: Final = 32
 _WELCOME: Final = b"\x01"
 _KEY_TIMEOUT_S: Final = 5.0
 _MAX_UNSENT_BYTES: Final = 4 * 2**20
-"""Blocks that a scorer has not read as the next are made, with some thousand sessions' in each."""
+"""Unread blocks of a scorer: several messages for a thousand sessions each."""
 _MAX_STRANGERS: Final = 64
-"""Connections whose key has not come yet; of more the first is hung up on."""
+"""Connections whose key has not come yet; beyond, the oldest is closed."""
 
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    # A peer that vanishes from this connection alone is noticed within 20 s, as from gRPC's.
+    # A peer that vanishes is noticed within 20 s, as by gRPC.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
@@ -54,23 +54,23 @@ class Offer:
 
 
 class DataPort:
-    """The scorer's end, from `start` to `stop`. All on one event loop."""
+    """The scorer's end, from `start` to `stop`, on one event loop."""
 
     def __init__(
         self, host: str, port: int, *, unix_path: str | None = None, tls: TlsFiles | None = None
     ) -> None:
-        """`unix_path` is where gRPC listens: the socket for these connections lies beside it."""
+        """Take gRPC's Unix socket, if any: the one for these connections adds ".data"."""
         self._host = host
         self._port = port
         self._socket = None if unix_path is None else Path(f"{unix_path}.data")
         self._tls = tls
         self._contexts: Follower[ssl.SSLContext] | None = None
         self._offers: dict[bytes, Offer] = {}
-        self._strangers: dict[asyncio.WriteTransport, None] = {}  # in the order of coming
+        self._strangers: dict[asyncio.WriteTransport, None] = {}  # the oldest first
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> int:
-        """Listen; returns the port. Raises `ConfigError` if it cannot."""
+        """Listen, and return the port. Raises `ConfigError` if it cannot."""
         context = None
         if self._tls is not None:
             self._contexts = Follower(self._tls, server_context)
@@ -88,8 +88,7 @@ class DataPort:
         except OSError as error:
             raise ConfigError(
                 f"--data-port: cannot listen on {join_address(self._host, self._port)} "
-                f"({error.strerror}). "
-                "Choose another, or 0 for a free one."
+                f"({error.strerror}). Choose another, or 0 for a free one."
             ) from error
         self._servers.append(server)
         self._port = server.sockets[0].getsockname()[1]
@@ -107,7 +106,7 @@ class DataPort:
         return self._port
 
     async def stop(self) -> None:
-        """Listen no more. Connections are their users' to close."""
+        """Stop listening. The users of connections close them."""
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -116,7 +115,7 @@ class DataPort:
 
     @contextlib.contextmanager
     def offer(self) -> Iterator[Offer]:
-        """What Welcome offers; at the end the connection is closed, if it was taken up."""
+        """Offer a connection, which is closed at the end of the context."""
         message = draft_pb2.DataConnection(
             port=self._port,
             socket="" if self._socket is None else self._socket.name,
@@ -132,7 +131,7 @@ class DataPort:
                 offer.connected.result().close()
 
     def _take_latest(self, handshake: ssl.SSLObject, _name: str, _first: ssl.SSLContext) -> None:
-        # Called also for who names no server. The listener's own would trust for ever whom it did.
+        # The listener's own context would keep the certificates that it began with.
         assert self._contexts is not None
         self._contexts.fetch()
         handshake.context = self._contexts.latest
@@ -158,10 +157,10 @@ class DataPort:
 def connect(
     target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None, timeout_s: float
 ) -> FrameSocket:
-    """The proposer's end: takes up what a scorer offers that was dialled as `target`.
+    """Open the connection that a scorer offers, which was dialled as `target`.
 
-    Waits `timeout_s` at most for each of a few answers. Raises `OSError` if it cannot be reached or
-    is not that scorer's, and `ConfigError` for TLS files that cannot be read.
+    Each step may take `timeout_s`. Raises `OSError` if the scorer cannot be reached that way, and
+    `ConfigError` for TLS files that cannot be read.
     """
     connected = _open(target, offer, tls, timeout_s)
     try:
@@ -178,7 +177,7 @@ def _open(
     target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None, timeout_s: float
 ) -> socket.socket:
     if target.socket_path is not None:
-        # The scorer is not to choose the folder.
+        # The scorer may not choose the folder.
         path = Path(target.socket_path).parent / Path(offer.socket).name
         connected = socket.socket(socket.AF_UNIX)
         connected.settimeout(timeout_s)

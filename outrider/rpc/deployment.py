@@ -1,6 +1,6 @@
-"""The flags about where a service runs, which all three share.
+"""Flags that all services share.
 
-Without grpc: flags are checked before it is imported.
+This module does not import grpc, since flags are checked before.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from outrider.rpc.targets import join_address
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of one service; read again when they change. Raises `ConfigError`."""
+    """PEM files of one service, read again when they change. Raises `ConfigError`."""
 
     cert: str
-    """This service's certificate chain: shown to clients as a server, to servers as a client."""
+    """Certificate chain that the service shows to clients and to servers."""
     key: str
     ca: str | None = None
-    """Who signs the peers. None: a server asks for no certificate, a client trusts the system's."""
+    """Authority of the peers. None: servers ask for no certificate, clients trust the system's."""
 
     def __post_init__(self) -> None:
         for flag, path in (("cert", self.cert), ("key", self.key), ("ca", self.ca)):
@@ -37,13 +37,12 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """How a service is embedded. Raises `ConfigError`."""
+    """Settings of a service's surroundings. Raises `ConfigError`."""
 
     drain_grace_s: float = 20.0
-    """What running requests have left after SIGTERM."""
+    """Time that running requests have after SIGTERM."""
     health_port: int | None = None
-    """A port for grpc.health.v1 alone, never with TLS. None: health is on the service's port only.
-    """
+    """Port of grpc.health.v1 alone, without TLS. None: health is on the service's port only."""
     tls: TlsFiles | None = None
     """None: no TLS."""
 
@@ -52,12 +51,12 @@ class Deployment:
             raise ConfigError("--drain-grace-seconds must be a number of seconds, 0 or more.")
 
     def health_address(self, host: str) -> str | None:
-        """Where health alone is served by a service that listens on `host`."""
+        """Return the address of health alone, for a service that listens on `host`."""
         return None if self.health_port is None else join_address(host, self.health_port)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default, unless the text has told it."""
+    """Shows defaults, except None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         no_default = action.default is None or action.default is False
@@ -65,7 +64,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `take_deployment` reads."""
+    """Add the flags that `take_deployment` reads."""
     parser.add_argument(
         "--drain-grace-seconds",
         type=float,
@@ -90,7 +89,7 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def port(text: str) -> int:
-    """The value of a flag: 0 (any free port) to 65535. gRPC itself counts beyond from 0 again."""
+    """Read a port from 0 (any free one) to 65535; gRPC would wrap greater numbers."""
     if not (text.isascii() and text.isdigit() and int(text) < 2**16):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)

@@ -1,7 +1,7 @@
-"""/metrics: the registry as Prometheus' text format or as OpenMetrics, and a thread that serves it.
+"""Serves /metrics in Prometheus' text format or as OpenMetrics.
 
-Not `prometheus_client.start_http_server`: in OpenMetrics, the format that Prometheus asks for and
-the only one with exemplars, it turns the colons of metric names into underscores (0.26).
+`prometheus_client.start_http_server` (0.26) turns the colons of metric names into underscores in
+OpenMetrics, the only format with exemplars.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _OPENMETRICS = "application/openmetrics-text"
 
 
 def encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The metrics and their content type, in the format that an Accept header asks for."""
+    """Return the metrics and their content type, in the format of an Accept header."""
     if _OPENMETRICS in accept:
-        # The one escaping that leaves names alone. They are valid without any.
+        # The other escapings change names.
         text = openmetrics.exposition.generate_latest(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
         return text, openmetrics.exposition.CONTENT_TYPE_LATEST
     return prometheus_client.generate_latest(registry), prometheus_client.CONTENT_TYPE_LATEST
@@ -45,7 +45,7 @@ class MetricsServer:
                 self.wfile.write(text)
 
             def log_message(self, *_: object) -> None:
-                """Scrapes are not news."""
+                """Log no scrapes."""
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,12 +1,12 @@
-"""Between `FeatureSpec` and its message; and messages with states as they are written."""
+"""Converts `FeatureSpec`, and serializes messages with hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from outrider.features import FeatureSpec
+from outrider.features import FeatureRows, FeatureSpec
 from outrider.params import require
 from outrider.v1 import draft_pb2
 
@@ -17,7 +17,7 @@ _SHA256_BYTES: Final = 32
 
 
 def features_to_proto(spec: FeatureSpec | None) -> draft_pb2.FeatureSpec | None:
-    """None for methods that need tokens only."""
+    """Return None for methods that need tokens only."""
     if spec is None:
         return None
     return draft_pb2.FeatureSpec(
@@ -30,8 +30,8 @@ def features_to_proto(spec: FeatureSpec | None) -> draft_pb2.FeatureSpec | None:
 
 
 def features_from_proto(msg: draft_pb2.FeatureSpec) -> FeatureSpec:
-    """Raise `InvalidRequestError` for what no target could have."""
-    # First of all: going through millions of them takes a second.
+    """Raise `InvalidRequestError` for states that no target could have."""
+    # Checked first, since going through millions of layers takes a second.
     require(len(msg.layers) <= MAX_LAYERS, "features.layers", f"at most {MAX_LAYERS}")
     layers = tuple(msg.layers)
     require(bool(layers) or msg.final_norm, "features.layers", "set, or final_norm")
@@ -52,54 +52,36 @@ def features_from_proto(msg: draft_pb2.FeatureSpec) -> FeatureSpec:
     return spec
 
 
-class SentRows(NamedTuple):
-    """What is sent of a session's states; the fields of `Features`."""
-
-    session: int
-    epoch: int
-    start: int
-    rows: bytes | memoryview
-
-
 @dataclass(frozen=True, slots=True)
 class SessionMessage:
-    """A `DraftResponse` of `sessions`, with rows that are copied only as the message is written.
+    """A `DraftResponse` of `sessions`, whose rows are copied only when it is serialized.
 
     `batch` has no features of its own.
     """
 
     batch: draft_pb2.SessionBatch
-    features: Sequence[SentRows] = ()
-    rows_at: int | None = None
-    """Where the rows are in the proposer's `RowRing`; None: they travel in the message."""
+    features: Sequence[FeatureRows] = ()
 
 
 def response_to_bytes(message: draft_pb2.DraftResponse | SessionMessage) -> bytes:
-    """The message on the wire.
-
-    Protobuf would copy the rows, which are megabytes, into its message and out again.
-    """
+    """Serialize a message. Protobuf would copy its rows, which are megabytes, twice."""
     if isinstance(message, draft_pb2.DraftResponse):
         return message.SerializeToString()
-    if message.rows_at is not None:
-        for session, epoch, start, rows in message.features:
-            message.batch.features.add(
-                session=session, epoch=epoch, start=start, num_bytes=len(rows)
-            )
-        message.batch.rows_at = message.rows_at
     parts: list[bytes | memoryview] = [b"", message.batch.SerializeToString()]
-    for session, epoch, start, rows in message.features if message.rows_at is None else ():
-        head = draft_pb2.Features(session=session, epoch=epoch, start=start).SerializeToString()
-        head += _tagged(draft_pb2.Features.ROWS_FIELD_NUMBER, len(rows))
+    for each in message.features:
+        head = draft_pb2.Features(
+            session=each.session_id, epoch=each.order.epoch, start=each.start
+        ).SerializeToString()
+        head += _tagged(draft_pb2.Features.ROWS_FIELD_NUMBER, len(each.rows))
         number = draft_pb2.SessionBatch.FEATURES_FIELD_NUMBER
-        parts += (_tagged(number, len(head) + len(rows)), head, rows)
+        parts += (_tagged(number, len(head) + len(each.rows)), head, each.rows)
     number = draft_pb2.DraftResponse.SESSIONS_FIELD_NUMBER
     parts[0] = _tagged(number, sum(map(len, parts)))
     return b"".join(parts)
 
 
 def _tagged(number: int, size: int) -> bytes:
-    """What a field of `size` bytes begins with (protobuf's encoding, wire type 2): two varints."""
+    """Return the head of a protobuf field of `size` bytes (wire type 2): two varints."""
     head = bytearray()
     for value in (number << 3 | 2, size):
         left = value

@@ -1,7 +1,6 @@
-"""Messages over a plain connection: each behind its length, and nothing else on the way.
+"""Messages over a plain connection, each after its length.
 
-What a round waits for passes a plain connection in a fraction of the time that it takes through
-gRPC (ADR 29).
+Messages pass a plain connection in a fraction of the time that they take through gRPC (ADR 29).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Final
 from outrider.errors import InvalidRequestError, UnavailableError
 
 READ_AHEAD_BYTES: Final = 2**18
-"""Twice as much of a connection is kept unread by `Frames`; then the peer has to wait."""
+"""`Frames` buffers at most twice as much; then the peer has to wait."""
 
 ENDED: Final = "CONNECTION_ENDED"
-"""The reason of errors that say that, and not why."""
+"""Reason of errors that know only that the connection has ended."""
 
 _HEAD: Final = struct.Struct("<I")  # the length
 _CHUNK_BYTES: Final = 2**18  # read at a time by `FrameSocket`
@@ -27,9 +26,9 @@ _WOULD_WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteErr
 
 
 class Frames:
-    """One end of a connection, on an event loop.
+    """One end of a connection, on an event loop. A message is at most `max_bytes` long.
 
-    One task may read and one write at a time. A message is at most `max_bytes` long.
+    One task may read and one write at a time.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class Frames:
         self._max_bytes = max_bytes
 
     async def read(self) -> bytes | None:
-        """The next message; None when the connection has ended, by whichever side.
+        """Return the next message; None when the connection has ended.
 
-        Raises `InvalidRequestError` for one that is too long.
+        Raises `InvalidRequestError` for a message that is too long.
         """
         try:
             size = _size(await self._reader.readexactly(_HEAD.size), self._max_bytes)
@@ -51,23 +50,23 @@ class Frames:
             return None
 
     async def write(self, message: bytes) -> None:
-        """Return once the message is on its way, or little is left of it.
+        """Write a message, of which little may be left to send on return.
 
-        Raises `OSError` if the connection has ended. A longer message than the peer reads is a bug.
+        Raises `OSError` if the connection has ended.
         """
         self._writer.write(_framed(message, self._max_bytes))
         await self._writer.drain()
 
     def close(self) -> None:
-        """End the connection; what was not sent yet is lost."""
+        """End the connection, and lose unsent data."""
         self._writer.transport.abort()
 
 
 class FrameSocket:
-    """One end of a connection, of a thread that may wait for none of its connections alone.
+    """One non-blocking end of a connection, for a thread with a selector.
 
-    A message is at most `max_bytes` long. While more than `max_unsent` wait to be sent, no others
-    are taken.
+    A message is at most `max_bytes` long. While more than `max_unsent` bytes wait to be sent, no
+    messages are taken.
     """
 
     def __init__(self, connected: socket.socket, max_bytes: int, max_unsent: int) -> None:
@@ -79,18 +78,17 @@ class FrameSocket:
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        """For a selector; -1 once it is closed."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` is to be called when the socket can be written."""
+        """Return whether to call `flush` when the socket can be written."""
         return bool(self._unsent)
 
     def receive(self) -> list[bytes]:
-        """All messages that have come.
+        """Return all messages that have come.
 
-        Raises `UnavailableError` if the connection has ended, and nothing came before that, and
+        Raises `UnavailableError` if the connection has ended and no message is left, and
         `InvalidRequestError` for a message that is too long.
         """
         ended = False
@@ -103,8 +101,7 @@ class FrameSocket:
                 chunk = b""
             self._received += chunk
             ended = not chunk
-            # Less than there was room for: the next look would find nothing, but for TLS, of
-            # which a record comes at a time.
+            # A short read has emptied the socket; TLS returns a record at a time.
             if len(chunk) < _CHUNK_BYTES and not isinstance(self._socket, ssl.SSLSocket):
                 break
         messages = self._whole()
@@ -113,10 +110,9 @@ class FrameSocket:
         return messages
 
     def send(self, messages: Iterable[bytes]) -> None:
-        """What the socket does not take now waits for `flush`.
+        """Send what the socket takes now; the rest waits for `flush`.
 
-        Raises `UnavailableError` if the connection has ended, or the peer has not read what was
-        sent before.
+        Raises `UnavailableError` if the connection has ended, or the peer does not read.
         """
         if len(self._unsent) > self._max_unsent:
             raise UnavailableError("the scorer does not read its blocks")
@@ -135,11 +131,11 @@ class FrameSocket:
             raise UnavailableError("the data connection broke", reason=ENDED) from error
 
     def close(self) -> None:
-        """End the connection; what was not sent yet is lost."""
+        """End the connection, and lose unsent data."""
         self._socket.close()
 
     def _whole(self) -> list[bytes]:
-        """Take the messages from what was received that are complete."""
+        """Take the complete messages out of the received bytes."""
         messages: list[bytes] = []
         at = 0
         with memoryview(self._received) as received:

@@ -1,7 +1,7 @@
 """OpenTelemetry's `gen_ai.server.*` histograms, with exemplars that lead to a request's trace.
 
-Made with `prometheus_client`, under the names and labels that OpenTelemetry's Prometheus exporter
-gives them, because that exporter writes no exemplars.
+`prometheus_client` makes them, under the names and labels of OpenTelemetry's Prometheus exporter,
+which writes no exemplars.
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/
 """
 
@@ -25,9 +25,9 @@ _TOKEN_S: Final = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """How long one request took; times in seconds."""
+    """Times of one request, in seconds."""
 
     duration_s: float
     time_to_first_token_s: float | None
@@ -35,7 +35,7 @@ class RequestTimes:
 
 
 class LatencyMetrics:
-    """One per registry."""
+    """The histograms of one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, description: str, buckets: Sequence[float]) -> Histogram:
@@ -54,7 +54,7 @@ class LatencyMetrics:
         self._tpot = histogram("time_per_output_token", "Time per token after the first.", _TOKEN_S)
 
     def record(self, operation: str, model: str, times: RequestTimes, span: trace.Span) -> None:
-        """One finished request; `span` is its own, still open."""
+        """Record a finished request with its span, which is still open."""
         labels = (operation, "outrider", model)
         exemplar = _exemplar(span)
         self._duration.labels(*labels).observe(times.duration_s, exemplar)
@@ -67,7 +67,7 @@ class LatencyMetrics:
 
 
 def _exemplar(span: trace.Span) -> dict[str, str] | None:
-    """None unless the span is recorded: a link to a trace that nobody kept would be dead."""
+    """Return a link to the span's trace, unless the trace is not recorded."""
     if not span.is_recording():
         return None
     context = span.get_span_context()

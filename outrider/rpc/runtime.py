@@ -1,4 +1,4 @@
-"""The life of a service process: start, one `ready` line, signals, a graceful stop."""
+"""The life of a service process: start, a `ready` line, signals, a graceful stop."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ import uvloop
 
 from outrider.errors import OutriderError
 
-# Read at once, not when the service starts: the parent may die while torch is being imported.
+# Read on import, since the parent may die while torch is being imported.
 _PARENT = os.getppid()
 _PARENT_POLL_S = 0.2
 EXIT_CONFIG = 2
 
 
 class Service(Protocol):
-    """What a process runs."""
+    """The service that a process runs."""
 
     async def start(self) -> dict[str, str]:
-        """Comes up; returns the addresses for the ready line. May raise any `OutriderError`."""
+        """Start, and return the addresses for the ready line. Raises any `OutriderError`."""
         ...
 
     async def stop(self) -> None:
-        """Drains and releases everything; also after a `start` that failed or was cancelled."""
+        """Drain and release everything, also after a `start` that failed or was cancelled."""
         ...
 
     async def wait_failed(self) -> None:
-        """Return only if the service can no longer serve and the process should end."""
+        """Return once the service can no longer serve and the process should end."""
         ...
 
 
 async def run_until_signal(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
-    """Run `service` until SIGTERM or SIGINT (or, if asked, the parent's death).
+    """Run `service` until SIGTERM, SIGINT or, if asked, the parent's death.
 
-    Prints `ready {"service": name, ...}` on stdout once it serves. Returns the exit code: 0, or 1
-    if the service failed while serving. The same signal again ends the process at once.
-    What `start` raises is raised here, after `stop`.
+    Prints `ready {"service": name, ...}` on stdout once it serves. Returns 0, or 1 if the service
+    failed while serving. The same signal again ends the process at once. Raises the errors of
+    `start`, after `stop`.
     """
     stopping = asyncio.Event()
     seen: set[int] = set()
@@ -73,17 +73,17 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
 
 
 def prepare_grpc() -> None:
-    """Set what grpc reads from the environment when it is imported, so call it before."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
-    # Without its event engines messages pass through one thread less: a fifth less time there and
-    # back on uvloop, and of CPU time. A grpc without this choice says so on stderr and goes on.
+    """Set the environment that grpc reads when it is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors are readable
+    # Without its event engines, messages pass through one thread less. A grpc that lacks the
+    # experiments says so on stderr and goes on.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 
 def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
-    """`run_until_signal` in a new event loop; a start-up error becomes one line on stderr.
+    """Call `run_until_signal` in a new event loop, and return the exit code.
 
-    Returns the exit code: 2 for an `OutriderError`.
+    An `OutriderError` becomes a line on stderr and exit code 2.
     """
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
@@ -97,12 +97,12 @@ def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
 
 
 def progress(name: str, message: str) -> None:
-    """One readable line on stderr about how start-up is going."""
+    """Print a line about the start-up on stderr."""
     print(f"{name}: {message}", file=sys.stderr, flush=True)
 
 
 def _on_signal(signum: int, seen: set[int], stopping: asyncio.Event) -> None:
-    # Ctrl-C reaches the whole process group, and the parent may add a SIGTERM: not impatience.
+    # Ctrl-C reaches the whole process group, and the parent may add a SIGTERM.
     if signum in seen:
         os._exit(128 + signum)
     seen.add(signum)
@@ -110,6 +110,5 @@ def _on_signal(signum: int, seen: set[int], stopping: asyncio.Event) -> None:
 
 
 async def _parent_gone(parent: int) -> None:
-    # Portable, unlike prctl; a call takes a microsecond.
-    while os.getppid() == parent:  # noqa: ASYNC110
+    while os.getppid() == parent:  # noqa: ASYNC110  # portable, unlike prctl
         await asyncio.sleep(_PARENT_POLL_S)

@@ -15,16 +15,16 @@ from outrider.rpc.channel import LIMITS, send_pings, take_pings
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.tls import server_credentials
 
-_MAX_INT: Final = 2**31 - 1  # of gRPC's options; of milliseconds it is no limit at all
+_MAX_INT: Final = 2**31 - 1  # of gRPC's options
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """For a server that anyone may dial.
+    """Limits of a server that anyone may dial.
 
-    gRPC receives a call's request before any of our code runs, and waits for its end for ever. So
-    a connection has its time: after `connection_s` seconds the client is told to open another one,
-    and `request_s` later the calls that are left, received or not, end with UNAVAILABLE.
+    gRPC waits for a call's request without limit, before any of our code runs. So after
+    `connection_s` the client has to open another connection, and `request_s` later the calls that
+    are left end with UNAVAILABLE.
     """
 
     max_request_bytes: int
@@ -32,7 +32,7 @@ class ClientLimits:
     connection_s: float = 300.0
 
     def options(self) -> tuple[tuple[str, int], ...]:
-        """Without pings: behind what a slow line still has to send, an answer takes its time."""
+        """Return gRPC's options, without pings, whose answers a slow line would delay."""
         return (
             ("grpc.max_receive_message_length", min(self.max_request_bytes, _MAX_INT)),
             ("grpc.max_connection_age_ms", round(self.connection_s * 1e3)),
@@ -43,11 +43,10 @@ class ClientLimits:
 class GrpcServer:
     """Serves on `address` ("host:port", port 0 for a free one) from `start` to `stop`.
 
-    With `tls`, `address` speaks TLS only. `unix_path` is served besides, and `health_address` with
-    nothing but health: both without TLS, one because it does not leave the machine, the other
-    because Kubernetes' gRPC probes know none. Health says NOT_SERVING, for the server and each of
-    `service_names` (full: "outrider.v1.ScorerService"), until `set_serving(True)`. Without `limits`
-    its clients are services of ours, whose connections last.
+    With `tls`, `address` speaks TLS only. `unix_path` never speaks TLS, nor does `health_address`,
+    which serves health alone, since Kubernetes' gRPC probes cannot. Health says NOT_SERVING, for
+    the server and each of `service_names` (full: "outrider.v1.ScorerService"), until
+    `set_serving(True)`. Without `limits`, connections of clients last.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class GrpcServer:
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self) -> int:
-        """Binds and starts; returns the port. Raises `ConfigError` if it cannot be bound."""
+        """Start, and return the port. Raises `ConfigError` if it cannot be bound."""
         server = _new_server(self._limits)
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -94,7 +93,7 @@ class GrpcServer:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told from now on."""
+        """Set the answer to health checks."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -104,9 +103,9 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new RPCs at once; running ones are cancelled after `grace_s` seconds.
+        """Refuse new RPCs at once, and cancel the running ones after `grace_s` seconds.
 
-        Until then `health_address` goes on saying NOT_SERVING.
+        Until then `health_address` says NOT_SERVING.
         """
         await self._health.enter_graceful_shutdown()
         servers, self._servers = self._servers, []
@@ -117,7 +116,7 @@ class GrpcServer:
 def _new_server(limits: ClientLimits | None = None) -> grpc.aio.Server:
     for_clients = send_pings() if limits is None else limits.options()
     options = dict((*LIMITS, *take_pings(), *for_clients))
-    # Two servers on one port would share its connections by chance: refuse the second instead.
+    # Refuse a second server on the port, which would share its connections by chance.
     options["grpc.so_reuseport"] = 0
     return grpc.aio.server(options=tuple(options.items()))
 

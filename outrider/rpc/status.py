@@ -1,4 +1,4 @@
-"""Between `OutriderError` and gRPC status: one table, used in both directions.
+"""Converts between `OutriderError` and gRPC status, by one table.
 
 A status carries `google.rpc.ErrorInfo{reason, domain: "outrider", metadata: {param}}` and, for
 capacity, `google.rpc.RetryInfo`.
@@ -21,14 +21,13 @@ from outrider import errors
 DOMAIN: Final = "outrider"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES: Final = 1000
-"""It travels twice, escaped and in base64: what exceeds 8 KiB in all, gRPC replaces by
-RESOURCE_EXHAUSTED of its own. A client's own words may be in it."""
+"""A message travels twice, escaped and in base64, and gRPC replaces a status above 8 KiB."""
 _WRITE_FAILED: Final = "Internal error from Core"
-"""What grpc.aio says of a call whose write failed before the peer's own status came."""
+"""Details of grpc.aio for a call whose write failed before the peer's own status came."""
 _log = logging.getLogger(__name__)
 
-# The nearest class of an error's ancestry counts. In the other direction the reason of ErrorInfo
-# decides, and, for a status without one (made by gRPC itself), the first class of that code.
+# An error takes the code of its nearest base class. A status takes the class that its ErrorInfo's
+# reason names or, if gRPC itself made the status, the first class of its code.
 _TABLE: Final[tuple[tuple[type[errors.OutriderError], grpc.StatusCode], ...]] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -43,20 +42,11 @@ _TABLE: Final[tuple[tuple[type[errors.OutriderError], grpc.StatusCode], ...]] = 
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.InternalError, grpc.StatusCode.INTERNAL),
 )
-
-
-def _codes() -> dict[type[errors.OutriderError], grpc.StatusCode]:
-    codes: dict[type[errors.OutriderError], grpc.StatusCode] = {}
-    for error_class, code in _TABLE:
-        codes.setdefault(error_class, code)
-    return codes
-
-
-_CODE_OF: Final = _codes()
+_CODE_OF: Final = dict(reversed(_TABLE))
 
 
 def code_of(error: errors.OutriderError) -> grpc.StatusCode:
-    """The gRPC status code of an error."""
+    """Return the gRPC status code of an error."""
     return next(
         (_CODE_OF[cls] for cls in type(error).__mro__ if cls in _CODE_OF),
         grpc.StatusCode.INTERNAL,
@@ -64,7 +54,7 @@ def code_of(error: errors.OutriderError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.OutriderError) -> status_pb2.Status:
-    """The full status message of an error, details included; a long message is cut."""
+    """Return the status of an error with its details; a long message is cut."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
         info.metadata["param"] = error.param
@@ -79,10 +69,10 @@ def to_status(error: errors.OutriderError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
-    """End the RPC with the status of `error`; never returns.
+    """End the RPC with the status of `error`; never return.
 
-    An error that is not an `OutriderError` becomes INTERNAL: it is logged here, and the client
-    learns nothing of it. Cancellation is passed on; a client that is gone means the same.
+    An error that is not an `OutriderError` is logged, and the client sees INTERNAL. Cancellation is
+    passed on, also where the client is gone.
     """
     if isinstance(error, asyncio.CancelledError):
         raise error
@@ -104,12 +94,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
-    """The error that the peer meant; also for a status that gRPC itself made."""
+    """Return the error of the peer, or of gRPC itself."""
     if error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_FAILED:
         return errors.UnavailableError("the stream broke")
     info, retry = _details(error)
     code, message = error.code(), error.details() or error.code().name
-    if nothing_answers(error):  # gRPC names each address, and at last why
+    if nothing_answers(error):  # gRPC's details end with the reason
         message = f"nothing answers there: {message.rpartition(': ')[2]}"
     classes = [cls for cls, its_code in _TABLE if its_code is code] or [errors.InternalError]
     reason = info.reason if info is not None else ""
@@ -124,13 +114,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
 
 
 def nothing_answers(error: grpc.aio.AioRpcError) -> bool:
-    """Whether gRPC could not reach anybody at the address."""
+    """Return whether gRPC could not reach anybody at the address."""
     unavailable = error.code() is grpc.StatusCode.UNAVAILABLE and not from_service(error)
-    return unavailable and "failed to connect" in (error.details() or "")  # of any cause
+    return unavailable and "failed to connect" in (error.details() or "")
 
 
 def from_service(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a service of ours said so with `abort`, not gRPC itself or a proxy on the way."""
+    """Return whether a service called `abort`, rather than gRPC itself or a proxy."""
     return _details(error)[0] is not None
 
 
@@ -153,7 +143,7 @@ def _details(
     info: error_details_pb2.ErrorInfo | None = None
     retry: error_details_pb2.RetryInfo | None = None
     status = status_pb2.Status()
-    with contextlib.suppress(DecodeError):  # of something else than Outrider: the code is enough
+    with contextlib.suppress(DecodeError):  # the status is not Outrider's
         for key, value in error.trailing_metadata() or ():
             if key == _DETAILS_KEY and isinstance(value, bytes):
                 status.ParseFromString(value)

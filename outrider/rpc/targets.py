@@ -1,4 +1,4 @@
-"""What `--scorer` names: fixed addresses, Unix sockets, and DNS names looked up again and again."""
+"""The targets of `--scorer`: addresses, Unix sockets, and DNS names that are looked up again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Target:
     address: str
     """"host:port", "[v6]:port" or "unix:/path"."""
     server_name: str | None = None
-    """The name that its certificate must hold; None: the host of the address."""
+    """Name that the certificate must hold; None: the host of the address."""
 
     @property
     def is_unix(self) -> bool:
@@ -32,7 +32,6 @@ class Target:
 
     @property
     def socket_path(self) -> str | None:
-        """Of a Unix socket."""
         return self.address.removeprefix(_UNIX) if self.is_unix else None
 
     def __str__(self) -> str:
@@ -40,12 +39,12 @@ class Target:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """As gRPC and URLs write it: an IPv6 address in brackets, which sockets take without."""
+    """Join host and port as gRPC and URLs do, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_entries(text: str) -> tuple[str, ...]:
-    """The entries of a comma list. Raises `ConfigError` for one of an unknown form, or twice."""
+    """Return the entries of a comma list. Raises `ConfigError` as `check_entries` does."""
     entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
     check_entries(entries)
     return entries
@@ -58,7 +57,7 @@ def check_entries(entries: Sequence[str]) -> None:
             good = entry.removeprefix(_UNIX).startswith("/")
         else:
             host, _, port = entry.removeprefix(_DNS).rpartition(":")
-            # "//": a URL, which gRPC would look up as a name, again and again.
+            # gRPC would look a URL up as a name.
             good = bool(host) and "//" not in host and port.isdigit() and 0 < int(port) < 2**16
         if not good:
             raise ConfigError(
@@ -70,13 +69,13 @@ def check_entries(entries: Sequence[str]) -> None:
 
 
 def check_refresh(seconds: float) -> None:
-    """Raise `ConfigError` for an interval that would never pass, or pass without end."""
+    """Raise `ConfigError` for an interval out of bounds."""
     if not 0.1 <= seconds <= 3600:
         raise ConfigError("--dns-refresh-seconds must be between 0.1 and 3600.")
 
 
 class Targets:
-    """The targets that entries stand for at the moment."""
+    """The targets that entries currently stand for."""
 
     def __init__(self, entries: Sequence[str], refresh_s: float = DNS_REFRESH_S) -> None:
         check_entries(entries)
@@ -87,18 +86,18 @@ class Targets:
         self._unknown: set[str] = set()
 
     async def follow(self) -> AsyncGenerator[tuple[Target, ...], None]:
-        """All targets, and again whenever they change; ends if they cannot.
+        """Yield all targets, and again whenever they change; end if they cannot.
 
-        A name that cannot be looked up keeps the addresses it had: an outage of DNS, or a moment
-        without a ready server, takes nothing away. The resolver's own limits bound a look-up.
+        A name that cannot be looked up keeps its addresses. The resolver's own limits bound a
+        look-up.
         """
-        told: tuple[Target, ...] | None = None
+        last: tuple[Target, ...] | None = None
         while True:
             await asyncio.gather(*(self._look_up(name) for name in self._names))
             found = (target for name in self._names for target in self._found.get(name, ()))
             targets = tuple(dict.fromkeys((*self._fixed, *found)))
-            if targets != told:
-                told = targets
+            if targets != last:
+                last = targets
                 yield targets
             if not self._names:
                 return
@@ -110,13 +109,13 @@ class Targets:
         loop = asyncio.get_running_loop()
         try:
             answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, as "a..b"
+        except (OSError, UnicodeError) as error:  # UnicodeError: as for "a..b"
             if name not in self._unknown:
                 _log.warning("%s cannot be looked up: %s", host, error)
             self._unknown.add(name)
             return
         self._unknown.discard(name)
-        # A pod of a dual-stack cluster has an address of each family, and is to be dialled once.
+        # A pod of a dual-stack cluster has an address of each family, but is dialled once.
         v4 = {answer[4][0] for answer in answers if answer[0] == socket.AF_INET}
         v6 = {answer[4][0] for answer in answers if answer[0] == socket.AF_INET6}
         addresses = [join_address(str(ip), port) for ip in v4 or v6]

@@ -1,4 +1,4 @@
-"""Coroutines that end together, and work on threads that nobody has to wait for."""
+"""Coroutines that end together, and functions on daemon threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Run all until one ends, and then ends the others. Raises what one of them raised."""
+    """Run all until one ends, then cancel the others. Raises the first error of any."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -26,10 +26,7 @@ async def first_of(*work: Coroutine[Any, Any, object]) -> None:
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Run it on a daemon thread of its own: an exit does not wait for it, nor can it be cancelled.
-
-    Its result is had on an event loop by `asyncio.wrap_future`, and without one, too.
-    """
+    """Run a function on a daemon thread of its own, which cannot be cancelled."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 

@@ -1,7 +1,7 @@
-"""Traces and metrics, wired once per process.
+"""Traces and metrics of a process.
 
-Metrics are `prometheus_client` instruments in one registry: OpenTelemetry names cannot hold the
-colon of `outrider:*`.
+Metrics are `prometheus_client` instruments, since OpenTelemetry's names cannot hold the colon of
+`outrider:*`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.rpc.latency import LatencyMetrics
 METRIC_PREFIX: Final = "outrider:"
 _OTLP_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _FLUSH_S: Final = 2.0
-# The time at which a series began would double their number.
+# Series of creation times would double the number of series.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 _propagator = TraceContextTextMapPropagator()
 
@@ -38,7 +38,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 @dataclass(frozen=True, slots=True)
 class PastSpan:
-    """Something that is over; times in nanoseconds since 1970."""
+    """A span that has ended; times in nanoseconds since 1970."""
 
     name: str
     start: int
@@ -48,7 +48,7 @@ class PastSpan:
 
 
 class _Resource(Resource):
-    """Hashed once: the exporter hashes it for each span, and the SDK makes JSON of it to do so."""
+    """A resource with a cached hash, since the exporter hashes it for each span, by way of JSON."""
 
     def __init__(self, resource: Resource) -> None:
         super().__init__(resource.attributes, resource.schema_url)
@@ -67,7 +67,7 @@ class Telemetry:
         self._provider: TracerProvider | None = None
         self._processor: SpanProcessor | None = None
         if exporter is None:
-            # Records nothing, and passes a caller's trace context on untouched.
+            # Records nothing, and passes on a caller's trace context.
             self.tracer: trace.Tracer = trace.NoOpTracer()
         else:
             self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -85,7 +85,7 @@ class Telemetry:
     def server_span(
         self, name: str, metadata: Metadata | None, attributes: Attributes | None = None
     ) -> Iterator[trace.Span]:
-        """A SERVER span, child of the caller's span in `metadata`. Errors are recorded on it."""
+        """Open a SERVER span below the caller's span in `metadata`; it records errors."""
         yield from self._span(name, trace.SpanKind.SERVER, extract(metadata), attributes)
 
     @contextmanager
@@ -95,9 +95,9 @@ class Telemetry:
         parent: trace.Span | None = None,
         attributes: Attributes | None = None,
     ) -> Iterator[trace.Span]:
-        """A CLIENT span; pass `metadata=inject(span)` to the call.
+        """Open a CLIENT span, whose call gets `metadata=inject(span)`.
 
-        Started by hand: the gRPC instrumentation's aio client interceptors break cancellation.
+        The aio client interceptors of gRPC's instrumentation break cancellation.
         """
         context = trace.set_span_in_context(parent) if parent is not None else Context()
         yield from self._span(name, trace.SpanKind.CLIENT, context, attributes)
@@ -109,7 +109,7 @@ class Telemetry:
         context: Context,
         attributes: Attributes | None,
     ) -> Iterator[trace.Span]:
-        # Not made current: an async generator may be closed in another context than it began.
+        # The span is not made current, since an async generator may be closed in another context.
         span = self.tracer.start_span(name, context, kind, attributes)
         try:
             yield span
@@ -121,10 +121,10 @@ class Telemetry:
             span.end()
 
     def record(self, parent: trace.Span, spans: Iterable[PastSpan]) -> None:
-        """Hands over spans below `parent`, which is open yet; nothing if that is not recorded.
+        """Record ended spans below the open span `parent`, if that is recorded.
 
-        For many spans at once: made directly, one costs a quarter of what starting and ending it
-        would. They are kept if the parent is, without asking the sampler again.
+        Making spans directly is much cheaper than to start and end them. The sampler is not asked
+        again.
         """
         if not parent.is_recording() or not isinstance(parent, ReadableSpan):
             return
@@ -158,26 +158,23 @@ class Telemetry:
             self._record(source, context, span.children)
 
     def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
-        """The registry and its content type, for a service with an HTTP face of its own.
-
-        OpenMetrics, the only format with exemplars, for a scraper whose Accept header asks for it.
-        """
+        """Return the metrics and their content type, in the format of an Accept header."""
         return encode(self.registry, accept)
 
     def serve_metrics(self, host: str, port: int) -> str:
-        """Serve /metrics from a thread; returns the URL. Raises `ConfigError` for a taken port."""
+        """Serve /metrics from a thread, and return the URL. Raises `ConfigError`."""
         assert self._http is None
         self._http = MetricsServer(host, port, self.registry)
         return self._http.url
 
     def shutdown(self) -> None:
-        """Export what is left and stops; a collector out of reach costs 2 s at most."""
+        """Export the remaining spans within 2 s, and stop."""
         if self._http is not None:
             self._http.close()
             self._http = None
         if self._provider is not None:
             assert self._exporter is not None
-            # The SDK keeps no limit: OTLP's exporter tries for 10 s with each 512 spans.
+            # The SDK has no limit, and OTLP's exporter tries for 10 s with each 512 spans.
             flush = threading.Thread(target=self._provider.force_flush, daemon=True)
             flush.start()
             flush.join(_FLUSH_S)
@@ -187,10 +184,10 @@ class Telemetry:
 
 
 def configure(service_name: str, *, exporter: SpanExporter | None = None) -> Telemetry:
-    """The telemetry of one process.
+    """Return the telemetry of this process.
 
     Spans go to `exporter` at once, or in batches over OTLP where OTEL_EXPORTER_OTLP_ENDPOINT is
-    set (the SDK's other variables hold too, OTEL_TRACES_SAMPLER among them); else nowhere.
+    set, or nowhere. The SDK's other variables hold, too.
     """
     if exporter is not None:
         return Telemetry(service_name, exporter, batch=False)
@@ -202,14 +199,14 @@ def configure(service_name: str, *, exporter: SpanExporter | None = None) -> Tel
 
 
 def inject(span: trace.Span) -> tuple[tuple[str, str], ...]:
-    """gRPC metadata that makes the callee's span a child of `span`."""
+    """GRPC metadata that makes the callee's span a child of `span`."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, trace.set_span_in_context(span, Context()))
     return tuple(carrier.items())
 
 
 def extract(metadata: Metadata | None) -> Context:
-    """The caller's trace context; an empty one where there is none or it is malformed."""
+    """Return the caller's trace context, empty if it is missing or malformed."""
     carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
     return _propagator.extract(carrier, Context())
 

@@ -1,4 +1,4 @@
-"""Credentials from PEM files that may be replaced while the process runs: gRPC's, and ours."""
+"""Credentials from PEM files that may be replaced while the process runs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 def stamp(files: TlsFiles) -> Stamp:
-    """Change when a file is written or replaced, also by Kubernetes' exchange of a link.
+    """Return a value that changes when a file is written or replaced, also by a link.
 
-    Raises `OSError` while one is missing.
+    Raises `OSError` while a file is missing.
     """
     stats = [os.stat(path) for path in files.paths]
     return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """What the files hold now. Raises `ConfigError`."""
+    """Return the current credentials of a client. Raises `ConfigError`."""
     key, cert, ca = _read(files)
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files: each handshake uses what they hold then.
+    """Return credentials of a server that read changed files at each handshake.
 
     With `files.ca`, clients must show a certificate that it signed. Raises `ConfigError`.
     """
@@ -50,19 +50,19 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For a connection without gRPC: what the files hold now. Raises `ConfigError`."""
+    """Return the current context of a client without gRPC. Raises `ConfigError`."""
     if files.ca is None:
         context = ssl.create_default_context()
-    else:  # that authority and no other
+    else:  # no other authority
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _load_chain(context, files)
     return context
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """The same for a port. With `files.ca`, clients must show a certificate that it signed.
+    """Return the current context of a server without gRPC. Raises `ConfigError`.
 
-    Raises `ConfigError`.
+    With `files.ca`, clients must show a certificate that it signed.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_NONE if files.ca is None else ssl.CERT_REQUIRED
@@ -71,9 +71,9 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """Give a new context what the files hold. Raises `ConfigError`."""
+    """Load the files into a new context. Raises `ConfigError`."""
     try:
-        context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
+        context.load_cert_chain(files.cert, files.key, password="")  # does not ask a terminal
         if files.ca is not None:
             context.load_verify_locations(files.ca)
     except ssl.SSLError as error:
@@ -86,9 +86,9 @@ def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 class Follower(Generic[T]):
-    """What `load` makes of the files, asked at the start of every handshake, on any thread.
+    """The result of `load`, renewed when the files change. Thread-safe.
 
-    Building it raises `ConfigError`.
+    The constructor raises `ConfigError`.
     """
 
     def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], T]) -> None:
@@ -99,14 +99,14 @@ class Follower(Generic[T]):
         self.latest = load(files)
 
     def fetch(self) -> T | None:
-        """What is the latest now, or None if that has not changed."""
+        """Return the new result if the files have changed since the last call, else None."""
         with self._lock:
             try:
                 now = stamp(self._files)
                 if now == self._stamp:
                     return None
                 loaded = self._load(self._files)
-                if stamp(self._files) != now:  # being replaced: whole at the next handshake
+                if stamp(self._files) != now:  # being replaced until the next handshake
                     return None
             except (OSError, ConfigError) as error:
                 _log.warning("keeping the former certificate: %s", error)
@@ -122,7 +122,7 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
-    """Key, certificate, authority, if they are that: gRPC fails later and does not say why."""
+    """Return key, certificate and authority, checked, since gRPC's errors give no reason."""
     _load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
     try:
         ca = None if files.ca is None else Path(files.ca).read_bytes()

@@ -1,4 +1,4 @@
-"""Which versions of the Draft stream can talk to each other: a pool is upgraded pod by pod."""
+"""Versions of the Draft stream, of which neighbours can talk to each other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Final
 from outrider.errors import ProposerRefusedError
 
 PROTOCOL_VERSION: Final = 1
-"""The version that this code speaks (Hello, Welcome, GetScorerInfo)."""
+"""The version of this code, in Hello, Welcome and GetScorerInfo."""
 
 TOLERANCE: Final = 1
-"""Versions above and below its own that a build talks to. It speaks the one below itself; one
-above comes down to it."""
+"""Distance of versions that can talk: the newer side speaks the older version, too."""
 
 
 def agreed_version(theirs: int, ours: int = PROTOCOL_VERSION) -> int:
-    """The version that a stream is held in: the lower of both.
+    """Return the version of a stream: the lower of both.
 
     Raises `ProposerRefusedError` (PROTOCOL_VERSION) for two that are too far apart.
     """

@@ -1,4 +1,4 @@
-"""`python -m outrider.train`."""
+"""Runs `python -m outrider.train`."""
 
 import sys
 

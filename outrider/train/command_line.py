@@ -1,4 +1,4 @@
-"""`python -m outrider.train METHOD ...`: flags, and what they build."""
+"""The flags of `python -m outrider.train METHOD ...`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ METHODS = {
     "mlp_speculator": "IBM's recurrent MLP, its matrices shared by all positions",
     "draft_model": "a small Llama with the target's tokenizer",
 }
+_LAYER_SIZES = ("--intermediate-size", "--heads", "--kv-heads", "--head-dim")
+_SIZE_FLAGS = {
+    "mlp_speculator": ("--inner-size",),
+    "mtp": _LAYER_SIZES,
+    "eagle3": ("--hidden-size", *_LAYER_SIZES, "--draft-vocab-size"),
+    "draft_model": ("--hidden-size", *_LAYER_SIZES),
+}
+"""Sizes that are the target's unless they are given."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog="outrider train",
         description="Trains a draft method for a target model; writes its public format.",
@@ -82,19 +90,11 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
         help="of matrices; fewer compress better (default: 7, bfloat16)",
     )
     _number(parser, "--eval-rows", 128, "held-out prompts of the evaluation")
-    if method == "mlp_speculator":
+    for flag in _SIZE_FLAGS.get(method, ()):
+        of_target = "hidden size" if flag == "--inner-size" else ""
         parser.add_argument(
-            "--inner-size", type=_positive, help="default: the target's hidden size"
+            flag, type=_positive, help=f"default: the target's {of_target}".rstrip()
         )
-    elif method != "medusa":
-        if method != "mtp":
-            parser.add_argument("--hidden-size", type=_positive, help="default: the target's")
-        parser.add_argument("--intermediate-size", type=_positive, help="default: the target's")
-        parser.add_argument("--heads", type=_positive, help="default: the target's")
-        parser.add_argument("--kv-heads", type=_positive, help="default: the target's")
-        parser.add_argument("--head-dim", type=_positive, help="default: the target's")
-    if method == "eagle3":
-        parser.add_argument("--draft-vocab-size", type=_positive, help="default: the target's")
     if method == "draft_model":
         _number(parser, "--num-layers", 2, "of the model")
 
@@ -118,7 +118,7 @@ def _count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    return whole(text, 0, 2**32 - 1)  # sums and products with it are seeds, too
+    return whole(text, 0, 2**32 - 1)  # sums and products of seeds are seeds, too
 
 
 def _above_zero(text: str) -> float:
@@ -136,12 +136,12 @@ def _rate(text: str) -> float:
 
 
 def _npy(text: str) -> Path:
-    """As NumPy does, with the ending that it is known by."""
+    """Add the ending that NumPy would add."""
     return Path(text if text.endswith(".npy") else f"{text}.npy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, or 2 for a wrong set-up."""
+    """Run one command; return 0, or 2 for a wrong set-up."""
     args = build_parser().parse_args(argv)
     from outrider.train.run import run_responses, run_training  # torch: after --help
 

@@ -1,4 +1,4 @@
-"""Training text as token windows. Which window comes when depends on seed and step alone."""
+"""Training text as token windows. The order of windows depends on seed and step alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.train.files import written_whole
 
+Tokens = np.ndarray[Any, Any]
+"""Token ids: a stream `[n]`, or rows `[rows, n]`."""
 HELD_OUT_SHARE = 50
-"""One in so many tokens is held out where no held-out file is given."""
+"""One in so many tokens is held out if no held-out file is given."""
 
 
-def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
-    """The tokens of a file: a stream `[n]`, or whole rows `[rows, n]`.
+def read_tokens(path: Path, tokenizer: Any) -> Tokens:
+    """Return the tokens of a file.
 
-    `.bin` is a stream of uint16; `.npy` any integers, in one or two dimensions; `.jsonl` objects
-    with `text` or `messages`; anything else one text. Documents end with the end-of-text token.
-    Raises `ConfigError` for what cannot be read so.
+    `.bin` is a stream of uint16, `.npy` holds integers in one or two dimensions, `.jsonl` holds
+    objects with `text` or `messages`, and any other file is one text. Documents end with the
+    end-of-text token. Raises `ConfigError` for a file that cannot be read as such.
     """
     try:
         if path.suffix == ".bin":
@@ -44,8 +46,8 @@ def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
     return np.fromiter((token for ids in encoded for token in (*ids, *end)), np.int32)
 
 
-def write_rows(path: Path, rows: np.ndarray[Any, Any]) -> None:
-    """A file that `read_tokens` takes."""
+def write_rows(path: Path, rows: Tokens) -> None:
+    """Write a file that `read_tokens` takes."""
     # Given a name, numpy would add an ending.
     with written_whole(path) as part, part.open("wb") as file:
         np.save(file, rows)
@@ -55,7 +57,7 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8")
         return
-    # Not `splitlines`: JSON strings may hold what else Unicode takes for the end of a line.
+    # Not `splitlines`: JSON strings may hold other line ends of Unicode.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
@@ -69,9 +71,9 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
 
 
 class Source:
-    """Windows of `length` + 1 tokens of a stream, each epoch cut elsewhere; or of whole rows."""
+    """Windows of `length` + 1 tokens, of a stream (each epoch is cut elsewhere) or of rows."""
 
-    def __init__(self, tokens: np.ndarray[Any, Any], length: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
         self.is_stream = tokens.ndim == 1
         width = length + 1 if self.is_stream else min(length + 1, tokens.shape[1])
         if width < 8:
@@ -93,7 +95,7 @@ class Source:
         self._orders: dict[int, tuple[int, Tensor]] = {}  # of the latest epochs
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Windows `first` to `first + count` of the endless order, `[count, width]` int64."""
+        """Return windows from `first` on in the endless order, `[count, width]` int64."""
         starts = [self._start(index) for index in range(first, first + count)]
         index = torch.tensor(starts)[:, None] + torch.arange(self.width)
         return self.tokens[index].long()
@@ -116,23 +118,21 @@ class Windows:
         self.sources, self.tokens_per_step = sources, tokens_per_step
 
     def batch(self, step: int, rank: int, world_size: int) -> Tensor:
-        """One process's part of a step: `[rows, length + 1]`."""
+        """Return one process's part of a step: `[rows, length + 1]`."""
         source = self.sources[step % len(self.sources)]
         rows = max(1, self.tokens_per_step // (source.width - 1))
         turn = step // len(self.sources)
         return source.rows((turn * world_size + rank) * rows, rows)
 
 
-def hold_out(
-    tokens: np.ndarray[Any, Any], length: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(to train on, held out): the end of it, at least two windows of `length` + 1."""
+def hold_out(tokens: Tokens, length: int) -> tuple[Tokens, Tokens]:
+    """Split off the end, which is held out: at least two windows of `length` + 1."""
     share = max(len(tokens) // HELD_OUT_SHARE, 2 * (length + 1) if tokens.ndim == 1 else 1)
     return tokens[:-share], tokens[-share:]
 
 
-def draft_vocabulary(streams: Sequence[np.ndarray[Any, Any]], vocab_size: int, size: int) -> Tensor:
-    """The `size` most frequent tokens, ascending; `[size]` int64."""
+def draft_vocabulary(streams: Sequence[Tokens], vocab_size: int, size: int) -> Tensor:
+    """Return the `size` most frequent tokens, ascending; `[size]` int64."""
     counts = np.zeros(vocab_size, np.int64)
     for stream in streams:
         counts += np.bincount(stream.reshape(-1), minlength=vocab_size)[:vocab_size]

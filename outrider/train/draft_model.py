@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.train.head import Export, layer_fields
+from outrider.train.head import Export, Head, layer_fields
 from outrider.train.layers import BlockShape
 from outrider.train.target import Target, TargetBatch
 
 
-class DraftModel(nn.Module):
+class DraftModel(Head):
     """Reads tokens alone; the output matrix is the embedding."""
 
     table_names: ClassVar = ("embed_tokens",)
-    layers: ClassVar[tuple[int, ...]] = ()
-    draft_ids: ClassVar = None
 
     def __init__(self, target: Target, shape: BlockShape, num_layers: int) -> None:
         super().__init__()
@@ -37,14 +35,13 @@ class DraftModel(nn.Module):
         self.causal_lm: Any = LlamaForCausalLM(LlamaConfig(**self.settings))
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """See `head.Head`: given the text, a guess is the same in every chain."""
+        """Yield the same guesses for every chain: given the text, they do not differ."""
         logits = self.causal_lm(input_ids=batch.token_ids, use_cache=False).logits[:, 1:]
         for _ in range(num_steps):
             yield logits
 
     def export(self) -> Export:
-        """A `LlamaForCausalLM` folder; the tokenizer's files are the caller's to copy."""
+        """Return a `LlamaForCausalLM` folder; the caller copies the tokenizer's files."""
         state = self.causal_lm.state_dict()
         tensors = {name: weight for name, weight in state.items() if name != "lm_head.weight"}
-        config = {"model_type": "llama", **self.settings, "dtype": "bfloat16"}
-        return Export("model.safetensors", tensors, config)
+        return Export(tensors, {"model_type": "llama", **self.settings})

@@ -10,67 +10,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.aux_layers import trained_layers
-from outrider.train.head import Export, layer_fields
-from outrider.train.layers import (
-    BlockShape,
-    ChainAttention,
-    ChainContext,
-    RMSNorm,
-    SwiGLU,
-    shift_rows,
-)
+from outrider.train.head import Export, Head, layer_fields
+from outrider.train.layers import BlockShape, ChainContext, DecoderLayer, RMSNorm, shift_rows
 from outrider.train.target import Target, TargetBatch
 
 
-class Midlayer(nn.Module):
+class Midlayer(DecoderLayer):
     """The one decoder layer; attention reads embedding and state side by side."""
 
     def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        size, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = ChainAttention(2 * size, shape)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = SwiGLU(shape)
-
-    def forward(self, embedded: Tensor, state: Tensor, context: ChainContext) -> Tensor:
-        """The state of the next row, not normed."""
-        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(state)), -1)
-        y = state + self.self_attn(both, context)
-        out: Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return out
+        super().__init__(2 * shape.hidden_size, shape)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
 
-class Eagle3(nn.Module):
+class Eagle3(Head):
     """A head over the target's low, middle and high states.
 
-    As wide as the target it shares the target's embedding, and its head as well if it drafts all
-    tokens; else its head begins as the target's rows. Narrower, it has both of its own
-    (`target_hidden_size` in its config). `draft_ids` are the target tokens that it can draft,
-    ascending; None: all. `sample [rows, n]`: tokens from which the spread of states is measured.
+    A head as wide as the target shares the target's embedding. If such a head drafts all tokens, it
+    also shares the target's output matrix, else its own begins as the target's rows. A narrower
+    head has both of its own (`target_hidden_size` in its config). `sample [rows, n]` are tokens
+    from which the spread of states is measured.
     """
 
     table_names: ClassVar = ("embed_tokens", "lm_head")
-    draft_ids: Tensor | None
     state_scale: Tensor
 
     def __init__(
         self, target: Target, shape: BlockShape, draft_ids: Tensor | None, sample: Tensor
     ) -> None:
-        super().__init__()
+        super().__init__(draft_ids)
         config = target.config
         self.target_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
         self.layers = trained_layers(int(config.num_hidden_layers))
         self.shape = shape
-        self.register_buffer("draft_ids", draft_ids)  # saved: rows of the head mean nothing without
         self.max_positions = int(config.max_position_embeddings)
         size = shape.hidden_size
+        self.owns_embedding = size != self.target_size
+        self.shares_head = size == self.target_size and draft_ids is None
         self.fc = nn.Linear(3 * self.target_size, size, bias=False)
         self.midlayer = Midlayer(shape)
         self.norm = RMSNorm(size, shape.norm_eps)
         self.shared_embedding, self.shared_head = target.embedding, target.head
-        if size != self.target_size:
+        if self.owns_embedding:
             self.embed_tokens = nn.Embedding(self.vocab_size, size)
             self.embed_tokens.weight.data.copy_(principal_part(target.embedding, size))
         if not self.shares_head:
@@ -80,14 +61,14 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def _begin(self, batch: TargetBatch) -> None:
-        """Scales the states to a spread near 1, as Muon's steps expect; begins with the highest."""
+        """Scale the states to a spread near 1 for Muon, and begin with the highest state."""
         spread = batch.layers.float().pow(2).mean((0, 1)).view(3, -1).mean(-1).sqrt()
         # A power of two: dividing `fc` by it when it is written changes no mantissa.
         scale = spread.log2().round().exp2().repeat_interleave(self.target_size)
         self.register_buffer("state_scale", scale)
-        if self.shape.hidden_size != self.target_size:
+        if self.owns_embedding:
             return
-        # What the target's head understands, as nearly as a factor per channel makes it.
+        # The nearest that a factor per channel makes it to what the target's head understands.
         high = batch.layers.float()[..., -self.target_size :] / scale[-self.target_size :]
         factor = (high * batch.hidden.float()).mean((0, 1)) / high.pow(2).mean((0, 1))
         self.fc.weight.data[:, -self.target_size :] += torch.diag(factor).to(self.fc.weight)
@@ -95,13 +76,16 @@ class Eagle3(nn.Module):
             self.lm_head.weight.data.copy_(self.shared_head[self.draft_ids])
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """See `head.Head`."""
-        ids = batch.token_ids[:, 1:]
-        embedded = self.embed_tokens(ids) if self.owns_embedding else self._shared(ids)
-        state = self.fc((batch.layers[:, :-1] / self.state_scale).to(self.fc.weight.dtype))
-        context = ChainContext()
+        ids, dtype = batch.token_ids[:, 1:], self.fc.weight.dtype
+        if self.owns_embedding:
+            embedded = self.embed_tokens(ids)
+        else:
+            embedded = F.embedding(ids, self.shared_embedding).to(dtype)
+        state = self.fc((batch.layers[:, :-1] / self.state_scale).to(dtype))
+        context, layer = ChainContext(), self.midlayer
         for _ in range(num_steps):
-            out = self.midlayer(embedded, state, context)
+            both = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(state)), -1)
+            out = layer(both, state, context)
             normed = self.norm(out)
             if self.shares_head:
                 yield F.linear(normed, self.shared_head.to(normed.dtype))
@@ -109,29 +93,15 @@ class Eagle3(nn.Module):
                 yield self.lm_head(normed)
             state = shift_rows(out)
 
-    def _shared(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.shared_embedding).to(self.fc.weight.dtype)
-
-    @property
-    def owns_embedding(self) -> bool:
-        """Whether the checkpoint holds an embedding."""
-        return self.shape.hidden_size != self.target_size
-
-    @property
-    def shares_head(self) -> bool:
-        """Whether the checkpoint holds no head, and no draft vocabulary."""
-        return self.shape.hidden_size == self.target_size and self.draft_ids is None
-
     def export(self) -> Export:
-        """Tensors and config as published EAGLE-3 checkpoints have them."""
+        """Return tensors and config as published EAGLE-3 checkpoints have them."""
         tensors = {name: weight.detach() for name, weight in self.named_parameters()}
         tensors["fc.weight"] = tensors["fc.weight"] / self.state_scale
-        shape = self.shape
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
-            **layer_fields(shape, self.max_positions),
+            **layer_fields(self.shape, self.max_positions),
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab_size,
@@ -142,18 +112,17 @@ class Eagle3(nn.Module):
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": list(self.layers),
             },
-            "dtype": "bfloat16",
         }
         if self.draft_ids is not None:
             ids = self.draft_ids.cpu()
             member = torch.zeros(self.vocab_size, dtype=torch.bool)
             member[ids] = True
             tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
-        return Export("model.safetensors", tensors, config)
+        return Export(tensors, config)
 
 
 def principal_part(table: Tensor, size: int) -> Tensor:
-    """The rows' first `size` principal components, scaled to the rows' spread: a start."""
+    """Return the rows' first `size` principal components, scaled to the rows' spread."""
     rows = table.float()
     values, vectors = torch.linalg.eigh(rows.mT @ rows)
     order = values.argsort(descending=True)[:size]

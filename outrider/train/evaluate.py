@@ -1,18 +1,18 @@
-"""How many of a chain's tokens the target would take, on its own greedy text.
+"""Measures acceptance on the target's own greedy text.
 
 A drafted chain equals the text for as long as it is accepted. So one teacher-forced pass over text
-that the target wrote tells for every position what a chain that begins there would reach, and
-rounds can be replayed from that alone.
+that the target wrote tells how far a chain from each position would reach, and rounds can be
+replayed from that alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from outrider.train.head import Head
 from outrider.train.target import Target
 
 WELL_TRAINED = (0.8, 0.6, 0.4)
@@ -21,7 +21,7 @@ WELL_TRAINED = (0.8, 0.6, 0.4)
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of chains of K drafted tokens."""
+    """Acceptance of chains of K drafted tokens."""
 
     matches: tuple[float, ...]
     """Right guesses by position, given the text up to it."""
@@ -31,7 +31,7 @@ class Acceptance:
     """Tokens per round: accepted ones and the target's own."""
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """Return a table for the log."""
         header = "position    " + "".join(f"{i:>8}" for i in range(1, len(self.reached) + 1))
         rule = [f"> {share:.0%}" for share in WELL_TRAINED[: len(self.reached)]]
         return [
@@ -45,16 +45,16 @@ class Acceptance:
 
 @torch.no_grad()
 def acceptance(
-    head: nn.Module, target: Target, text: Tensor, prompt_length: int, num_steps: int
+    head: Head, target: Target, text: Tensor, prompt_length: int, num_steps: int
 ) -> Acceptance:
-    """Replays rounds on `text [rows, n]`, of which the target wrote all after the prompt."""
+    """Replay rounds on `text [rows, n]`, of which the target wrote all after the prompt."""
     parts = [_matches(head, target, part, num_steps) for part in torch.split(text, 64)]
     match = torch.cat(parts)  # [rows, base, step]: the chain that begins at row base
     return replay(match[:, prompt_length - 2 :])  # a chain's first guess is the token at base + 2
 
 
 def replay(match: Tensor) -> Acceptance:
-    """Plays rounds, one row of text after the other; `match [rows, base, step]` is 1 or 0."""
+    """Play rounds, one row of text after the other; `match [rows, base, step]` is 1 or 0."""
     reached = match.cumprod(-1)
     accepted = reached.sum(-1)
     counts = torch.zeros(match.shape[-1])
@@ -69,15 +69,14 @@ def replay(match: Tensor) -> Acceptance:
     return Acceptance(tuple(match.float().mean((0, 1)).tolist()), tuple(shares), 1 + sum(shares))
 
 
-def _matches(head: Any, target: Target, text: Tensor, num_steps: int) -> Tensor:
+def _matches(head: Head, target: Target, text: Tensor, num_steps: int) -> Tensor:
     batch = target.read(text, head.layers)
     wanted = batch.token_ids[:, 2:]  # row p guesses token p + 2
-    ids = None if head.draft_ids is None else head.draft_ids.to(text.device)
     num_bases = wanted.shape[1] - num_steps + 1
     rows = []
     with torch.autocast(text.device.type, torch.bfloat16, enabled=text.device.type == "cuda"):
         for step, logits in enumerate(head.unroll(batch, num_steps)):
             guess = logits[:, :-1].argmax(-1)
-            guess = guess if ids is None else ids[guess]
+            guess = guess if head.draft_ids is None else head.draft_ids[guess]
             rows.append((guess == wanted)[:, step : step + num_bases])
     return torch.stack(rows, -1).int().cpu()

@@ -1,12 +1,12 @@
-"""What the trainer asks of a method."""
+"""The base class of the modules that are trained, and their checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.train.layers import BlockShape
 from outrider.train.target import TargetBatch
@@ -16,37 +16,43 @@ from outrider.train.target import TargetBatch
 class Export:
     """A checkpoint in a public format."""
 
-    file_name: str
     tensors: dict[str, Tensor]
-    config: dict[str, Any]
+    config: dict[str, Any]  # without the dtype, which is always bfloat16
+
+    def __post_init__(self) -> None:
+        self.config["dtype"] = "bfloat16"
 
 
-class Head(Protocol):
+class Head(nn.Module):
     """A module that drafts from the target's states."""
 
-    layers: tuple[int, ...]
-    """States it reads: those that enter these layers of the target."""
+    layers: tuple[int, ...] = ()
+    """The head reads the states that enter these layers of the target."""
     draft_ids: Tensor | None
-    """Target tokens that it can draft, ascending; None: all."""
-    table_names: tuple[str, ...]
+    """Target tokens that the head can draft, ascending; None: all."""
+    table_names: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of embeddings and head matrices, which learn by AdamW."""
 
-    def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """Guesses of chains that begin at every row at once, the text's tokens standing for drafts.
+    def __init__(self, draft_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("draft_ids", draft_ids)  # saved: the rows of a head follow it
 
-        Step k yields `[rows, length, draft vocabulary]` logits: row p guesses token p + 2 as the
-        (k + 1)-th drafted token of the chain that began at row p - k, where tokens up to
+    def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
+        """Yield the guesses of chains that begin at every row, with the text's tokens as drafts.
+
+        Step k yields logits `[rows, length, draft vocabulary]`. In them row p guesses token p + 2
+        as the (k + 1)-th drafted token of the chain that began at row p - k, where tokens up to
         p - k + 1 and states up to p - k were known. The first k rows mean nothing.
         """
-        ...
+        raise NotImplementedError
 
     def export(self) -> Export:
-        """The checkpoint."""
-        ...
+        """Return the checkpoint."""
+        raise NotImplementedError
 
 
 def layer_fields(shape: BlockShape, max_positions: int, **rope: float) -> dict[str, Any]:
-    """A decoder layer in a config; rotary embedding as newer and as older readers look for it."""
+    """Return a decoder layer's settings, with RoPE under its newer and its older names."""
     theta = shape.rope_theta
     return {
         "hidden_size": shape.hidden_size,

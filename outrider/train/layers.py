@@ -1,4 +1,4 @@
-"""What the heads are built of, and attention over chains that begin at every position at once."""
+"""Layers of the heads, and attention over chains that begin at every position at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One decoder layer of a head."""
+    """The sizes of a head's decoder layer."""
 
     hidden_size: int
     intermediate_size: int
@@ -31,14 +31,13 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return (h * (self.weight.float() + self.offset)).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
-    """Gate, up, down."""
+    """A gated MLP."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -49,7 +48,6 @@ class SwiGLU(nn.Module):
         nn.init.zeros_(self.down_proj.weight)  # a fresh layer passes its input on
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape out."""
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
@@ -58,9 +56,9 @@ class SwiGLU(nn.Module):
 class ChainContext:
     """Keys and values of all steps so far of chains that begin at every row at once.
 
-    Row p of step k belongs to the chain that began at the true row p - k. It sees the true rows up
-    to p - k (step 0) and, of each later step j up to its own, the one row p - k + j of its chain.
-    That is what serving does: the rows of rejected drafts are overwritten by true ones. (EAGLE-3's
+    Row p of step k belongs to the chain that began at the true row p - k. Row p sees the true rows
+    up to p - k (step 0) and, of each later step j up to its own, the one row p - k + j of its
+    chain. Serving does the same, since true rows overwrite the rows of rejected drafts. (EAGLE-3's
     training-time test, arXiv 2503.01840, section 3.2.)
     """
 
@@ -68,7 +66,7 @@ class ChainContext:
     values: list[Tensor] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Add a step's keys and values; the attention of its queries, shaped like them."""
+        """Add a step's keys and values, and return the attention of its queries."""
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:
@@ -80,7 +78,7 @@ class ChainContext:
 
 
 def chain_mask(length: int, num_steps: int, device: torch.device) -> Tensor:
-    """What the rows of the last of `num_steps` steps see: bool `[length, num_steps * length]`."""
+    """Return the rows that the last step's rows see: bool `[length, num_steps * length]`."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None]
     last = num_steps - 1
@@ -111,7 +109,7 @@ class ChainAttention(nn.Module):
             self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, offset=1.0)
 
     def forward(self, x: Tensor, context: ChainContext) -> Tensor:
-        """`[rows, length, input_size]` to `[rows, length, hidden_size]`; row p is position p."""
+        """Map `[rows, length, input_size]` to `[rows, length, hidden_size]` at positions p."""
         rows, length, _ = x.shape
         shape = self.shape
         query = self.q_proj(x).view(rows, length, shape.num_heads, -1)
@@ -121,8 +119,7 @@ class ChainAttention(nn.Module):
         if self.gated:
             query, gate = query.chunk(2, -1)
             query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = rotary_tables(length, shape.head_dim, shape.rope_theta, x.device)
-        query, key = (rotate(t.transpose(1, 2), cos, sin) for t in (query, key))
+        query, key = (rotate(t.transpose(1, 2), shape.rope_theta) for t in (query, key))
         group = shape.num_heads // shape.num_kv_heads
         key = key.repeat_interleave(group, 1)
         value = value.transpose(1, 2).repeat_interleave(group, 1)
@@ -133,25 +130,36 @@ class ChainAttention(nn.Module):
         return out
 
 
-def rotary_tables(
-    length: int, head_dim: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, `[length, head_dim]`."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angles = torch.outer(torch.arange(length, device=device).float(), theta**-steps)
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos(), angles.sin()
+class DecoderLayer(nn.Module):
+    """Attention and MLP; the caller applies the norm before attention."""
+
+    def __init__(self, input_size: int, shape: BlockShape, gated: bool = False) -> None:
+        super().__init__()
+        offset = 1.0 if gated else 0.0
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, offset)
+        self.self_attn = ChainAttention(input_size, shape, gated)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, offset)
+        self.mlp = SwiGLU(shape)
+
+    def forward(self, x: Tensor, residual: Tensor, context: ChainContext) -> Tensor:
+        """Attend from `x`, which is normed, and add to `residual`; the result is not normed."""
+        y = residual + self.self_attn(x, context)
+        out: Tensor = y + self.mlp(self.post_attention_layernorm(y))
+        return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, halves convention, over the last two dimensions."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Apply rotary position embedding, halves convention, to `[..., length, head_dim]`."""
+    length, dim = x.shape[-2:]
+    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=x.device) / dim
+    angles = torch.outer(torch.arange(length, device=x.device).float(), theta**-steps)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def shift_rows(x: Tensor, count: int = 1) -> Tensor:
-    """Row p gets row p - count: `[rows, length, ...]`; the first rows are zero."""
+    """Move row p to row p + count: `[rows, length, ...]`; the first rows are zero."""
     if count == 0:
         return x
     return torch.cat((torch.zeros_like(x[:, :count]), x[:, :-count]), 1)

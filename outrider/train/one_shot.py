@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.train.head import Export
+from outrider.train.head import Export, Head
 from outrider.train.layers import shift_rows
 from outrider.train.target import Target, TargetBatch
 
@@ -24,20 +24,15 @@ class Residual(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape out."""
         x = x.to(self.weight.dtype)
         return x + F.silu(super().forward(x))
 
 
-class Medusa(nn.Module):
+class Medusa(Head):
     """One residual block per drafted position, before the target's own head (Medusa-1).
 
     Written as vLLM reads it, with `original_lm_head`: no copies of the head in the file.
     """
-
-    table_names: ClassVar = ()
-    layers: ClassVar[tuple[int, ...]] = ()
-    draft_ids: ClassVar = None
 
     def __init__(self, target: Target, num_heads: int) -> None:
         super().__init__()
@@ -46,17 +41,17 @@ class Medusa(nn.Module):
         self.blocks = nn.ModuleList(Residual(self.size) for _ in range(num_heads))
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """See `head.Head`."""
         for step, block in enumerate(self.blocks[:num_steps]):
             x = block(shift_rows(batch.hidden[:, :-1], step))
             yield F.linear(x, self.head.to(x.dtype))
 
     def export(self) -> Export:
-        """Tensors and config of vLLM's `MedusaModel`."""
-        tensors = {}
-        for index, block in enumerate(self.blocks):
-            for name, weight in block.named_parameters():
-                tensors[f"blocks.{index}.layers.0.{name}"] = weight.detach()
+        """Return tensors and config of vLLM's `MedusaModel`."""
+        tensors = {
+            f"blocks.{index}.layers.0.{name}": weight.detach()
+            for index, block in enumerate(self.blocks)
+            for name, weight in block.named_parameters()
+        }
         count = len(self.blocks)
         config: dict[str, Any] = {
             "architectures": ["MedusaModel"],
@@ -70,40 +65,35 @@ class Medusa(nn.Module):
             "medusa_num_layers": 1,
             "medusa_fc_bias": True,
             "original_lm_head": True,
-            "dtype": "bfloat16",
         }
-        return Export("model.safetensors", tensors, config)
+        return Export(tensors, config)
 
 
 class SpeculatorNorm(nn.Module):
-    """The speculator's LN: no mean is subtracted. `affine` False: no weight and bias."""
+    """The speculator's LN, computed in fp32: the mean is not subtracted."""
 
-    def __init__(self, size: int, affine: bool = True) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(size)) if affine else None
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension, in fp32."""
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
-        if self.weight is not None and self.bias is not None:
-            h = self.weight.float() * h + self.bias.float()
-        return h.to(x.dtype)
+        return (self.weight.float() * _normed(x.float()) + self.bias.float()).to(x.dtype)
 
 
-class MlpSpeculator(nn.Module):
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class MlpSpeculator(Head):
     """A recurrence over drafted tokens; tied: all steps but the first projection share weights."""
 
     table_names: ClassVar = ("emb.", "head.")
-    layers: ClassVar[tuple[int, ...]] = ()
-    draft_ids: ClassVar = None
 
     def __init__(self, target: Target, num_steps: int, inner_size: int) -> None:
         super().__init__()
         self.size, self.vocab_size = int(target.config.hidden_size), int(target.config.vocab_size)
         self.num_steps, self.inner_size = num_steps, inner_size
-        self.scale = SpeculatorNorm(self.size, affine=False)
         embedding = nn.Embedding(self.vocab_size, inner_size)
         nn.init.normal_(embedding.weight, std=1 / math.sqrt(inner_size))
         self.emb = nn.ModuleList([embedding])
@@ -114,11 +104,11 @@ class MlpSpeculator(nn.Module):
         self.ln = nn.ModuleList([SpeculatorNorm(inner_size)])
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """See `head.Head`. Row p of step k takes token p + 1, and the state of row p - 1."""
+        """Yield guesses: row p of step k takes token p + 1, and the state of row p - 1."""
         state_weight = 0.5 ** (0.5 / self.num_steps)
         token_weight = math.sqrt((1 - state_weight**2) * self.inner_size / 2)
         embedded = self.emb[0](batch.token_ids[:, 1:])
-        state = self.scale(batch.hidden[:, :-1].to(embedded.dtype)) / math.sqrt(2)
+        state = _normed(batch.hidden[:, :-1].float()).to(embedded.dtype) / math.sqrt(2)
         for step in range(min(num_steps, self.num_steps)):
             x = self.proj[min(step, 1)](state)
             x = state_weight * x + token_weight * embedded.to(x.dtype)
@@ -127,7 +117,7 @@ class MlpSpeculator(nn.Module):
             state = shift_rows(x)
 
     def export(self) -> Export:
-        """Tensors and config of `ibm-fms` speculators; what steps share is stored once."""
+        """Return tensors and config of `ibm-fms` speculators; shared weights are stored once."""
         tensors = {
             "speculator." + name: weight.detach() for name, weight in self.named_parameters()
         }
@@ -142,6 +132,5 @@ class MlpSpeculator(nn.Module):
             "tie_weights": True,
             "scale_input": True,
             "vocab_size": self.vocab_size,
-            "dtype": "bfloat16",
         }
-        return Export("model.safetensors", tensors, config)
+        return Export(tensors, config)

@@ -1,4 +1,4 @@
-"""Data-parallel training: what the processes that `torchrun` started say to each other."""
+"""Data-parallel training: the messages between processes that `torchrun` started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from torch import Tensor, distributed, nn
 
 
 class Processes:
-    """One process of `world_size`; alone, it says nothing.
-
-    Heads are small: one reduction of all gradients as one vector is the whole exchange.
-    """
+    """One process of `world_size`, which sends nothing if it is alone."""
 
     def __init__(self) -> None:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -26,7 +23,7 @@ class Processes:
             distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def agree(self, value: float) -> float:
-        """The first process's value, for all."""
+        """Return the first process's value in all."""
         if self.world_size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -34,30 +31,29 @@ class Processes:
         return float(shared)
 
     def average_gradients(self, module: nn.Module) -> None:
-        """Every process gets the mean of all."""
+        """Give every process the mean of all gradients, by one reduction."""
         if self.world_size == 1:
             return
         grads: list[Tensor] = [w.grad for w in module.parameters() if w.grad is not None]
         joined = torch.cat([grad.reshape(-1) for grad in grads])
         distributed.all_reduce(joined)
         joined /= self.world_size
-        at = 0
-        for grad in grads:
-            grad.copy_(joined[at : at + grad.numel()].view_as(grad))
-            at += grad.numel()
+        means = torch.split(joined, [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
+            grad.copy_(mean.view_as(grad))
 
     def share_weights(self, module: nn.Module) -> None:
-        """Every process gets the first one's."""
+        """Give every process the first one's weights."""
         if self.world_size > 1:
             for weight in module.parameters():
                 distributed.broadcast(weight.data, 0)
 
     def share(self, rows: Tensor) -> Tensor:
-        """This process's part of rows that all have: every `world_size`-th, as many for each."""
+        """Return this process's part of rows that all have: equal parts, interleaved."""
         return rows[self.rank :: self.world_size][: len(rows) // self.world_size]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The parts of all, one after the other; they are of one shape. On the host."""
+        """Return the parts of all, of one shape, one after the other on the host."""
         if self.world_size == 1:
             return rows.cpu()
         part = rows.to(self.device).contiguous()
@@ -66,11 +62,11 @@ class Processes:
         return torch.cat(parts).cpu()
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all are here."""
         if self.world_size > 1:
             distributed.barrier()
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         if self.world_size > 1:
             distributed.destroy_process_group()

@@ -23,6 +23,7 @@ from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.train.data import (
     Source,
+    Tokens,
     Windows,
     draft_vocabulary,
     hold_out,
@@ -32,40 +33,46 @@ from outrider.train.data import (
 from outrider.train.draft_model import DraftModel
 from outrider.train.eagle3 import Eagle3
 from outrider.train.evaluate import acceptance
-from outrider.train.export import round_module, write
-from outrider.train.files import check_folder, writing
-from outrider.train.generate import continue_rows, responses
+from outrider.train.files import check_folder, round_module, write_checkpoint, writing
+from outrider.train.head import Head
 from outrider.train.layers import BlockShape
 from outrider.train.mtp import Mtp
 from outrider.train.one_shot import Medusa, MlpSpeculator
 from outrider.train.processes import Processes
-from outrider.train.target import Target, load_target
+from outrider.train.target import Target, continue_rows, load_target, responses
 from outrider.train.trainer import TrainConfig, Trainer
 
 logger = logging.getLogger(__name__)
 
 ROPE_THETA = 10_000.0
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja")
-
-
 LOGITS_PER_FORWARD = {"cuda": 2**28, "cpu": 2**24}
-"""Of one drafted position, at most: larger parts are no faster."""
+"""Most logits of one drafted position: larger parts are no faster."""
 BYTES_PER_LOGIT = 130
-"""That they take of a step's memory; as measured in float32, so less on a GPU."""
+"""Memory that a step takes for each, measured in float32; less on a GPU."""
 
 
 def run_training(args: argparse.Namespace) -> None:
-    """Trains, evaluates on held-out text, and writes `--out`. May raise `ConfigError`."""
-    processes = Processes()
-    try:
-        _train(args, _train_config(args), processes)
-        processes.wait()
-    finally:
-        processes.close()
+    """Train, evaluate on held-out text, and write `--out`. May raise `ConfigError`."""
+    with _processes() as processes:
+        _train(args, processes)
 
 
-def _train_config(args: argparse.Namespace) -> TrainConfig:
-    return TrainConfig(
+def run_responses(args: argparse.Namespace) -> None:
+    """Write rows of prompt and continuation. May raise `ConfigError`."""
+    with _processes() as processes:
+        if processes.rank == 0:
+            check_folder(args.out.parent)
+        folder, target = _load(args, processes, args.prompt_length + args.new_tokens)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
+        rows = _generate(target, arrays, args, args.count, processes)
+        if processes.rank == 0:
+            write_rows(args.out, rows)
+
+
+def _train(args: argparse.Namespace, processes: Processes) -> None:
+    config = TrainConfig(
         steps=args.steps,
         seconds=args.seconds,
         unroll_steps=1 if args.method == "draft_model" else args.num_draft_tokens,
@@ -73,16 +80,15 @@ def _train_config(args: argparse.Namespace) -> TrainConfig:
         table_lr=args.table_lr,
         save_steps=args.save_steps,
     )
-
-
-def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) -> None:
-    _prepare(processes)
+    state = args.out / "state.pt"
     if processes.rank == 0:
         check_folder(args.out)
-        _check_unused(args.out / "state.pt", resume=args.resume)
-    folder = resolve_model(args.target, "target")
-    target = _load(folder, processes.device)
-    _check_length(max(args.length, args.prompt_length + args.new_tokens), target)
+        if state.exists() and not args.resume:
+            raise ConfigError(
+                f"--out: {state} is an earlier run's: go on from it with --resume, or remove it."
+            )
+    length = max(args.length, args.prompt_length + args.new_tokens)
+    folder, target = _load(args, processes, length)
     arrays, heldout = _read_data(args, folder, target)
     prompts = _heldout_prompts(heldout, args)
     if args.generate:
@@ -96,7 +102,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     windows = Windows(sources, args.tokens_per_step)
     at_once = tokens_per_forward(int(target.config.vocab_size), processes.device)
     config = replace(config, tokens_per_forward=at_once)
-    trainer = Trainer(head, target, windows, config, args.out / "state.pt", processes)
+    trainer = Trainer(head, target, windows, config, state, processes)
     if args.resume:
         trainer.resume()
     with _stopped_by_signals(trainer):
@@ -106,9 +112,11 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     elif processes.rank == 0:
         round_module(head, args.mantissa_bits)
         with writing(args.out):
-            write(head.export(), args.out)
+            write_checkpoint(head.export(), args.out)
             if args.method == "draft_model":
-                _copy_tokenizer(folder, args.out)
+                for pattern in TOKENIZER_FILES:
+                    for file in folder.glob(pattern):
+                        shutil.copy(file, args.out / file.name)
         logger.info(f"evaluating on {len(prompts)} held-out prompts")
         zero = torch.zeros(len(prompts), device=target.device)
         text = continue_rows(target, prompts.to(target.device), args.new_tokens // 2, zero)
@@ -121,9 +129,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
 
 
 def tokens_per_forward(vocab_size: int, device: torch.device) -> int:
-    """How many of a step's tokens are computed at once: those of a GPU's that half of its free
-    memory holds.
-    """
+    """Return how many tokens one forward takes; on a GPU half of the free memory holds them."""
     logits = LOGITS_PER_FORWARD[device.type]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -131,16 +137,24 @@ def tokens_per_forward(vocab_size: int, device: torch.device) -> int:
     return max(1, logits // vocab_size)
 
 
-def _check_unused(state: Path, *, resume: bool) -> None:
-    if state.exists() and not resume:
-        raise ConfigError(
-            f"--out: {state} is an earlier run's: go on from it with --resume, or remove it."
-        )
+@contextlib.contextmanager
+def _processes() -> Iterator[Processes]:
+    """Join the processes of a run, set up logging, and leave when all are through."""
+    processes = Processes()
+    try:
+        level = logging.INFO if processes.rank == 0 else logging.WARNING
+        logging.basicConfig(level=level, format="%(message)s", force=True)
+        torch.set_float32_matmul_precision("high")
+        transformers.utils.logging.disable_progress_bar()
+        yield processes
+        processes.wait()
+    finally:
+        processes.close()
 
 
 @contextlib.contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
-    """The first SIGINT or SIGTERM ends training after its step; a second one ends the process."""
+    """End training after its step at the first SIGINT or SIGTERM, the process at the second."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
 
@@ -160,28 +174,8 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
         restore()
 
 
-def run_responses(args: argparse.Namespace) -> None:
-    """Write rows of prompt and continuation. May raise `ConfigError`."""
-    processes = Processes()
-    try:
-        _prepare(processes)
-        if processes.rank == 0:
-            check_folder(args.out.parent)
-        folder = resolve_model(args.target, "target")
-        target = _load(folder, processes.device)
-        _check_length(args.prompt_length + args.new_tokens, target)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
-        rows = _generate(target, arrays, args, args.count, processes)
-        if processes.rank == 0:
-            write_rows(args.out, rows)
-        processes.wait()
-    finally:
-        processes.close()
-
-
-def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> Any:
-    """The method's module, freshly initialised. Raises `ConfigError` for sizes that do not fit."""
+def build_head(args: argparse.Namespace, target: Target, arrays: list[Tokens]) -> Head:
+    """Return the method's fresh module. Raises `ConfigError` for sizes that do not fit."""
     steps = args.num_draft_tokens
     if args.method != "draft_model":
         target.check_widths()
@@ -189,7 +183,7 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> A
         return Medusa(target, steps)
     if args.method == "mlp_speculator":
         return MlpSpeculator(target, steps, args.inner_size or target.config.hidden_size)
-    shape = _shape(args, target)
+    shape = _shape(args, target.config)
     if args.method == "mtp":
         return Mtp(target, shape)
     if args.method == "draft_model":
@@ -206,48 +200,44 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> A
     return Eagle3(target, shape, ids, sample.to(target.device))
 
 
-def _shape(args: argparse.Namespace, target: Target) -> BlockShape:
-    """A Llama's layer by the flags, else the target's sizes; of what it has none, usual ones."""
-    config = target.config
+def _shape(args: argparse.Namespace, config: Any) -> BlockShape:
+    """Return a Llama layer's sizes by the flags, else the target's, else usual ones."""
+
+    def setting(*names: str, default: Any) -> Any:  # architectures name them differently
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if value is not None), default)
+
     heads = args.heads or config.num_attention_heads
-    kv_heads = args.kv_heads or _setting(config, "num_key_value_heads", default=heads)
+    kv_heads = args.kv_heads or setting("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
-    hidden = getattr(args, "hidden_size", None) or config.hidden_size
-    inner = _setting(config, "intermediate_size", default=4 * config.hidden_size)
-    head_dim = _setting(
-        config, "head_dim", default=config.hidden_size // config.num_attention_heads
-    )
-    eps_names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    size = config.hidden_size
+    head_dim = setting("head_dim", default=size // config.num_attention_heads)
     return BlockShape(
-        hidden_size=hidden,
-        intermediate_size=args.intermediate_size or inner,
+        hidden_size=getattr(args, "hidden_size", None) or size,
+        intermediate_size=args.intermediate_size or setting("intermediate_size", default=4 * size),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=args.head_dim or head_dim,
-        norm_eps=_setting(config, *eps_names, default=1e-6),
+        norm_eps=setting("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
         rope_theta=ROPE_THETA,
     )
 
 
-def _setting(config: Any, *names: str, default: Any) -> Any:
-    """The first of these that the config has a value for: architectures name them differently."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if value is not None), default)
+def _load(args: argparse.Namespace, processes: Processes, length: int) -> tuple[Path, Target]:
+    """Load the target, which must take rows of `length` tokens."""
+    folder, device = resolve_model(args.target, "target"), processes.device
+    target = load_target(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    limit = target.config.max_position_embeddings
+    if length > limit:
+        raise ConfigError(f"Rows of {length} tokens: the target takes {limit} at most.")
+    return folder, target
 
 
-def _prepare(processes: Processes) -> None:
-    level = logging.INFO if processes.rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", force=True)
-    torch.set_float32_matmul_precision("high")
-    transformers.utils.logging.disable_progress_bar()
-
-
-def _load(folder: Path, device: torch.device) -> Target:
-    return load_target(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-def _read_data(args: argparse.Namespace, folder: Path, target: Target) -> tuple[list[Any], Any]:
+def _read_data(
+    args: argparse.Namespace, folder: Path, target: Target
+) -> tuple[list[Tokens], Tokens]:
+    """Return the data to train on, and the data that is held out."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
     if args.heldout is not None:
@@ -256,13 +246,7 @@ def _read_data(args: argparse.Namespace, folder: Path, target: Target) -> tuple[
     return arrays, heldout
 
 
-def _check_length(length: int, target: Target) -> None:
-    limit = target.config.max_position_embeddings
-    if length > limit:
-        raise ConfigError(f"Rows of {length} tokens: the target takes {limit} at most.")
-
-
-def _checked(array: Any, target: Target) -> Any:
+def _checked(array: Tokens, target: Target) -> Tokens:
     for token in (int(array.min()), int(array.max())) if array.size else ():
         if not 0 <= token < target.config.vocab_size:
             raise ConfigError(f"--data holds token {token}, which the target does not have.")
@@ -270,9 +254,9 @@ def _checked(array: Any, target: Target) -> Any:
 
 
 def _responses(
-    target: Target, arrays: list[Any], args: argparse.Namespace, processes: Processes
-) -> Any:
-    """What the target writes, kept in `--out`: a run that goes on has it again at once."""
+    target: Target, arrays: list[Tokens], args: argparse.Namespace, processes: Processes
+) -> Tokens:
+    """Return rows that the target writes, kept in `--out` for a run that goes on."""
     file = args.out / "responses.npy"
     # The first process looks, for all: to generate takes every one of them.
     if args.resume and processes.agree(float(file.is_file())):
@@ -287,12 +271,12 @@ def _responses(
 
 def _generate(
     target: Target,
-    arrays: list[Any],
+    arrays: list[Tokens],
     args: argparse.Namespace,
     count: int,
     processes: Processes,
-) -> Any:
-    """Rows `[count, prompt + new]`, their prompts from all data in equal shares."""
+) -> Tokens:
+    """Return rows `[count, prompt + new]`, their prompts from all data in equal shares."""
     count = max(count, processes.world_size)
     sources = [Source(array, args.prompt_length - 1, args.seed + 1) for array in arrays]
     shares = [count // len(sources) + (i < count % len(sources)) for i in range(len(sources))]
@@ -308,17 +292,12 @@ def _generate(
     return rows.numpy()
 
 
-def _heldout_prompts(heldout: Any, args: argparse.Namespace) -> Tensor:
-    """What the evaluation continues, `[rows, prompt]`: `--prompt-length` tokens, or whole rows that
-    are shorter. Raises `ConfigError`: before training.
+def _heldout_prompts(heldout: Tokens, args: argparse.Namespace) -> Tensor:
+    """Return the prompts `[rows, prompt]` of the evaluation, shorter where the rows are.
+
+    Raises `ConfigError`, before training.
     """
     if args.new_tokens // 2 < args.num_draft_tokens:
         raise ConfigError("--new-tokens must be twice --num-draft-tokens at least.")
     source = Source(heldout, args.prompt_length - 1, args.seed)
     return source.rows(0, min(args.eval_rows, source.count))
-
-
-def _copy_tokenizer(folder: Path, out: Path) -> None:
-    for pattern in TOKENIZER_FILES:
-        for file in folder.glob(pattern):
-            shutil.copy(file, out / file.name)

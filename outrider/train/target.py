@@ -1,4 +1,4 @@
-"""The frozen target: its states and logits over windows of text."""
+"""The frozen target: its states and logits over windows of text, and its own continuations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.errors import ConfigError
 
@@ -17,13 +17,11 @@ _SETTINGS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
 )
-_BLOCKS = ("layers", "h", "blocks")  # names of the decoder's list of layers
-_FINAL = -1  # among layers: what the final norm makes of the last one's output
 
 
 @dataclass(frozen=True)
 class TargetBatch:
-    """Windows of `length` + 1 tokens, and what the target makes of them."""
+    """Windows of `length` + 1 tokens, with the target's states and logits."""
 
     token_ids: Tensor  # [rows, length + 1]
     layers: Tensor  # [rows, length + 1, hidden_size * len(layers)]: states that enter `layers`
@@ -38,18 +36,15 @@ class Target:
         self.model: Any = model
         model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
-        self.decoder: Any = model.get_decoder()
-        self._states: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         device: torch.device = self.model.device
         return device
 
     @property
     def embedding(self) -> Tensor:
-        """`[vocab_size, hidden_size]`. No parameter: a head that keeps it does not train it."""
+        """`[vocab_size, hidden_size]`, not as a parameter, so that no head trains it."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight.detach()
 
@@ -61,23 +56,15 @@ class Target:
 
     @torch.no_grad()
     def read(self, token_ids: Tensor, layers: tuple[int, ...]) -> TargetBatch:
-        """One forward of whole windows; `layers` count as Hugging Face's `hidden_states`."""
-        hooks = [self._hook(layer) for layer in layers]
-        hooks.append(self.decoder.register_forward_hook(self._at_the_end))
-        try:
-            # Not the head alone: some models scale its logits, or cap them.
-            logits = self.logits(token_ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        states = [self._states.pop(layer) for layer in layers]
-        hidden = self._states.pop(_FINAL)
-        joined = torch.cat(states, -1) if states else hidden[..., :0]
-        return TargetBatch(token_ids, joined, hidden, logits)
+        """Run whole windows; `layers` count as Hugging Face's `hidden_states`."""
+        found = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        states: tuple[Tensor, ...] = found.hidden_states
+        joined = [states[layer] for layer in layers] or [states[-1][..., :0]]
+        return TargetBatch(token_ids, torch.cat(joined, -1), states[-1], found.logits)
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor) -> Tensor:
-        """`[rows, n, vocab_size]` of tokens `[rows, n]`."""
+        """Return `[rows, n, vocab_size]` of tokens `[rows, n]`."""
         logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
         return logits
 
@@ -90,29 +77,11 @@ class Target:
                 "draft_model can be trained for it."
             )
 
-    def _at_the_end(self, _: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        self._states[_FINAL] = output[0]
-
-    def _hook(self, layer: int) -> Any:
-        blocks = next((getattr(self.decoder, n) for n in _BLOCKS if hasattr(self.decoder, n)), None)
-        if blocks is None:
-            kind = type(self.decoder).__name__
-            raise ConfigError(f"The layers of a {kind} are not found: eagle3 cannot be trained.")
-
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._states[layer] = args[0] if args else kwargs["hidden_states"]
-
-        def leaving(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            self._states[layer] = output[0] if isinstance(output, tuple) else output
-
-        if layer == len(blocks):
-            return blocks[-1].register_forward_hook(leaving)
-        return blocks[layer].register_forward_pre_hook(entering, with_kwargs=True)
-
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Target:
-    """Read a Hugging Face folder. Raises `ConfigError` unless it holds a causal LM whose config
-    says what training asks for.
+    """Read a Hugging Face folder.
+
+    Raises `ConfigError` unless it holds a causal LM whose config has what training needs.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -126,3 +95,49 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Targe
                 "trained for it."
             )
     return target
+
+
+def gumbel_noise(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return noise in the shape of `like` that makes the argmax of logits a sample."""
+    uniform = torch.rand(like.shape, generator=generator, device=like.device)
+    return -(-uniform.clamp_(min=1e-20).log()).log()
+
+
+@torch.no_grad()
+def continue_rows(
+    target: Target,
+    prompts: Tensor,
+    num_tokens: int,
+    temperatures: Tensor,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue equally long prompts; a row of temperature 0 is greedy.
+
+    `prompts [rows, length]`, `temperatures [rows]`; returns `[rows, length + num_tokens]`.
+    """
+    out = torch.empty((len(prompts), num_tokens), dtype=torch.long, device=prompts.device)
+    cache, ids = DynamicCache(), prompts
+    greedy = not bool((temperatures > 0).any())
+    for position in range(num_tokens):
+        result = target.model(
+            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        logits = result.logits[:, -1].float()
+        if not greedy:
+            logits = logits + temperatures[:, None] * gumbel_noise(logits, generator)
+        ids = logits.argmax(-1, keepdim=True)
+        out[:, position] = ids[:, 0]
+    return torch.cat((prompts, out), 1)
+
+
+def responses(
+    target: Target, prompts: Tensor, num_tokens: int, rows_at_once: int, seed: int
+) -> Tensor:
+    """Continue prompts, every other one greedily and the rest at T = 1; int32 on the host."""
+    generator = torch.Generator(target.device).manual_seed(seed)
+    parts = []
+    for part in torch.split(prompts, rows_at_once):
+        temperatures = (torch.arange(len(part), device=target.device) % 2).float()
+        rows = continue_rows(target, part.to(target.device), num_tokens, temperatures, generator)
+        parts.append(rows.to("cpu", torch.int32))
+    return torch.cat(parts)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.train.data import Windows
 from outrider.train.files import written_whole
-from outrider.train.loss import STEP_DECAY, guess_loss, step_weights
+from outrider.train.head import Head
 from outrider.train.optimiser import Muon, schedule
 from outrider.train.processes import Processes
 from outrider.train.target import Target, TargetBatch
@@ -23,13 +22,15 @@ from outrider.train.target import Target, TargetBatch
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 10.0
+_STEP_DECAY = 0.8
+"""Later drafted tokens weigh less: they count only where all before them were right."""
 _STOPPED = 2.0
-"""Share of the run that is done, as it were, when it is to end before its end."""
+"""The share of the run that counts as done when the run is to end early."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long and how fast. Raises `ConfigError` for values that cannot work."""
+    """Bounds and rates of training. Raises `ConfigError` for values that cannot work."""
 
     steps: int | None = None
     seconds: float | None = None  # of training, all runs together
@@ -44,7 +45,7 @@ class TrainConfig:
             raise ConfigError("Give --steps or --seconds: how long to train.")
 
     def progress(self, step: int, spent_s: float) -> float:
-        """From 0 to 1, by whichever bound is nearer."""
+        """Return the progress from 0 to 1, by whichever bound is nearer."""
         by_steps = step / self.steps if self.steps is not None else 0.0
         by_time = spent_s / self.seconds if self.seconds is not None else 0.0
         return max(by_steps, by_time)
@@ -52,7 +53,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training came."""
+    """Steps, tokens and time of training so far."""
 
     step: int = 0
     tokens: int = 0
@@ -64,25 +65,24 @@ class Trainer:
 
     def __init__(
         self,
-        head: Any,
+        head: Head,
         target: Target,
         windows: Windows,
         config: TrainConfig,
         state_file: Path,
         processes: Processes,
     ) -> None:
-        self._head: Any = head
+        self._head = head
         self._target, self._windows, self._config = target, windows, config
         self._state_file, self._processes = state_file, processes
         self._optimiser = Muon(head, head.table_names, config.lr, config.table_lr)
         self._progress = Progress()
         self._stopped = False
         device = target.device
-        self._loss = torch.compile(guess_loss, disable=device.type == "cpu", dynamic=False)
-        self._index_draft_ids()
+        self._loss = torch.compile(_guess_loss, disable=device.type == "cpu", dynamic=False)
 
     def resume(self) -> None:
-        """Goes on from `state_file`. Raises `ConfigError` if it is missing or another head's."""
+        """Go on from `state_file`. Raises `ConfigError` if it is missing or another head's."""
         try:
             saved = torch.load(self._state_file, map_location=self._target.device)
         except Exception as error:  # whatever an unpickler trips over
@@ -90,26 +90,17 @@ class Trainer:
             raise ConfigError(f"--resume: {what} ({type(error).__name__}).") from error
         try:
             self._head.load_state_dict(saved["head"])
-            self._index_draft_ids()
             self._optimiser.load(saved["optimiser"])
             self._progress = Progress(**saved["progress"])
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise ConfigError(f"--resume: {self._state_file} does not fit: {error}") from error
 
-    def _index_draft_ids(self) -> None:
-        """Where each of the target's tokens is among those that can be drafted."""
-        device, ids = self._target.device, self._head.draft_ids
-        self._ids = None if ids is None else ids.to(device)
-        if self._ids is not None:
-            self._place = torch.full((int(self._target.config.vocab_size),), -1, device=device)
-            self._place[self._ids] = torch.arange(len(self._ids), device=device)
-
     def stop(self) -> None:
-        """Make `run` save and return after the step that it is in. Safe in a signal handler."""
+        """Make `run` save and return after the current step. Safe in a signal handler."""
         self._stopped = True
 
     def run(self, on_step: Callable[[Progress], None] = lambda _: None) -> tuple[Progress, bool]:
-        """Trains; how far it came, and whether that is the end. `on_step` sees every step's."""
+        """Train; return the progress, and whether the run is complete."""
         config, processes = self._config, self._processes
         before, begin = self._progress, time.monotonic()
         logged = begin
@@ -154,12 +145,11 @@ class Trainer:
                 torch.save(state, file)
 
     def _backward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Add a step's gradients, part by part; the mean loss, and the last part's matches."""
+        """Add a step's gradients; return the mean loss, and the last part's matches."""
         rows = max(1, self._config.tokens_per_forward // (token_ids.shape[1] - 1))
-        parts = torch.split(token_ids, rows)
         total = torch.zeros((), device=token_ids.device)
         matches: list[Tensor] = []
-        for part in parts:
+        for part in torch.split(token_ids, rows):
             loss, matches = self._forward(part)
             loss = loss * (len(part) / len(token_ids))
             torch.autograd.backward(loss)
@@ -167,29 +157,46 @@ class Trainer:
         return total, matches
 
     def _forward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and by step how often the guess is the target's first choice."""
+        """Return the loss, and by step how often a guess is the target's first choice."""
         batch = self._target.read(token_ids, self._head.layers)
         wanted, first, known = self._wanted(batch)
-        rows, length = batch.token_ids.shape[0], batch.token_ids.shape[1] - 1
+        num_rows, length = token_ids.shape[0], token_ids.shape[1] - 1
+        column = torch.arange(length, device=token_ids.device)
         loss = torch.zeros((), device=token_ids.device)
         matches, scale = [], 0.0
         on_gpu = token_ids.device.type == "cuda"
         with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=on_gpu):
             for step, logits in enumerate(self._head.unroll(batch, self._config.unroll_steps)):
-                inside = step_weights(length, rows, step, token_ids.device)
+                inside = (column >= step).float().repeat(num_rows)  # earlier rows have no chain
                 guess = logits.flatten(0, 1)
-                loss = loss + STEP_DECAY**step * self._loss(guess, wanted, first, inside * known)
-                scale += STEP_DECAY**step
+                loss = loss + _STEP_DECAY**step * self._loss(guess, wanted, first, inside * known)
+                scale += _STEP_DECAY**step
                 right = (guess.detach().argmax(-1) == first) * known * inside
                 matches.append(right.sum() / inside.sum())
         return loss / scale, matches
 
     @torch.no_grad()
     def _wanted(self, batch: TargetBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Row p's wanted logits, their first choice, and whether that can be drafted at all."""
+        """Return the rows' wanted logits, their first choices, and which can be drafted."""
         logits = batch.logits[:, 1:].flatten(0, 1)
-        first = logits.argmax(-1)
-        if self._ids is None:
+        first, ids = logits.argmax(-1), self._head.draft_ids
+        if ids is None:
             return logits, first, torch.ones_like(first, dtype=torch.float32)
-        place = self._place[first]
-        return logits[:, self._ids], place.clamp(min=0), (place >= 0).float()
+        place = torch.searchsorted(ids, first).clamp(max=len(ids) - 1)
+        return logits[:, ids], place, (ids[place] == first).float()
+
+
+def _guess_loss(guess: Tensor, wanted: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+    """Return forward KL (up to a constant), the loss of the first choice, and total variation.
+
+    `guess` and `wanted` are logits `[n, draft vocabulary]`; `first [n]` is the target's first
+    choice among them; `weight [n]` is 0 where the target's first choice is outside. Coupled
+    sampling and rejection lose the total variation.
+    """
+    probs = wanted.float().softmax(-1)
+    log_guess = guess.float().log_softmax(-1)
+    cross = -(probs * log_guess).sum(-1)
+    hard = -log_guess.gather(-1, first[:, None])[:, 0]
+    variation = 0.5 * (probs - log_guess.exp()).abs().sum(-1)
+    total = ((cross + 0.5 * hard + 0.5 * variation) * weight).sum()
+    return total / weight.sum().clamp(min=1)

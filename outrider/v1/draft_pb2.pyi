@@ -32,7 +32,7 @@ class DraftResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., sessions: _Optional[_Union[SessionBatch, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods", "features", "row_ring", "device", "data_connection")
+    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods", "features", "device", "data_connection")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -47,7 +47,6 @@ class Hello(_message.Message):
     RUNS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
-    ROW_RING_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_CONNECTION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -64,20 +63,9 @@ class Hello(_message.Message):
     runs_ahead: bool
     methods: _containers.RepeatedScalarFieldContainer[str]
     features: FeatureSpec
-    row_ring: RowRing
     device: str
     data_connection: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., row_ring: _Optional[_Union[RowRing, _Mapping]] = ..., device: _Optional[str] = ..., data_connection: _Optional[bool] = ...) -> None: ...
-
-class RowRing(_message.Message):
-    __slots__ = ("name", "key", "size")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    key: bytes
-    size: int
-    def __init__(self, name: _Optional[str] = ..., key: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., device: _Optional[str] = ..., data_connection: _Optional[bool] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("layers", "final_norm", "hidden_size", "projection_dim", "projection_sha256")
@@ -102,22 +90,20 @@ class ProjectionChunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens", "wants_projection", "uses_row_ring", "data_connection")
+    __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens", "wants_projection", "data_connection")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCORER_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WANTS_PROJECTION_FIELD_NUMBER: _ClassVar[int]
-    USES_ROW_RING_FIELD_NUMBER: _ClassVar[int]
     DATA_CONNECTION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     scorer_id: str
     vocab_size: int
     max_block_tokens: int
     wants_projection: bool
-    uses_row_ring: bool
     data_connection: DataConnection
-    def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ..., wants_projection: _Optional[bool] = ..., uses_row_ring: _Optional[bool] = ..., data_connection: _Optional[_Union[DataConnection, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ..., wants_projection: _Optional[bool] = ..., data_connection: _Optional[_Union[DataConnection, _Mapping]] = ...) -> None: ...
 
 class DataConnection(_message.Message):
     __slots__ = ("port", "socket", "key")
@@ -136,36 +122,32 @@ class DataConnected(_message.Message):
     def __init__(self, used: _Optional[bool] = ...) -> None: ...
 
 class SessionBatch(_message.Message):
-    __slots__ = ("opens", "commits", "closes", "step_us", "features", "rows_at", "on_demand")
+    __slots__ = ("opens", "commits", "closes", "step_us", "features", "on_demand")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
-    ROWS_AT_FIELD_NUMBER: _ClassVar[int]
     ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[Open]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     closes: _containers.RepeatedCompositeFieldContainer[Close]
     step_us: int
     features: _containers.RepeatedCompositeFieldContainer[Features]
-    rows_at: int
     on_demand: bool
-    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ..., rows_at: _Optional[int] = ..., on_demand: _Optional[bool] = ...) -> None: ...
+    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ..., on_demand: _Optional[bool] = ...) -> None: ...
 
 class Features(_message.Message):
-    __slots__ = ("session", "epoch", "start", "rows", "num_bytes")
+    __slots__ = ("session", "epoch", "start", "rows")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     start: int
     rows: bytes
-    num_bytes: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., rows: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent", "advice", "constraint", "tenant", "methods", "verification_rule", "num_output_tokens")

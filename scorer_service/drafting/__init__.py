@@ -1,1 +1,1 @@
-"""Who drafts for which session, and the transport to them."""
+"""The proposers of a scorer's sessions, and the transport to them."""

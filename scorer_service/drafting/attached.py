@@ -1,30 +1,30 @@
-"""An attached proposer: who it said it is, and its sessions."""
+"""An attached proposer, with what its Hello said and its sessions."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Final
 
-from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
+from outrider.errors import CapacityError, OutriderError, ProposerRefusedError
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.methods import METHODS
-from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.params import MAX_SPECULATIVE_TOKENS, require
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
-from scorer_service.drafting.outbox import Outbox, Recipient
-from scorer_service.sessions import Session
+from scorer_service.drafting.outbox import Outbox
+from scorer_service.sessions import Session, SessionListener
 
 _MAX_NAME_CHARS: Final = 1024
 
-# They need neither the vocabulary nor the tokenizer.
+# Methods that need neither the vocabulary nor the tokenizer.
 _COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
-# They draft no more than they are sure of.
+# Methods that draft no more than they are sure of.
 _SELF_LIMITING = frozenset({"deterministic", "suffix"})
 
 
 class AttachedProposer:
-    """Only the hub writes it, on the event loop."""
+    """A proposer and its sessions. Only the registry writes it, on the event loop."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class AttachedProposer:
         served: ServedModel,
         limits: DraftLimits,
         features: FeatureSpec | None = None,
-        told: Recipient | None = None,
+        listener: SessionListener | None = None,
     ) -> None:
         self.id: str = hello.proposer_id
         self.method: str = hello.method
@@ -42,16 +42,16 @@ class AttachedProposer:
         self.max_sessions: int = hello.max_sessions
         self.max_draft_tokens: int = hello.max_draft_tokens
         self.runs_ahead: bool = hello.runs_ahead
-        # What is unknown may be the same.
+        # An unknown device may be the scorer's.
         self.own_device = served.device != "" and hello.device not in ("", served.device)
-        self.colocated = told is not None
+        self.colocated = listener is not None
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
         self.limit = hello.max_sessions
-        """Sessions that it may have: fewer while it has no room, as other scorers' fill it."""
-        self.full_until = 0.0  # loop time; then one session more is tried
-        self.probing = False  # since that was tried: each that it drafts for lets others come
-        self.outbox = told or Outbox(limits.max_backlog_tokens, self.methods)
+        """Sessions that it may have: fewer while other scorers' sessions fill it."""
+        self.full_until = 0.0  # loop time; then one more session is tried
+        self.probing = False  # one more session was tried, and its first draft lets others follow
+        self.outbox: SessionListener = listener or Outbox(limits.max_backlog_tokens, self.methods)
         self.features = features
         self.window, self.prompt_window = FeatureWindow(), FeatureWindow()
         self.ready = True  # False until the scorer has the projection that it needs
@@ -61,7 +61,7 @@ class AttachedProposer:
         self.detached: asyncio.Future[OutriderError | None] = (
             asyncio.get_running_loop().create_future()
         )
-        """Done once the hub has let go of it; the error that the stream should end with."""
+        """Done once the registry has detached it: the error that its stream should end with."""
 
     @property
     def load(self) -> float:
@@ -69,7 +69,7 @@ class AttachedProposer:
 
     @property
     def num_held(self) -> int:
-        """Sessions that take a place."""
+        """Number of sessions that take a place."""
         return len(self.sessions) + self.outbox.num_closing
 
     @property
@@ -78,13 +78,13 @@ class AttachedProposer:
         return self.ready and not full and not self.draining
 
     def feature_order(self, session: Session) -> FeatureOrder | None:
-        """What is to be sent of the target's states, from its latest Open on."""
+        """Return the order of hidden states for a session's latest Open."""
         if self.features is None:
             return None
         return FeatureOrder(session.epoch, self.features, self.window, self.prompt_window)
 
     def methods_for(self, session: Session) -> tuple[str, ...]:
-        """Its methods that may draft for the session, the session's preferred one first."""
+        """Return the methods that may draft for a session, its preferred one first."""
         speculation = session.request.speculation
         useless = () if speculation.advice.token_ids else ("deterministic",)
         return tuple(
@@ -94,21 +94,20 @@ class AttachedProposer:
         )
 
     def fits(self, session: Session) -> bool:
-        """Whether it may draft for the session, room aside."""
+        """Return whether it may draft for the session, room aside."""
         return bool(self.methods_for(session)) and len(session.committed) < self.max_model_len
 
     def preference(self, session: Session) -> tuple[int, int]:
-        """The smaller, the better it suits a session that it fits."""
+        """Return a key that is smaller the better the proposer suits the session."""
         methods = self.methods_for(session)
         order = session.request.speculation.methods or METHODS
         return order.index(methods[0]), -len(methods)
 
     def draft_limit(self, session: Session) -> int:
-        """Draft tokens per round at most.
+        """Return the most draft tokens per round.
 
-        Where the request names none, the scorer's default bounds methods that draft what they are
-        asked for. Those that draft as much as they are sure of are bounded by what they can do:
-        long drafts are what they are for, and the policy takes less where that is faster.
+        Where the request names no number, the scorer's default bounds most methods. Those that
+        draft no more than they are sure of may draft as much as they can.
         """
         limit = session.num_speculative_tokens
         asked = session.request.speculation.num_speculative_tokens
@@ -121,31 +120,24 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     """Raise `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
     agreed_version(hello.protocol_version)
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
-        if not getattr(hello, name):
-            raise InvalidRequestError(f"Hello.{name} must be set", param=name)
-    for name in ("proposer_id", "model", "pool"):  # they are kept, sent on and made labels of
-        if len(getattr(hello, name)) > _MAX_NAME_CHARS:
-            raise InvalidRequestError(
-                f"Hello.{name} must be at most {_MAX_NAME_CHARS} characters long", param=name
-            )
-    if len(hello.methods) > len(METHODS):  # before going through them, which takes time
-        raise InvalidRequestError(f"Hello.methods must be at most {len(METHODS)}", param="methods")
+        require(bool(getattr(hello, name)), name, "set")
+    for name in ("proposer_id", "model", "pool"):  # labels of metrics
+        fits = len(getattr(hello, name)) <= _MAX_NAME_CHARS
+        require(fits, name, f"at most {_MAX_NAME_CHARS} characters long")
+    # Checked first, since going through many methods takes time.
+    require(len(hello.methods) <= len(METHODS), "methods", f"at most {len(METHODS)}")
     methods = tuple(hello.methods) or (hello.method,)
-    if len(methods) > len(set(methods)):
-        raise InvalidRequestError(
-            "Hello.methods must be different from each other", param="methods"
-        )
+    require(len(methods) == len(set(methods)), "methods", "different from each other")
     for method in (hello.method, *methods):
         if method not in METHODS:
             raise ProposerRefusedError(
                 f"unknown method {method!r}; this scorer knows {', '.join(METHODS)}",
                 reason="UNKNOWN_METHOD",
             )
-    if hello.method != methods[0]:
-        raise InvalidRequestError("Hello.method must be the first of methods", param="method")
+    require(hello.method == methods[0], "method", "the first of methods")
     copies = _COPYING_METHODS.issuperset(methods)
     theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
-    # Models of a family fill their vocabularies up differently, beyond all that the tokenizer has.
+    # Models of a family pad their vocabularies differently, beyond the tokenizer's ids.
     smaller = theirs == ours != "" and 0 < hello.vocab_size < served.vocab_size
     fits = smaller or hello.vocab_size == served.vocab_size
     if not fits and not (copies and hello.vocab_size == 0):
@@ -163,7 +155,7 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
 
 
 def overflow_error(limits: DraftLimits) -> CapacityError:
-    """What a proposer that does not read is told."""
+    """Return the error for a proposer that does not read."""
     return CapacityError(
         f"more than {limits.max_backlog_tokens} tokens wait to be read: the proposer is too slow",
         retry_after_s=limits.set_aside_s,

@@ -1,9 +1,8 @@
-"""A proposer within the scorer's process: its method drafts on the engine's thread, in turns with
-the engine's steps.
+"""A proposer within the scorer's process, which drafts between the steps of the engine's thread.
 
-For one device that target and draft share. Nothing travels, the device changes over between no
-processes, and all rows have their drafts when a step begins; but nothing is drafted while a step
-runs, and the draft scales with its scorer. To everyone else it is a proposer like any other.
+It suits one device that target and draft share: nothing travels, the device does not change over
+between processes, and all rows have their drafts when a step begins. Nothing is drafted while a
+step runs, and the draft scales with its scorer. Others see a proposer like any other.
 """
 
 from __future__ import annotations
@@ -20,59 +19,52 @@ import torch
 from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
 from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
+from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.features import FeatureRows
 from outrider.hello import make_hello
-from outrider.params import TokenIds
 from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
 from scorer_service.drafting.in_process_flags import naming_flag
 
 POOL: Final = "in-process"
-_MAX_FAILURES: Final = 3  # of the method, until it is tried no more
-_FORGIVEN: Final = 64  # drafts, after which former failures count no longer
+_MAX_FAILURES: Final = 3  # of the method, until it is given up
+_FORGIVEN: Final = 64  # rounds of drafts without a failure, after which earlier ones do not count
 _log = logging.getLogger(__name__)
 
 
 class DraftListener(Protocol):
-    """Whom the engine's thread tells of its drafts; thread-safe, and never waits."""
+    """Listener for draft events of the engine's thread. Thread-safe, non-blocking."""
 
     def first_draft(self, session_id: int, epoch: int) -> None: ...
 
     def lost(self, session_id: int, epoch: int) -> None: ...
 
     def failed(self) -> None:
-        """Nothing will be drafted any more."""
+        """Learn that nothing will be drafted any more."""
         ...
 
 
 @dataclass(slots=True)
-class _Followed:
-    """A session as the method knows it."""
-
+class _Session:
     id: int
     epoch: int
-    length: int  # committed tokens
-    num_rows: int = 0  # whose hidden states were handed over
     drafted: bool = False
-    starved: bool = False  # wants a draft, but states that it needs are to come
 
 
 class InProcessProposer:
-    """Implements `ColocatedProposer`. All of it happens on the engine's thread."""
+    """Implements `ColocatedProposer`. Used on the engine's thread."""
 
     def __init__(self, build: Callable[[], tuple[Proposer, str]], proposer_id: str) -> None:
         self._build = build
         self.id = proposer_id
-        self._told: DraftListener | None = None
+        self._listener: DraftListener | None = None  # None: nothing is drafted
         self._keys: dict[int, SessionKey] = {}  # by session
-        self._followed: dict[SessionKey, _Followed] = {}
-        self._last_key = 0
-        self._wanting: dict[SessionKey, None] = {}
-        self._late = False  # the drafts of the step that was launched are to be posted
-        self._turn = 0.0, 0.0  # when the last one began, and ended
+        self._sessions: dict[SessionKey, _Session] = {}
+        self._on_device = False  # the step in flight has drafts that are to be posted
+        self._drafting = 0.0, 0.0  # start and end of the last drafting between two steps
         self._failures = 0
-        self._good = 0  # drafts since the last failure
+        self._successes = 0  # since the last failure
 
     def build(self) -> None:
         """Load the method. Raises `ConfigError` and `UnsupportedModelError`."""
@@ -80,204 +72,176 @@ class InProcessProposer:
         with naming_flag():
             self._proposer, self._tokenizer_hash = self._build()
         torch.set_num_threads(threads)  # the engine's
+        self._queue = DraftQueue(self._proposer)
         traits = self._proposer.traits
-        self._names = traits.methods or (traits.method,)
-        spec = traits.features
-        self._reader = None if spec is None else cast("FeatureProposer", self._proposer)
-        self._row_bytes = 0 if spec is None else spec.row_bytes
+        self._methods = traits.methods or (traits.method,)
 
-    def bring(self, engine: ColocatedEngine) -> None:
-        """Hands the engine the projection that the method asks for."""
+    def put_projection(self, engine: ColocatedEngine) -> None:
+        """Give the engine the projection that the method asks for."""
         spec = self._proposer.traits.features
-        if self._reader is not None and spec is not None and spec.projection_dim:
-            assert engine.features is not None, "`states_of` saw to it"
-            engine.features.put_projection(spec, bytearray(self._reader.projection))
+        if spec is not None and spec.projection_dim:
+            assert engine.features is not None, "--hidden-features follows the method"
+            projection = cast("FeatureProposer", self._proposer).projection
+            engine.features.put_projection(spec, bytearray(projection))
 
     def hello(self, served: ServedModel) -> draft_pb2.Hello:
-        """What it is, as other proposers say it."""
+        """Return the Hello that the proposer would send by a stream."""
         return make_hello(
             self._proposer.traits,
             self._tokenizer_hash,
             proposer_id=self.id,
             pool=POOL,
-            device=served.device,  # whatever it computes on: steps and drafts take turns
+            device=served.device,  # steps and drafts never run at once, whatever the device is
         )
 
-    def tell(self, told: DraftListener) -> None:
-        """From now on there may be sessions."""
-        self._told = told
+    def listen(self, listener: DraftListener) -> None:
+        """Accept sessions from now on."""
+        self._listener = listener
 
     def open(
         self, engine: ColocatedEngine, session: int, epoch: int, start: SessionStart, num_given: int
     ) -> None:
-        """A session begins; `start` without its text, of which the engine knows more by now.
+        """Open a session whose text is the engine's: `start` has none.
 
-        `num_given` tokens of it came with the request.
+        `num_given` tokens of the text came with the request.
         """
         tokens = engine.committed(session)
-        if tokens is None or self._told is None:  # it has ended, or all has
+        if tokens is None or self._listener is None:
             return
-        self._last_key = key = self._last_key + 1
-        self._keys[session] = key
-        self._followed[key] = _Followed(session, epoch, len(tokens))
+        self._keys[session] = key = self._queue.new_key()
+        self._sessions[key] = _Session(session, epoch)
         written = len(tokens) - num_given
-        with self._careful():
-            self._proposer.open(key, replace(start, prefix=tokens, num_output_tokens=written))
-            self._want(key, start.num_draft_tokens)
+        with self._containing_failures():
+            self._queue.open(key, replace(start, prefix=tokens, num_output_tokens=written))
 
     def close(self, session: int) -> None:
-        """The session, known or not, is over or drafted for by another."""
+        """Close a session, if it is known."""
         key = self._keys.get(session)
         if key is not None:
             self._forget(key)
-            with self._careful():
-                self._proposer.close(key)
+            with self._containing_failures():
+                self._queue.close(key)
 
     @property
     def busy(self) -> bool:
-        return bool(self._wanting)
+        return bool(self._queue.wanting)
 
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
         began = time.perf_counter()
-        self._late = False
-        mine: list[FeatureRows] = []
-        if engine.features is not None:
-            mine = engine.features.take_for(self._is_mine)
-            for rows in mine:  # read by nobody else, whatever happens
-                engine.features.give_back(rows.window, len(rows.rows))
-        with self._careful():
-            for rows in mine:
-                self._take(rows)
+        self._on_device = False
+        own_rows = self._take_features(engine)
+        with self._containing_failures():
+            for rows in own_rows:
+                self._queue.features(self._keys[rows.session_id], rows.start, rows.rows)
             for new in engine.new_tokens:
                 key = self._keys.get(new.session_id)
                 if key is not None:
-                    self._follow(key, new.base_len, new.token_ids, new.num_draft_tokens)
+                    self._queue.commit(key, new.base_len, new.token_ids, new.num_draft_tokens)
                     if new.finished:
                         self.close(new.session_id)
-            self._late = self._expects(engine)
-            if self._wanting and not self._late:
+            self._on_device = self._leave_on_device(engine)
+            if self._queue.wanting and not self._on_device:
                 self._draft(engine, time.perf_counter())
-        self._turn = began, time.perf_counter()
-        engine.count_drafting(self._turn[1] - began)
+        self._drafting = began, time.perf_counter()
+        engine.count_drafting(self._drafting[1] - began)
 
     def after_launch(self, engine: ColocatedEngine) -> None:
-        if self._told is not None:
-            with self._careful():
-                if self._late:
-                    began, ended = self._turn
+        if self._listener is not None:
+            with self._containing_failures():
+                if self._on_device:
+                    began, ended = self._drafting
                     engine.count_drafting(self._draft(engine, began) - ended)
-                self._draft_behind(engine)
+                self._launch_after_verify(engine)
                 self._proposer.ahead((), NO_PACE)
 
     @contextlib.contextmanager
-    def _careful(self) -> Iterator[None]:
-        """A fault of the method, or of the device in it, is no request's: its drafts are lost."""
+    def _containing_failures(self) -> Iterator[None]:
+        """Lose all sessions if the method fails; no request fails with them."""
         try:
             yield
         except Exception:
             _log.exception("drafting failed")
             self._failures += 1
-            self._good = 0
-            for key in [*self._followed]:
+            self._successes = 0
+            for key in [*self._sessions]:
                 with contextlib.suppress(Exception):
-                    self._proposer.forget(key)
+                    self._queue.forget(key)
                 self._lose(key)
-            if self._failures >= _MAX_FAILURES and self._told is not None:
-                self._told.failed()
-                self._told = None
+            if self._failures >= _MAX_FAILURES and self._listener is not None:
+                self._listener.failed()
+                self._listener = None
 
-    def _is_mine(self, rows: FeatureRows) -> bool:
+    def _take_features(self, engine: ColocatedEngine) -> list[FeatureRows]:
+        """Return the hidden states of own sessions; those for other proposers stay."""
+        if engine.features is None:
+            return []
+        own = engine.features.take_for(self._is_own)
+        for rows in own:
+            engine.features.give_back(rows.window, len(rows.rows))
+        return own
+
+    def _is_own(self, rows: FeatureRows) -> bool:
         key = self._keys.get(rows.session_id)
-        return key is not None and self._followed[key].epoch == rows.order.epoch
-
-    def _take(self, rows: FeatureRows) -> None:
-        """Hidden states of a session's next positions."""
-        assert self._reader is not None
-        key = self._keys[rows.session_id]
-        known = self._followed[key]
-        known.num_rows = rows.start + len(rows.rows) // self._row_bytes
-        self._reader.features(key, rows.start, rows.rows)
-        if known.starved:
-            known.starved = False
-            self._wanting[key] = None
-
-    def _follow(self, key: SessionKey, base_len: int, output: TokenIds, wanted: int) -> None:
-        known = self._followed[key]
-        known.length = max(known.length, base_len + len(output))
-        self._proposer.commit(key, base_len, output, wanted)
-        self._want(key, wanted)
-
-    def _want(self, key: SessionKey, num_draft_tokens: int) -> None:
-        self._followed[key].starved = False
-        if num_draft_tokens:
-            self._wanting[key] = None
-        else:
-            self._wanting.pop(key, None)
+        return key is not None and self._sessions[key].epoch == rows.order.epoch
 
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
-        """Post what is wanted, made since `began`; returns when it was there."""
-        round_ = self._proposer.draft([*self._wanting], NO_PACE)
-        now = time.perf_counter()  # the same for all: they were drafted in one batch
+        """Post the wanted drafts, made since `began`, and return when they were made."""
+        round_ = self._proposer.draft([*self._queue.wanting], NO_PACE)
+        now = time.perf_counter()  # one time for all drafts of a batch
         draft_us = round((now - began) * 1e6)
         for key, tree in round_.drafts:
-            known = self._answered(key)
-            method = self._names[round_.methods.get(key, 0)]
-            engine.post_block(PostedBlock(known.id, tree, self.id, draft_us, now, method))
-            if not known.drafted and self._told is not None:
-                known.drafted = True
-                self._told.first_draft(known.id, known.epoch)
+            self._queue.answered(key)
+            session = self._sessions[key]
+            method = self._methods[round_.methods.get(key, 0)]
+            engine.post_block(PostedBlock(session.id, tree, self.id, draft_us, now, method))
+            if not session.drafted and self._listener is not None:
+                session.drafted = True
+                self._listener.first_draft(session.id, session.epoch)
         for key in round_.at_hand:
-            self._answered(key)
+            self._queue.answered(key)
         for key in round_.unfinished:
-            known = self._followed[key]
-            if self._reader is not None and known.num_rows < known.length - 1:
-                known.starved = True  # until more of its states have come
-                del self._wanting[key]
+            self._queue.unfinished(key)
         for key in round_.lost:
+            self._queue.drop(key)
             self._lose(key)
-        self._good += 1
-        if self._good == _FORGIVEN:
+        self._successes += 1
+        if self._successes == _FORGIVEN:
             self._failures = 0
         return now
 
-    def _expects(self, engine: ColocatedEngine) -> bool:
-        """Whether the next step can begin before the host has its drafts: they are on their way
-        to it on the device, and are told when it has begun.
-        """
-        trailer = self._proposer
-        if not self._wanting or not isinstance(trailer, AsyncProposer):
-            return False
-        late = trailer.can_launch_after_verify([*self._wanting])
-        if late is None:
-            return False
-        ids = {key: self._followed[key].id for key in late.places}
-        places = {ids[key]: place for key, place in late.places.items()}
-        lengths = {ids[key]: length for key, length in late.lengths.items()}
-        return engine.schedule_with_device_drafts(DeviceDrafts(late.tokens, places, lengths))
+    def _leave_on_device(self, engine: ColocatedEngine) -> bool:
+        """Let the next step verify drafts on the device, which are posted after its launch.
 
-    def _draft_behind(self, engine: ColocatedEngine) -> None:
-        """Has the drafts that the step in flight will ask for begin on the device when it ends."""
-        verify_output, trailer = engine.verify_output, self._proposer
-        if verify_output is None or not isinstance(trailer, AsyncProposer):
+        False if there are none, or the step cannot.
+        """
+        proposer, wanting = self._proposer, self._queue.wanting
+        if not wanting or not isinstance(proposer, AsyncProposer):
+            return False
+        drafts = proposer.can_launch_after_verify([*wanting])
+        if drafts is None:
+            return False
+        places = {self._sessions[key].id: place for key, place in drafts.places.items()}
+        lengths = {self._sessions[key].id: length for key, length in drafts.lengths.items()}
+        return engine.schedule_with_device_drafts(DeviceDrafts(drafts.tokens, places, lengths))
+
+    def _launch_after_verify(self, engine: ColocatedEngine) -> None:
+        """Launch the drafts that the step in flight will ask for behind it on the device."""
+        verify_output, proposer = engine.verify_output, self._proposer
+        if verify_output is None or not isinstance(proposer, AsyncProposer):
             return
         rows: list[AsyncRow] = []
         for session_id, place, num_drafted, wanted in verify_output.rows:
             if (key := self._keys.get(session_id)) is not None:
                 rows.append(AsyncRow(key, place, num_drafted, wanted))
-        trailer.launch_after_verify(rows, verify_output.tokens)
-
-    def _answered(self, key: SessionKey) -> _Followed:
-        del self._wanting[key]
-        return self._followed[key]
+        proposer.launch_after_verify(rows, verify_output.tokens)
 
     def _lose(self, key: SessionKey) -> None:
-        """The method has forgotten a session; the scorer may open it again."""
-        known = self._followed.get(key)
-        if known is not None:
+        """Report a session that the method has forgotten; the scorer may open it again."""
+        session = self._sessions.get(key)
+        if session is not None:
             self._forget(key)
-            if self._told is not None:
-                self._told.lost(known.id, known.epoch)
+            if self._listener is not None:
+                self._listener.lost(session.id, session.epoch)
 
     def _forget(self, key: SessionKey) -> None:
-        del self._keys[self._followed.pop(key).id]
-        self._wanting.pop(key, None)
+        del self._keys[self._sessions.pop(key).id]

@@ -1,4 +1,4 @@
-"""`--in-process-proposer`: the quoted flags of drafting methods."""
+"""The flag `--in-process-proposer`, with its quoted flags of drafting methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAG: Final = "--in-process-proposer"
 
 
 def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
-    """The methods of a scorer of `model` on `device`. Raises `ConfigError`."""
+    """Return the methods of a scorer of `model` on `device`. Raises `ConfigError`."""
     parser = _Parser(prog=_FLAG, add_help=False)
     add_method_flags(parser, device.partition(":")[0])
     with naming_flag():
@@ -37,7 +37,7 @@ def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
 
 @contextlib.contextmanager
 def naming_flag() -> Iterator[None]:
-    """A `ConfigError` says that the flags it speaks of are those of the quoted ones."""
+    """Name the flag in a `ConfigError`, whose message speaks of the quoted flags."""
     try:
         yield
     except ConfigError as error:
@@ -45,7 +45,7 @@ def naming_flag() -> Iterator[None]:
 
 
 def states_of(methods: Sequence[MethodConfig]) -> str | None:
-    """What they read of the target's hidden states, for `--hidden-features`."""
+    """Return the `--hidden-features` that the methods read; None for none."""
     for method in methods:
         if isinstance(method, HeadConfig):
             return states_read(method.name, method.model)
@@ -53,7 +53,7 @@ def states_of(methods: Sequence[MethodConfig]) -> str | None:
 
 
 def _within(method: MethodConfig, model: str) -> MethodConfig:
-    """Drafts when a step has ended, never ahead, and for this target alone."""
+    """Return the method for this target, without drafts ahead, which find no time here."""
     if isinstance(method, HeadConfig):
         method = replace(method, target_model=model)
     return replace(method, max_branches=0)

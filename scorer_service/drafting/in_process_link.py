@@ -1,11 +1,11 @@
-"""The event loop's side of a proposer within this process: what it tells it, and hears of it."""
+"""The event loop's side of a proposer within this process."""
 
 from __future__ import annotations
 
 import asyncio
 
+from outrider.draft_port import ColocatingEngine
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, InternalError, OutriderError
 from outrider.features import FeatureRows
 from outrider.rpc.feature_codec import features_from_proto
@@ -13,37 +13,48 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.in_process import InProcessProposer
-from scorer_service.hub import Hub
+from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.sessions import Session
 
 
 def attach(
-    hub: Hub, worker: EngineWorker, proposer: InProcessProposer, served: ServedModel
+    registry: ProposerRegistry,
+    engine: ColocatingEngine,
+    proposer: InProcessProposer,
+    served: ServedModel,
 ) -> None:
-    """Give it to the roster. Raises `ConfigError` if it does not fit."""
+    """Attach the proposer to the registry. Raises `ConfigError` if it does not fit."""
     hello = proposer.hello(served)
     if hello.HasField("features"):
-        hub.roster.projections.note(features_from_proto(hello.features))
+        registry.projections.note(features_from_proto(hello.features))
+    link = _Link(registry, engine, proposer)
     try:
-        attached = hub.roster.attach(hello, _Commands(worker, proposer))
+        link.attached = registry.attach(hello, link)
     except OutriderError as error:
         raise ConfigError(f"--in-process-proposer: {error.message}") from error
-    proposer.tell(_OnLoop(asyncio.get_running_loop(), hub, attached))
+    proposer.listen(link)
 
 
-class _Commands:
-    """Implements `Recipient`: what it is told is done on the engine's thread, in order.
+class _Link:
+    """Implements `SessionListener` and `DraftListener`, by calls on the other's thread.
 
-    Commits and hidden states it has before the event loop does.
+    The proposer has commits and hidden states on the engine's thread before the event loop does.
     """
 
     overflowed = crowded = False
     num_closing = 0
+    attached: AttachedProposer
 
-    def __init__(self, worker: EngineWorker, proposer: InProcessProposer) -> None:
-        self._worker = worker
+    def __init__(
+        self, registry: ProposerRegistry, engine: ColocatingEngine, proposer: InProcessProposer
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._registry = registry
+        self._engine = engine
         self._proposer = proposer
-        self.on_demand = True  # whatever it is told
+        self.on_demand = True  # always
+
+    # On the event loop
 
     def open(self, session: Session) -> None:
         speculation = session.request.speculation
@@ -59,44 +70,35 @@ class _Commands:
             tenant=session.request.tenant,
         )
         session_id, epoch, given = session.id, session.epoch, session.num_given_tokens
-        self._worker.run_between_steps(
+        self._engine.run_between_steps(
             lambda engine: self._proposer.open(engine, session_id, epoch, start, given), session_id
         )
 
     def commit(self, session: Session, step_us: int) -> None:
         pass
 
-    def features(self, session: Session, rows: FeatureRows) -> None:  # noqa: ARG002
-        """Rows of a session that it has lost meanwhile."""
-        self._worker.features.give_back(rows.window, len(rows.rows))
+    def features(self, rows: FeatureRows) -> None:
+        """Give back rows of a session that the proposer has lost meanwhile."""
+        self._engine.features.give_back(rows.window, len(rows.rows))
 
     def close(self, session: Session) -> None:
         session_id = session.id
-        self._worker.run_between_steps(lambda _: self._proposer.close(session_id))
+        self._engine.run_between_steps(lambda _: self._proposer.close(session_id))
 
-
-class _OnLoop:
-    """Implements `DraftListener`: the roster hears of it on the event loop."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, hub: Hub, proposer: AttachedProposer
-    ) -> None:
-        self._loop = loop
-        self._hub = hub
-        self._proposer = proposer
+    # On the engine's thread
 
     def first_draft(self, session_id: int, epoch: int) -> None:
         self._loop.call_soon_threadsafe(self._first_draft, session_id, epoch)
 
     def lost(self, session_id: int, epoch: int) -> None:
         lost = draft_pb2.Lost(session=session_id, epoch=epoch)
-        self._loop.call_soon_threadsafe(self._hub.roster.on_lost, self._proposer, lost)
+        self._loop.call_soon_threadsafe(self._registry.on_lost, self.attached, lost)
 
     def failed(self) -> None:
         error = InternalError("drafting failed several times; the log has the details")
-        self._loop.call_soon_threadsafe(self._hub.roster.detach, self._proposer, error)
+        self._loop.call_soon_threadsafe(self._registry.detach, self.attached, error)
 
     def _first_draft(self, session_id: int, epoch: int) -> None:
-        session = self._proposer.sessions.get(session_id)
+        session = self.attached.sessions.get(session_id)
         if session is not None and session.epoch == epoch:
-            self._hub.roster.on_first_block(self._proposer, session)
+            self._registry.on_first_block(self.attached, session)

@@ -1,107 +1,55 @@
-"""What waits to be sent to a proposer. Lives on the event loop."""
+"""Messages that wait to be sent to a proposer. Lives on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.features import FeatureRows, FeatureWindow
 from outrider.rpc import codec
-from outrider.rpc.feature_codec import SentRows, SessionMessage
+from outrider.rpc.feature_codec import SessionMessage
 from outrider.v1 import draft_pb2
 from scorer_service.sessions import Session
 
 HELD_TOKENS: Final = 64
-"""That a session without drafts may commit before its proposer is told: it has few to catch up with
-when drafts are wanted again, and is not woken for every token meanwhile."""
+"""Tokens that a session without drafts may commit before its proposer is told. They are few to
+catch up with when drafts are wanted again, and the proposer is not woken for every token."""
 
 _CROWDED_TOKENS: Final = 2**18
-"""Waiting in an outbox: other sessions are opened later, or all of them together would be more
-than a message holds, and more than may wait."""
+"""Tokens in an outbox that let no more sessions be opened, so that a message holds them all."""
 
 _PROMPT_BYTES: Final = 2 * 2**20
-"""Of prompts' states in a message, if a row is no more: what others wait for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Rows of a session that follow rows of prompts."""
-
-    session: int
-    epoch: int
-    rows: FeatureRows
-
-    def divided(self, size: int) -> tuple[SentRows, _Waiting | None]:
-        """As many rows as `size` bytes hold, but one at least, and the others."""
-        rows, row_bytes = self.rows, self.rows.order.spec.row_bytes
-        count = max(1, size // row_bytes)
-        end = count * row_bytes
-        sent = SentRows(self.session, self.epoch, rows.start, memoryview(rows.rows)[:end])
-        if end >= len(rows.rows):
-            return sent, None
-        left = rows._replace(start=rows.start + count, rows=memoryview(rows.rows)[end:])
-        return sent, _Waiting(self.session, self.epoch, left)
-
-
-class Recipient(Protocol):
-    """What a proposer is told of its sessions, however it is told."""
-
-    on_demand: bool
-    """Drafts are not to be made ahead."""
-
-    @property
-    def overflowed(self) -> bool:
-        """More waits than may."""
-        ...
-
-    @property
-    def crowded(self) -> bool:
-        """So much waits that sessions are better opened later."""
-        ...
-
-    @property
-    def num_closing(self) -> int:
-        """Sessions that it does not know yet to be over."""
-        ...
-
-    def open(self, session: Session) -> None: ...
-
-    def commit(self, session: Session, step_us: int) -> None: ...
-
-    def features(self, session: Session, rows: FeatureRows) -> None: ...
-
-    def close(self, session: Session) -> None: ...
+"""Hidden states of prompts in a message, unless one row is more."""
 
 
 class Outbox:
-    """Implements `Recipient`. Messages for one proposer, merged while it is slow; bounded.
+    """Implements `SessionListener` by messages for one proposer, merged while it is slow.
 
     Whatever was put since the last `take` travels as one message: one per engine step if the
-    proposer keeps up. Of a session for which nothing is drafted, some is held back. The states of
-    prompts, which are megabytes, travel in messages of their own, in turns with the others: no
-    other session's draft waits long for them.
+    proposer keeps up. Commits of a session that wants no drafts are held back. Hidden states of
+    prompts, which are megabytes, alternate with the other messages, so that no other session's
+    draft waits long for them.
     """
 
     def __init__(self, max_tokens: int, methods: tuple[str, ...]) -> None:
         self._methods = methods
-        self._told: dict[int, tuple[int, int]] = {}
-        """By open session: the committed length and the number of draft tokens told last."""
+        self._sent: dict[int, tuple[int, int]] = {}
+        """Committed length and number of draft tokens of the last message, by open session."""
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
         self.on_demand = False
-        """Drafts are not to be made ahead; said with every message."""
-        self._features: list[SentRows] = []
+        self._features: list[FeatureRows] = []
         self._size = 0
-        self._behind: deque[_Waiting] = deque()
-        self._num_behind: Counter[int] = Counter()  # by session
-        self._turn_of_prompts = False
+        self._prompts: deque[FeatureRows] = deque()
+        """Rows of prompts, and rows that follow them in the same session."""
+        self._num_prompts: Counter[int] = Counter()  # by session
+        self._prompts_next = False
         self.made_room = False
-        """The last message that was taken was large, or had closes: others may have waited."""
+        """The last message that was taken was large, or had closes: sessions may be opened."""
         self._feature_bytes: Counter[FeatureWindow] = Counter()
         self.taken_feature_bytes: Counter[FeatureWindow] = Counter()
-        """In the last message that was taken."""
+        """Bytes of hidden states in the last message that was taken."""
         self._wake = asyncio.Event()
 
     @property
@@ -110,12 +58,11 @@ class Outbox:
 
     @property
     def crowded(self) -> bool:
-        """Whether sessions should not be opened until the next `take`."""
         return self._size > _CROWDED_TOKENS
 
     @property
     def num_closing(self) -> int:
-        """Sessions that have their places until the next `take`: in a message opens come first."""
+        # In a message opens come first, so these sessions have their places until the next `take`.
         return len(self._batch.closes)
 
     def open(self, session: Session) -> None:
@@ -136,20 +83,19 @@ class Outbox:
             verification_rule=codec.RULE_TO_PROTO[speculation.verification.rule],
             num_output_tokens=len(session.committed) - session.num_given_tokens,
         )
-        self._told[session.id] = len(session.committed), session.num_draft_tokens
+        self._sent[session.id] = len(session.committed), session.num_draft_tokens
         source_words = 0 if constraint is None else len(constraint.source) // 4
         advised = len(advice.token_ids) + sum(map(len, advice.references))
         self._grow(len(session.committed) + source_words + advised)
 
     def commit(self, session: Session, step_us: int) -> None:
-        """The session has committed something. Held back while no draft is wanted, or was."""
-        length, k = self._told[session.id]
+        """Send new commits of a session, unless it wants no draft and wanted none before."""
+        length, k = self._sent[session.id]
         if k or session.num_draft_tokens or len(session.committed) - length >= HELD_TOKENS:
             self._batch.step_us = step_us
-            self._tell(session, length)
+            self._send_since(session, length)
 
-    def _tell(self, session: Session, base_len: int) -> None:
-        """Send all that the session has committed since `base_len`, which was told last."""
+    def _send_since(self, session: Session, base_len: int) -> None:
         tokens, k = session.committed[base_len:], session.num_draft_tokens
         self._batch.commits.add(
             session=session.id,
@@ -158,38 +104,37 @@ class Outbox:
             tokens=tokens,
             num_draft_tokens=k,
         )
-        self._told[session.id] = base_len + len(tokens), k
+        self._sent[session.id] = base_len + len(tokens), k
         self._grow(len(tokens))
 
-    def features(self, session: Session, rows: FeatureRows) -> None:
-        """The target's states at positions of a session, in order."""
-        if rows.of_prompt or self._num_behind[session.id]:
-            self._behind.append(_Waiting(session.id, session.epoch, rows))
-            self._num_behind[session.id] += 1
+    def features(self, rows: FeatureRows) -> None:
+        if rows.of_prompt or self._num_prompts[rows.session_id]:
+            self._prompts.append(rows)
+            self._num_prompts[rows.session_id] += 1
             self._wake.set()
         else:
-            self._features.append(SentRows(session.id, session.epoch, rows.start, rows.rows))
+            self._features.append(rows)
             self._feature_bytes[rows.window] += len(rows.rows)
             self._grow(0)
 
     def close(self, session: Session) -> None:
-        length, k = self._told[session.id]
-        if not k and length < len(session.committed):  # what was held back may be worth learning
-            self._tell(session, length)
-        del self._told[session.id]
+        length, k = self._sent[session.id]
+        if not k and length < len(session.committed):  # a proposer may learn from the whole text
+            self._send_since(session, length)
+        del self._sent[session.id]
         self._batch.closes.add(session=session.id, epoch=session.epoch)
         self._grow(0)
 
     async def take(self) -> SessionMessage:
-        """Wait until something was put, and takes all of it, but of prompts' states a part."""
+        """Wait until something was put, and return all of it except large states of prompts."""
         await self._wake.wait()
         # A session's Open goes before its rows.
-        prompts_next = self._turn_of_prompts and not self._batch.opens
-        prompts = bool(self._behind) and (prompts_next or not self._size)
-        self._turn_of_prompts = not prompts
+        prompts_next = self._prompts_next and not self._batch.opens
+        prompts = bool(self._prompts) and (prompts_next or not self._size)
+        self._prompts_next = not prompts
         message = self._take_prompts() if prompts else self._take_batch()
         message.batch.on_demand = self.on_demand
-        if not self._size and not self._behind:
+        if not self._size and not self._prompts:
             self._wake.clear()
         return message
 
@@ -201,24 +146,37 @@ class Outbox:
         return message
 
     def _take_prompts(self) -> SessionMessage:
-        sent: list[SentRows] = []
+        sent: list[FeatureRows] = []
         self.made_room = False
         self.taken_feature_bytes = Counter()
         room = _PROMPT_BYTES
-        while self._behind and room > 0:
-            waiting = self._behind.popleft()
-            part, left = waiting.divided(room)
+        while self._prompts and room > 0:
+            part, left = _divided(self._prompts.popleft(), room)
             sent.append(part)
             room -= len(part.rows)
-            self.taken_feature_bytes[waiting.rows.window] += len(part.rows)
+            self.taken_feature_bytes[part.window] += len(part.rows)
             if left is not None:
-                self._behind.appendleft(left)
-            elif self._num_behind[waiting.session] == 1:
-                del self._num_behind[waiting.session]
-            else:
-                self._num_behind[waiting.session] -= 1
+                self._prompts.appendleft(left)
+                continue
+            self._num_prompts[part.session_id] -= 1
+            if not self._num_prompts[part.session_id]:
+                del self._num_prompts[part.session_id]
         return SessionMessage(draft_pb2.SessionBatch(), sent)
 
     def _grow(self, tokens: int) -> None:
         self._size += 1 + tokens
         self._wake.set()
+
+
+def _divided(rows: FeatureRows, size: int) -> tuple[FeatureRows, FeatureRows | None]:
+    """Return as many rows as `size` bytes hold, at least one, and the others."""
+    row_bytes = rows.order.spec.row_bytes
+    count = max(1, size // row_bytes)
+    end = count * row_bytes
+    if end >= len(rows.rows):
+        return rows, None
+    states = memoryview(rows.rows)
+    return (
+        rows._replace(rows=states[:end]),
+        rows._replace(start=rows.start + count, rows=states[end:]),
+    )

@@ -1,4 +1,4 @@
-"""What proposers may ask of the target's hidden states, and the projections they bring for that."""
+"""Hidden states that proposers may ask for, and the projections that they bring."""
 
 from __future__ import annotations
 
@@ -13,63 +13,57 @@ from outrider.rpc.feature_codec import features_from_proto
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 
-_REASON = "FEATURES_UNAVAILABLE"
-
 
 def check_features(
     hello: draft_pb2.Hello, captured: FeatureSpec | None, limits: DraftLimits
 ) -> FeatureSpec | None:
-    """What a proposer needs of the forward, None for nothing.
+    """Return the hidden states that a proposer needs, None for none.
 
-    Raises `InvalidRequestError` for what makes no sense, and `ProposerRefusedError` for what this
-    scorer does not capture.
+    Raises `InvalidRequestError` if no target could have them, and `ProposerRefusedError` if this
+    scorer does not capture them.
     """
     if not hello.HasField("features"):
         return None
     spec = features_from_proto(hello.features)
     if captured is None:
-        raise ProposerRefusedError(
+        raise _refusal(
             f"{hello.method} needs hidden states, and this scorer captures none: start it with "
-            f"--hidden-features {','.join(spec.states)}",
-            reason=_REASON,
+            f"--hidden-features {','.join(spec.states)}"
         )
     if spec.hidden_size != captured.hidden_size:
-        raise ProposerRefusedError(
+        raise _refusal(
             f"the draft was made for a target whose states have {spec.hidden_size} values, this "
-            f"one's have {captured.hidden_size}: use a draft for this target",
-            reason=_REASON,
+            f"one's have {captured.hidden_size}: use a draft for this target"
         )
     missing = [state for state in spec.states if state not in captured.states]
     if missing:
         wanted = sorted({*spec.layers, *captured.layers})
         final = ["final"] if spec.final_norm or captured.final_norm else []
-        raise ProposerRefusedError(
+        raise _refusal(
             f"this scorer captures {','.join(captured.states)}, not {','.join(missing)}: start it "
-            f"with --hidden-features {','.join([*map(str, wanted), *final])}",
-            reason=_REASON,
+            f"with --hidden-features {','.join([*map(str, wanted), *final])}"
         )
     if spec.projection_bytes > limits.max_projection_bytes:
-        raise ProposerRefusedError(
+        raise _refusal(
             f"a projection may have {limits.max_projection_bytes} bytes, not "
-            f"{spec.projection_bytes}: project in the proposer",
-            reason=_REASON,
+            f"{spec.projection_bytes}: project in the proposer"
         )
     return spec
 
 
 class Projections:
-    """The matrices that the engine holds, by digest: a few. Lives on the event loop."""
+    """The few matrices that the engine holds, by digest. Lives on the event loop."""
 
     def __init__(self, engine: HiddenStateControl, limits: DraftLimits) -> None:
         self._engine = engine
         self._limits = limits
         self._held: dict[bytes, asyncio.Future[None]] = {}
-        """Done once the engine has it; the ones longest not asked for first."""
-        # They are large: no more are read at once than may be kept.
+        """Done once the engine has the matrix; least recently requested first."""
+        # Matrices are large, so no more are read at once than may be kept.
         self._reading = asyncio.Semaphore(limits.max_projections)
 
     def lacks(self, spec: FeatureSpec | None) -> bool:
-        """Whether a proposer has to send its matrix."""
+        """Return whether a proposer has to send its matrix."""
         if spec is None or not spec.projection_dim:
             return False
         held = self._held.get(spec.projection_sha256)
@@ -79,7 +73,7 @@ class Projections:
         return False
 
     def note(self, spec: FeatureSpec) -> None:
-        """The engine was given this one otherwise, before any proposer attached."""
+        """Note a matrix that the engine was given before any proposer attached."""
         if spec.projection_dim:
             self._held[spec.projection_sha256] = held = asyncio.get_running_loop().create_future()
             held.set_result(None)
@@ -90,16 +84,16 @@ class Projections:
         requests: AsyncIterator[draft_pb2.DraftRequest],
         in_use: Callable[[], Iterable[bytes]],
     ) -> None:
-        """Read the chunks of a matrix, checks it and gives it to the engine.
+        """Read the chunks of a matrix, check it and give it to the engine.
 
-        `in_use` tells the digests that attached proposers need. Raises what the stream should end
-        with.
+        `in_use` returns the digests that attached proposers need. Raises the error that the stream
+        should end with.
         """
         try:
             async with asyncio.timeout(self._limits.projection_timeout_s):
                 async with self._reading:
                     matrix = await _read_matrix(spec, requests)
-                # Another proposer may wait for it, too, when this one's stream ends.
+                # When this stream ends, another proposer may still wait for the matrix.
                 await asyncio.shield(self._hold(spec, matrix, in_use))
         except TimeoutError:
             seconds = self._limits.projection_timeout_s
@@ -110,16 +104,15 @@ class Projections:
     ) -> asyncio.Future[None]:
         digest = spec.projection_sha256
         held = self._held.get(digest)
-        if held is not None:  # another proposer's came meanwhile
+        if held is not None:  # another proposer sent it meanwhile
             return held
         needed = set(in_use())
         idle = [digest for digest in self._held if digest not in needed]
         if len(self._held) >= self._limits.max_projections:
             if not idle:
-                raise ProposerRefusedError(
+                raise _refusal(
                     f"{self._limits.max_projections} different projections are in use already: "
-                    "project in the proposer",
-                    reason=_REASON,
+                    "project in the proposer"
                 )
             del self._held[idle[0]]
             self._engine.drop_projection(idle[0])
@@ -132,11 +125,14 @@ class Projections:
             await put
         except Exception as error:
             self._held.pop(digest, None)
-            raise ProposerRefusedError(
+            raise _refusal(
                 f"the projection could not be kept on the device ({type(error).__name__}): give "
-                "keys and values less memory, or project in the proposer",
-                reason=_REASON,
+                "keys and values less memory, or project in the proposer"
             ) from error
+
+
+def _refusal(message: str) -> ProposerRefusedError:
+    return ProposerRefusedError(message, reason="FEATURES_UNAVAILABLE")
 
 
 async def _read_matrix(

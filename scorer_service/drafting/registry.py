@@ -1,4 +1,4 @@
-"""The attached proposers, and who drafts for whom. Lives on the event loop; never blocks."""
+"""The attached proposers and their sessions. Lives on the event loop; never blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from outrider.errors import OutriderError, ProposerRefusedError, UnavailableErro
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.attached import AttachedProposer, check_hello, overflow_error
-from scorer_service.drafting.outbox import Recipient
+from scorer_service.drafting.outbox import Outbox
 from scorer_service.drafting.projections import Projections, check_features
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.sessions import Session
+from scorer_service.sessions import Session, SessionListener
 
-_MAX_POOLS = 256
 _log = logging.getLogger(__name__)
 
 
@@ -30,43 +29,45 @@ class ProposerRegistry:
 
     def __init__(
         self,
-        worker: DraftingEngine,
+        engine: DraftingEngine,
         served: ServedModel,
         limits: DraftLimits,
         metrics: ScorerMetrics,
         *,
         clock: Callable[[], float] | None = None,  # the event loop's
     ) -> None:
-        self._worker = worker
-        self._served = served
-        self._limits = limits
+        self._engine = engine
+        self.served = served
+        self.limits = limits
         self._metrics = metrics
-        self.projections = Projections(worker.features, limits)
+        self.projections = Projections(engine.features, limits)
         self._undrafted: dict[int, Session] = {}  # want a proposer and have none
         self._proposers: dict[str, AttachedProposer] = {}
-        self._pools: set[tuple[str, str]] = set()  # pool and method of all that ever attached
+        self.last_opened = 0
+        """The largest id of a session that was opened on any proposer."""
         self._now = clock or asyncio.get_running_loop().time
 
     @property
     def proposers(self) -> tuple[AttachedProposer, ...]:
         return tuple(self._proposers.values())
 
-    def attach(self, hello: draft_pb2.Hello, told: Recipient | None = None) -> AttachedProposer:
-        """Take on a proposer; one of the same id that is still attached is replaced.
+    def attach(
+        self, hello: draft_pb2.Hello, listener: SessionListener | None = None
+    ) -> AttachedProposer:
+        """Attach a proposer, in place of one of the same id, and open undrafted sessions on it.
 
-        It is `told` of its sessions, or by messages that wait in its outbox. Running sessions
-        without a proposer are opened on it. Raises `ProposerRefusedError` or
-        `InvalidRequestError`.
+        Without a `listener`, messages about its sessions wait in its outbox. Raises
+        `ProposerRefusedError` or `InvalidRequestError`.
         """
-        check_hello(hello, self._served)
-        features = check_features(hello, self._served.features, self._limits)
+        check_hello(hello, self.served)
+        features = check_features(hello, self.served.features, self.limits)
         former = self._proposers.get(hello.proposer_id)
-        if former is None and len(self._proposers) >= self._limits.max_proposers:
+        if former is None and len(self._proposers) >= self.limits.max_proposers:
             raise ProposerRefusedError(
-                f"{self._limits.max_proposers} proposers are attached already",
+                f"{self.limits.max_proposers} proposers are attached already",
                 reason="TOO_MANY_PROPOSERS",
             )
-        proposer = AttachedProposer(hello, self._served, self._limits, features, told)
+        proposer = AttachedProposer(hello, self.served, self.limits, features, listener)
         proposer.ready = not self.projections.lacks(features)
         if former is not None:
             self.detach(former, UnavailableError("this proposer_id dialled anew"))
@@ -80,7 +81,7 @@ class ProposerRegistry:
     async def complete(
         self, proposer: AttachedProposer, requests: AsyncIterator[draft_pb2.DraftRequest]
     ) -> None:
-        """Read the projection that the proposer was asked for; then it may have sessions."""
+        """Read the projection that Welcome asks for; then the proposer may have sessions."""
         assert proposer.features is not None
         await self.projections.receive(
             proposer.features,
@@ -91,7 +92,7 @@ class ProposerRegistry:
         self.assign_undrafted()
 
     def detach(self, proposer: AttachedProposer, error: OutriderError | None = None) -> None:
-        """Lets go of a proposer; its sessions go to others or on without. No-op the second time."""
+        """Detach a proposer, unless it is already, and reassign its sessions."""
         if proposer.detached.done():
             return
         proposer.detached.set_result(error)
@@ -106,24 +107,26 @@ class ProposerRegistry:
             self.detach(proposer, error)
 
     def detach_slow(self) -> None:
-        """Lets go of the proposers that do not read what they are sent."""
+        """Detach the proposers that do not read their messages."""
         for proposer in self.proposers:
             if proposer.outbox.overflowed:
-                self.detach(proposer, overflow_error(self._limits))
+                self.detach(proposer, overflow_error(self.limits))
 
-    def tell_how(self, *, on_demand: bool) -> None:
-        """Whether proposers that can run ahead are not to, from their next message on."""
+    def set_on_demand(self, *, on_demand: bool) -> None:
+        """Tell proposers, with their next message, whether to refrain from drafting ahead."""
         for proposer in self._proposers.values():
             proposer.outbox.on_demand = on_demand
 
     def on_goodbye(self, proposer: AttachedProposer) -> None:
-        """It drains: its sessions are closed on it at once and drafted for elsewhere."""
+        """Move the sessions of a proposer that drains."""
         proposer.draining = True
         self._move_sessions(proposer)
 
     def on_lost(self, proposer: AttachedProposer, lost: draft_pb2.Lost) -> None:
-        """It evicted a session, which is opened anew, here or elsewhere, a few times at most; or it
-        has no room: then it is given no more than it has, for a while.
+        """Reassign a session that its proposer evicted, a few times at most.
+
+        A proposer that loses a session before its first draft has no room. Its number of sessions
+        is limited to those it has, for a while.
         """
         session = proposer.sessions.get(lost.session)
         if session is None or session.epoch != lost.epoch:
@@ -132,25 +135,25 @@ class ProposerRegistry:
             session.losses[proposer.id] += 1
         else:
             proposer.limit, proposer.probing = len(proposer.sessions) - 1, False
-            proposer.full_until = self._now() + self._limits.full_s
+            proposer.full_until = self._now() + self.limits.full_s
         self.reassign(session)
 
     def on_first_block(self, proposer: AttachedProposer, session: Session) -> None:
-        """It has room for a session; if that was in doubt, perhaps for two more."""
+        """Note that a proposer has room for a session; try two more if that was in doubt."""
         session.drafted = True
         if proposer.probing:
             self._offer(proposer, 2)
 
     def probe(self) -> None:
-        """Try one session more on each proposer that had no room a while ago."""
+        """Try one more session on each proposer that had no room a while ago."""
         for proposer in self._proposers.values():
             limited = proposer.limit < proposer.max_sessions
             if limited and proposer.full_until <= self._now():
-                proposer.full_until = self._now() + self._limits.full_s
+                proposer.full_until = self._now() + self.limits.full_s
                 self._offer(proposer, 1)
 
     def _offer(self, proposer: AttachedProposer, places: int) -> None:
-        """So many more sessions may be opened on it; if fewer want that, any number may."""
+        """Allow `places` more sessions; lift the limit if fewer want a proposer."""
         proposer.limit = min(proposer.num_held + places, proposer.max_sessions)
         self.assign_undrafted()
         if proposer.num_held < proposer.limit:
@@ -158,25 +161,25 @@ class ProposerRegistry:
         proposer.probing = proposer.limit < proposer.max_sessions
 
     def on_set_aside(self, session: Session) -> None:
-        """The engine no longer waits for a session's proposer: one that keeps up takes over.
+        """Prefer others to a proposer that the engine no longer waits for.
 
-        Without such a one the session stays: blocks that come in time are still of use, and
-        another that is slow itself would only have its prompt to process, too.
+        The session moves only to a proposer that keeps up. Otherwise it stays, since blocks that
+        come in time are still of use.
         """
         if session.proposer is None:
             return
         now = self._now()
-        session.proposer.set_aside_until = now + self._limits.set_aside_s
+        session.proposer.set_aside_until = now + self.limits.set_aside_s
         other = self._pick(session)
         if other is not None and other.set_aside_until <= now:
             self.reassign(session)
 
     @property
     def num_undrafted(self) -> int:
-        """Sessions that want a proposer and have none."""
+        """Number of sessions that want a proposer and have none."""
         return len(self._undrafted)
 
-    # Who drafts for whom
+    # Sessions
 
     def _pick(self, session: Session) -> AttachedProposer | None:
         now = self._now()
@@ -185,7 +188,7 @@ class ProposerRegistry:
             for proposer in self._proposers.values()
             if proposer.has_room
             and proposer.fits(session)
-            and session.losses[proposer.id] <= self._limits.max_reopens
+            and session.losses[proposer.id] <= self.limits.max_reopens
         ]
         return min(
             candidates,
@@ -199,7 +202,7 @@ class ProposerRegistry:
         )
 
     def assign(self, session: Session) -> None:
-        """Give a session without a proposer one, or notes that it wants one."""
+        """Give a session without a proposer one, or note that it wants one."""
         proposer = self._pick(session)
         if proposer is None:
             self._undrafted[session.id] = session
@@ -209,10 +212,12 @@ class ProposerRegistry:
         session.epoch += 1
         session.drafted = False
         k = proposer.draft_limit(session)
-        # A draft model processes the prompt for its first draft: not where none is of use.
-        session.num_draft_tokens = k if self._worker.drafting else 0
+        # A draft model processes the prompt for its first draft, in vain where none is of use.
+        session.num_draft_tokens = k if self._engine.drafting else 0
         proposer.sessions[session.id] = session
-        with self._worker.between_same_steps():  # else a draft could come before it is welcome
+        self.last_opened = max(self.last_opened, session.id)
+        # The engine drops drafts of a session without a proposer.
+        with self._engine.between_same_steps():
             proposer.outbox.open(session)
             offer = DraftOffer(
                 proposer.id,
@@ -223,12 +228,12 @@ class ProposerRegistry:
                 requested=session.num_draft_tokens > 0,
                 features=proposer.feature_order(session),
             )
-            self._worker.set_drafting(session.id, offer)
+            self._engine.set_drafting(session.id, offer)
 
     def assign_undrafted(self) -> None:
-        """Give the sessions without a proposer one, as far as there is room.
+        """Give sessions without a proposer one, as far as there is room.
 
-        The oldest first, whenever they lost theirs: they are those that run.
+        The oldest come first, since they are the ones that run.
         """
         for _, session in sorted(self._undrafted.items()):
             if not any(proposer.has_room for proposer in self._proposers.values()):
@@ -236,25 +241,33 @@ class ProposerRegistry:
             self.assign(session)
 
     def leave(self, session: Session) -> None:
-        """The session has ended; another may have its place, once the proposer is told."""
+        """Forget a session that has ended, and give another its place."""
         self._undrafted.pop(session.id, None)
-        if session.proposer is not None:
-            self._release(session.proposer, session)
+        if self._release(session):
             self.assign_undrafted()
 
-    def _release(self, proposer: AttachedProposer, session: Session) -> None:
-        """Take a session from its proposer. The engine is not told."""
-        session.proposer = None
+    def on_taken(self, outbox: Outbox) -> None:
+        """Give back the room of messages that were taken out of an outbox."""
+        for window, size in outbox.taken_feature_bytes.items():
+            self._engine.features.give_back(window, size)
+        if outbox.made_room:
+            self.assign_undrafted()
+
+    def _release(self, session: Session) -> bool:
+        """Take a session from its proposer, if it has one, without a word to the engine."""
+        proposer, session.proposer = session.proposer, None
+        if proposer is None:
+            return False
         del proposer.sessions[session.id]
         proposer.outbox.close(session)
+        return True
 
     def reassign(self, session: Session) -> None:
         """Move a session to another proposer or to a new epoch on the same one, or to none."""
-        if session.proposer is not None:
-            self._release(session.proposer, session)
+        self._release(session)
         self.assign(session)
         if session.proposer is None:
-            self._worker.set_drafting(session.id, NO_DRAFTS)
+            self._engine.set_drafting(session.id, NO_DRAFTS)
 
     def _move_sessions(self, proposer: AttachedProposer) -> None:
         for session in list(proposer.sessions.values()):
@@ -262,9 +275,4 @@ class ProposerRegistry:
 
     def _count_proposers(self) -> None:
         attached = Counter((p.pool, p.method) for p in self._proposers.values())
-        for pool_and_method in attached:
-            # A proposer may call its pool what it likes, but not fill the memory with names.
-            if len(self._pools) < _MAX_POOLS:
-                self._pools.add(pool_and_method)
-        for pool, method in self._pools:
-            self._metrics.set_proposers(attached[pool, method], pool, method)
+        self._metrics.set_proposers(attached)

@@ -4,58 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
 from outrider.rpc.data_connection import DataPort, Offer
-from outrider.rpc.feature_codec import SessionMessage
-from outrider.rpc.row_ring import RingWriter, open_ring
 from outrider.rpc.tasks import first_of
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
-from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.outbox import Outbox
-from scorer_service.drafting.transport import Context, Transport, through_frames, through_stream
-from scorer_service.hub import Hub
+from scorer_service.drafting.registry import ProposerRegistry
+from scorer_service.drafting.transport import (
+    Context,
+    Requests,
+    Transport,
+    through_frames,
+    through_stream,
+)
 
 
 async def serve_proposer(
-    requests: AsyncIterator[draft_pb2.DraftRequest],
-    context: Context,
-    hub: Hub,
-    served: ServedModel,
-    limits: DraftLimits,
-    *,
-    shared: Path | None,
-    data_port: DataPort | None,
+    requests: Requests, context: Context, blocks: BlockReceiver, data_port: DataPort | None
 ) -> None:
-    """Run one stream until either side ends it. Raises the error that it should end with.
-
-    `shared` is the folder in which a proposer's row ring may lie.
-    """
-    hello = await _read_hello(requests, limits.hello_timeout_s)
-    proposer = hub.roster.attach(hello)
+    """Run one stream until either side ends it. Raises the error that it should end with."""
+    registry = blocks.registry
+    hello = await _read_hello(requests, registry.limits.hello_timeout_s)
+    proposer = registry.attach(hello)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(hub.roster.detach, proposer)
-        ring = None
-        if shared is not None and hello.HasField("row_ring"):
-            ring = open_ring(shared, hello.row_ring)
-        if ring is not None:
-            cleanup.callback(ring.close)
-        welcome = _welcome(hello, served, limits)
-        welcome.wants_projection = not proposer.ready
-        welcome.uses_row_ring = ring is not None
+        cleanup.callback(registry.detach, proposer)
+        welcome = draft_pb2.Welcome(
+            protocol_version=agreed_version(hello.protocol_version),
+            scorer_id=registry.served.scorer_id,
+            vocab_size=registry.served.vocab_size,
+            max_block_tokens=registry.limits.max_block_tokens,
+            wants_projection=not proposer.ready,
+        )
         offer = None
         if data_port is not None and hello.data_connection:
             offer = cleanup.enter_context(data_port.offer())
             welcome.data_connection.CopyFrom(offer.message)
         await context.write(draft_pb2.DraftResponse(welcome=welcome))
-        conversing = asyncio.create_task(
-            _converse(proposer, requests, context, hub, limits, ring, offer)
-        )
+        conversing = asyncio.create_task(_converse(proposer, requests, context, blocks, offer))
         try:
             tasks = (conversing, proposer.detached)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -66,73 +55,63 @@ async def serve_proposer(
             error = proposer.detached.result()
             if error is not None:
                 raise error
-        # A write to, or a read from, a stream that is gone fails in ways that gRPC chooses.
+        # Other errors are gRPC's, of reads and writes on a stream that is gone.
         if isinstance(result, OutriderError):
             raise result
 
 
 async def _converse(
     proposer: AttachedProposer,
-    requests: AsyncIterator[draft_pb2.DraftRequest],
+    requests: Requests,
     context: Context,
-    hub: Hub,
-    limits: DraftLimits,
-    ring: RingWriter | None,
+    blocks: BlockReceiver,
     offer: Offer | None,
 ) -> None:
-    """From Welcome until the proposer closes its side or goes away."""
-    wire = through_stream(requests, context)
-    if offer is not None and await _is_connected(requests, limits.hello_timeout_s):
-        wire = through_frames(requests, offer)
+    """Talk to the proposer after Welcome, until it closes its side or goes away."""
+    registry = blocks.registry
+    transport = through_stream(requests, context)
+    if offer is not None and await _is_connected(requests, registry.limits.hello_timeout_s):
+        transport = through_frames(requests, offer)
     if not proposer.ready:
-        await hub.roster.complete(proposer, requests)
-    await first_of(_read(proposer, wire, hub), _write(proposer, wire, hub, ring))
+        await registry.complete(proposer, requests)
+    await first_of(_read(proposer, transport, blocks), _write(proposer, transport, registry))
 
 
-async def _read(proposer: AttachedProposer, wire: Transport, hub: Hub) -> None:
-    """Until the proposer closes its side or goes away: grpc.aio cannot tell the two apart."""
-    async with contextlib.aclosing(wire.requests()) as requests:
+async def _read(proposer: AttachedProposer, transport: Transport, blocks: BlockReceiver) -> None:
+    """Read until the proposer closes its side or goes away; grpc.aio cannot tell these apart."""
+    async with contextlib.aclosing(transport.requests()) as requests:
         async for request in requests:
             match request.WhichOneof("message"):
                 case "blocks":
-                    hub.on_blocks(proposer, request.blocks.blocks)
+                    blocks.receive(proposer, request.blocks.blocks)
                 case "lost":
-                    hub.roster.on_lost(proposer, request.lost)
+                    blocks.registry.on_lost(proposer, request.lost)
                 case "goodbye":
-                    hub.roster.on_goodbye(proposer)
+                    blocks.registry.on_goodbye(proposer)
                 case other:
-                    hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
+                    blocks.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
 async def _write(
-    proposer: AttachedProposer, wire: Transport, hub: Hub, ring: RingWriter | None
+    proposer: AttachedProposer, transport: Transport, registry: ProposerRegistry
 ) -> None:
     outbox = proposer.outbox
-    assert isinstance(outbox, Outbox), "it came by this stream"
+    assert isinstance(outbox, Outbox), "the proposer came by this stream"
     while True:
         message = await outbox.take()
-        hub.on_taken(outbox)
-        await wire.write(message if ring is None else _shared(message, ring))
+        registry.on_taken(outbox)
+        await transport.write(message)
 
 
-def _shared(message: SessionMessage, ring: RingWriter) -> SessionMessage:
-    """The same with its rows in the ring, if they have room there."""
-    if not message.features:
-        return message
-    return replace(message, rows_at=ring.write([each.rows for each in message.features]))
-
-
-async def _read_hello(
-    requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float
-) -> draft_pb2.Hello:
+async def _read_hello(requests: Requests, timeout_s: float) -> draft_pb2.Hello:
     request = await _next(requests, "Hello", timeout_s)
     if request is None or request.WhichOneof("message") != "hello":
         raise InvalidRequestError("the first message of a Draft stream is Hello", param="hello")
     return request.hello
 
 
-async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float) -> bool:
-    """Whether the proposer has taken up the data connection of Welcome."""
+async def _is_connected(requests: Requests, timeout_s: float) -> bool:
+    """Return whether the proposer uses the data connection that Welcome offers."""
     request = await _next(requests, "DataConnected", timeout_s)
     if request is None or request.WhichOneof("message") != "data_connected":
         raise InvalidRequestError(
@@ -141,21 +120,10 @@ async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest], timeout
     return request.data_connected.used
 
 
-async def _next(
-    requests: AsyncIterator[draft_pb2.DraftRequest], what: str, timeout_s: float
-) -> draft_pb2.DraftRequest | None:
-    """None if the proposer has closed its side. Raises `DeadlineError`."""
+async def _next(requests: Requests, what: str, timeout_s: float) -> draft_pb2.DraftRequest | None:
+    """Return None if the proposer has closed its side. Raises `DeadlineError`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(requests, None)
     except TimeoutError:
         raise DeadlineError(f"no {what} within {timeout_s:g} s") from None
-
-
-def _welcome(hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits) -> draft_pb2.Welcome:
-    return draft_pb2.Welcome(
-        protocol_version=agreed_version(hello.protocol_version),
-        scorer_id=served.scorer_id,
-        vocab_size=served.vocab_size,
-        max_block_tokens=limits.max_block_tokens,
-    )

@@ -1,4 +1,4 @@
-"""How the messages of a conversation travel after Welcome: through its stream, or beside it."""
+"""The transport of a conversation after Welcome: its stream, or a data connection."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _parse = draft_pb2.DraftRequest.FromString
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Both ways of one conversation."""
+    """Both directions of one conversation."""
 
     requests: Callable[[], AsyncGenerator[draft_pb2.DraftRequest, None]]
-    """To be closed. Ends when the proposer closes its side or goes away; raises
-    `InvalidRequestError` for what is no request."""
+    """The caller closes it. It ends when the proposer closes its side or goes away, and raises
+    `InvalidRequestError` for a message that is no request."""
     write: Callable[[SessionMessage], Awaitable[None]]
 
 
 def through_stream(requests: Requests, context: Context) -> Transport:
-    """As gRPC messages of the stream."""
+    """Return the stream itself, whose messages are gRPC's."""
 
     async def read() -> AsyncGenerator[draft_pb2.DraftRequest, None]:
         async for request in requests:
@@ -41,7 +41,7 @@ def through_stream(requests: Requests, context: Context) -> Transport:
 
 
 def through_frames(stream: Requests, offer: Offer) -> Transport:
-    """Over the data connection of `offer`; the stream, whose requests are given, tells its end.
+    """Return the data connection of `offer`, which ends with the stream.
 
     Raises `InvalidRequestError` if the proposer has not opened it.
     """
@@ -63,7 +63,7 @@ def through_frames(stream: Requests, offer: Offer) -> Transport:
         try:
             while (data := await frames.read()) is not None:
                 yield _parse(data)
-                await asyncio.sleep(0)  # what has come is read without: others have their turn
+                await asyncio.sleep(0)  # frames that have come are read without a pause
             if watching.done():
                 watching.result()
         except DecodeError as error:

@@ -87,7 +87,7 @@ async def serving(stalling: Stalling, limits: ClientLimits | None = None) -> Asy
         await server.stop(0)
 
 
-async def test_both_ends_notice_that_the_other_has_vanished(
+async def test_connection_when_peer_vanishes_is_noticed_by_both_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel, "_PING_MS", 200)
@@ -109,7 +109,7 @@ async def test_both_ends_notice_that_the_other_has_vanished(
         await stalling.ended.wait()
 
 
-async def test_a_request_that_does_not_come_to_its_end_is_not_waited_for() -> None:
+async def test_server_does_not_wait_for_an_unfinished_request() -> None:
     limits = ClientLimits(2**20, request_s=0.2, connection_s=0.2)
     async with (
         asyncio.timeout(DEADLINE_S),

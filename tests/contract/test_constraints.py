@@ -53,7 +53,7 @@ async def output(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_the_output_is_in_its_language_with_any_draft(temperature: float) -> None:
+async def test_constraint_with_any_draft_keeps_output_in_its_language(temperature: float) -> None:
     request = constrained(temperature=temperature, json_schema=SCHEMA)
     async with scorer() as running:
         alone, _ = await output(running, request)
@@ -81,7 +81,7 @@ async def test_the_output_is_in_its_language_with_any_draft(temperature: float) 
         assert alone[:5] + resumed == alone
 
 
-async def test_garbage_is_no_harm() -> None:
+async def test_constraint_with_garbage_drafts_is_unharmed() -> None:
     request = constrained(regex="[ab]{12}")
     async with scorer() as running:
         alone, _ = await output(running, request)
@@ -104,7 +104,9 @@ async def test_garbage_is_no_harm() -> None:
         ("grammar", "x" * 2**19, "at most"),
     ],
 )
-async def test_what_cannot_be_compiled_is_refused(param: str, source: str, message: str) -> None:
+async def test_constraint_that_cannot_be_compiled_is_refused(
+    param: str, source: str, message: str
+) -> None:
     async with scorer() as running:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await output(running, constrained(**{param: source}))
@@ -115,7 +117,7 @@ async def test_what_cannot_be_compiled_is_refused(param: str, source: str, messa
         assert (await running.info()).running_requests == 0
 
 
-async def test_what_is_compiled_when_the_scorer_drains_is_sent_elsewhere() -> None:
+async def test_constraint_compiled_while_draining_is_sent_elsewhere() -> None:
     began, go_on = threading.Event(), threading.Event()
 
     class Slow(ConstraintCompiler):
@@ -135,7 +137,7 @@ async def test_what_is_compiled_when_the_scorer_drains_is_sent_elsewhere() -> No
         assert isinstance(status.from_rpc_error(caught.value), errors.UnavailableError)
 
 
-async def test_a_model_without_a_tokenizer_takes_no_constraint() -> None:
+async def test_constraint_on_model_without_tokenizer_is_refused() -> None:
     async with running_scorer() as running:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await output(running, constrained(json_object=True))
@@ -145,7 +147,7 @@ async def test_a_model_without_a_tokenizer_takes_no_constraint() -> None:
         assert "tokenizer.json" in error.message
 
 
-async def test_a_grammar_that_leads_nowhere_ends_its_request_with_an_error() -> None:
+async def test_constraint_that_leads_nowhere_ends_its_request_with_an_error() -> None:
     request = constrained(grammar='start: "a" x\nx: x "b"')
     async with scorer() as running:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

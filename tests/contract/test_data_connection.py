@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.delay_proxy import DelayProxy
+from benchmarks.lib.delay_proxy import DelayProxy
 from outrider.rpc import data_connection
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import FrameSocket
@@ -35,7 +35,7 @@ NO_CONNECTION = "no data connection"
 
 
 async def attached(scorer: RunningScorer) -> None:
-    await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
+    await scorer.until(lambda: bool(scorer.hub.registry.proposers), "a proposer is attached")
 
 
 @asynccontextmanager
@@ -94,11 +94,11 @@ BREAKS: dict[str, Callable[[DelayProxy, DelayProxy], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("what", BREAKS)
-async def test_what_breaks_is_dialled_anew_and_drafted_for_again(what: str) -> None:
+async def test_data_connection_when_broken_is_dialled_anew_and_drafted_for(what: str) -> None:
     async with running_scorer(pause_s=SLOW_S) as scorer, proxied(scorer) as ways:
         data = ways[1]
         async with drafting(scorer, ways[0].address):
-            [first] = scorer.hub.roster.proposers
+            [first] = scorer.hub.registry.proposers
             request = asyncio.create_task(scorer.generate(PROMPT, max_tokens=LENGTH))
             await scorer.until(lambda: bool(first.sessions), "it is drafted for")
             [session] = first.sessions.values()
@@ -111,7 +111,7 @@ async def test_what_breaks_is_dialled_anew_and_drafted_for_again(what: str) -> N
             await is_drafted_for(scorer)
 
 
-async def test_what_breaks_for_the_proposer_alone_is_dialled_anew_at_once(
+async def test_data_connection_when_broken_for_the_proposer_alone_is_dialled_anew_at_once(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(conversation, "_STATUS_TIMEOUT_S", 60.0)
@@ -124,17 +124,17 @@ async def test_what_breaks_for_the_proposer_alone_is_dialled_anew_at_once(
     monkeypatch.setattr(link, "connect", kept)
     async with running_scorer() as scorer, drafting(scorer, scorer.address):
         await is_drafted_for(scorer)
-        [first] = scorer.hub.roster.proposers
+        [first] = scorer.hub.registry.proposers
         [frames] = dialled
         with socket.socket(fileno=os.dup(frames.fileno())) as its:
             its.shutdown(socket.SHUT_RD)  # the scorer is not told
         await scorer.until(lambda: len(dialled) == 2, "it dials anew")
         assert any("the data connection broke" in warning for warning in warnings())
-        await scorer.until(lambda: first not in scorer.hub.roster.proposers, "it has left")
+        await scorer.until(lambda: first not in scorer.hub.registry.proposers, "it has left")
         await is_drafted_for(scorer)
 
 
-def test_a_connection_that_comes_when_all_has_ended_is_closed(
+def test_data_connection_that_comes_too_late_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connected: queue.SimpleQueue[FrameSocket] = queue.SimpleQueue()
@@ -156,23 +156,23 @@ def test_a_connection_that_comes_when_all_has_ended_is_closed(
     wait_until(lambda: frames.fileno() < 0, 10, "the late connection to be closed")
 
 
-async def test_a_stalled_connection_costs_drafts_and_no_token() -> None:
+async def test_data_connection_when_stalled_costs_drafts_and_no_token() -> None:
     async with (
         running_scorer(pause_s=SLOW_S) as scorer,
         proxied(scorer) as (stream, data),
         drafting(scorer, stream.address),
     ):
-        [proposer] = scorer.hub.roster.proposers
+        [proposer] = scorer.hub.registry.proposers
         request = asyncio.create_task(scorer.generate(PROMPT, max_tokens=LENGTH))
         await scorer.until(lambda: data.num_bytes["to"] > 100, "it is drafted for")
         await stall(data)
         output = await request
         assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
         assert output.aux_info.accepted > 0
-        assert scorer.hub.roster.proposers == (proposer,), "nobody hung up"
+        assert scorer.hub.registry.proposers == (proposer,), "nobody hung up"
 
 
-async def test_messages_go_through_the_connection_and_none_through_the_stream() -> None:
+async def test_data_connection_carries_all_messages_instead_of_the_stream() -> None:
     async with (
         running_scorer() as scorer,
         proxied(scorer) as (stream, data),
@@ -205,7 +205,7 @@ async def hangs_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
 
 
 @pytest.mark.parametrize("answers", [None, silent, another_service, hangs_up])
-async def test_a_port_that_is_not_the_scorers_is_done_without(
+async def test_data_connection_to_a_foreign_port_is_done_without(
     answers: Callable[..., Awaitable[None]] | None, warnings: Callable[[], list[str]]
 ) -> None:
     async with running_scorer() as scorer, DelayProxy(scorer.address) as stream:
@@ -221,7 +221,7 @@ async def test_a_port_that_is_not_the_scorers_is_done_without(
             await server.wait_closed()
 
 
-async def test_a_port_that_takes_too_long_to_try_is_done_without(
+async def test_data_connection_to_a_slow_port_is_done_without(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(link, "_CONNECT_TIMEOUT_S", 0.1)
@@ -246,7 +246,7 @@ async def test_a_port_that_takes_too_long_to_try_is_done_without(
         await scorer.until(lambda: frames.fileno() < 0, "what comes in the end is closed")
 
 
-async def test_a_scorer_without_a_port_is_drafted_for_through_the_stream(
+async def test_data_connection_without_a_port_is_done_without(
     warnings: Callable[[], list[str]],
 ) -> None:
     async with (
@@ -257,7 +257,9 @@ async def test_a_scorer_without_a_port_is_drafted_for_through_the_stream(
     assert not any(NO_CONNECTION in warning for warning in warnings())
 
 
-async def test_over_a_unix_socket(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+async def test_data_connection_works_over_a_unix_socket(
+    tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
     path = tmp_path / "scorer.sock"
     async with running_scorer(unix_path=path) as scorer:
         async with drafting(scorer, f"unix:{path}"):
@@ -265,7 +267,7 @@ async def test_over_a_unix_socket(tmp_path: Path, warnings: Callable[[], list[st
             assert not any(NO_CONNECTION in warning for warning in warnings())
             # Without the second socket there is only the stream.
             (tmp_path / "scorer.sock.data").rename(tmp_path / "elsewhere")
-            scorer.hub.roster.detach(scorer.hub.roster.proposers[0])
+            scorer.hub.registry.detach(scorer.hub.registry.proposers[0])
             await scorer.until(lambda: any(NO_CONNECTION in w for w in warnings()), "it says so")
             await attached(scorer)
             await is_drafted_for(scorer)
@@ -273,7 +275,9 @@ async def test_over_a_unix_socket(tmp_path: Path, warnings: Callable[[], list[st
     assert os.listdir(tmp_path) == []
 
 
-async def test_with_mutual_tls(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+async def test_data_connection_works_with_mutual_tls(
+    tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
     issuer = Issuer()
     server = issuer.write(tmp_path / "server", "127.0.0.1", "127.0.0.2")
     client = issuer.write(tmp_path / "client", "127.0.0.1")
@@ -291,10 +295,10 @@ async def test_with_mutual_tls(tmp_path: Path, warnings: Callable[[], list[str]]
         before = data.num_bytes["to"]
         await is_drafted_for(scorer)
         assert data.num_bytes["to"] > before
-        [first] = scorer.hub.roster.proposers
+        [first] = scorer.hub.registry.proposers
         await stream.disconnect()
         await scorer.until(
-            lambda: scorer.hub.roster.proposers not in ((), (first,)), "it dialled anew"
+            lambda: scorer.hub.registry.proposers not in ((), (first,)), "it dialled anew"
         )
         before = data.num_bytes["to"]
         await is_drafted_for(scorer)
@@ -317,7 +321,7 @@ ENDED: dict[str, tuple[Callable[[RunningScorer], Awaitable[object]], str]] = {
 
 
 @pytest.mark.parametrize("how", ENDED)
-async def test_a_proposer_tells_why_the_scorer_ended_it(
+async def test_data_connection_proposer_logs_why_the_scorer_ended_it(
     how: str, warnings: Callable[[], list[str]]
 ) -> None:
     end, told = ENDED[how]
@@ -330,12 +334,14 @@ async def test_a_proposer_tells_why_the_scorer_ended_it(
         await scorer.until(lambda: any(told in w for w in warnings()), "it is told")
 
 
-async def test_a_proposer_that_stops_says_goodbye(warnings: Callable[[], list[str]]) -> None:
+async def test_data_connection_when_proposer_stops_says_goodbye(
+    warnings: Callable[[], list[str]],
+) -> None:
     async with running_scorer(pause_s=SLOW_S) as scorer:
         async with drafting(scorer, scorer.address):
             request = asyncio.create_task(scorer.generate(PROMPT, max_tokens=LENGTH))
-            [proposer] = scorer.hub.roster.proposers
+            [proposer] = scorer.hub.registry.proposers
             await scorer.until(lambda: bool(proposer.sessions), "it is drafted for")
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "it is gone")
         assert (await request).token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
     assert not warnings()

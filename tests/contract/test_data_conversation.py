@@ -60,12 +60,14 @@ async def in_the_middle(
         await result
     async with asyncio.timeout(10):
         await proposer.ended.wait()
-    await scorer.until(lambda: not scorer.hub.roster.proposers, "it is detached")
+    await scorer.until(lambda: not scorer.hub.registry.proposers, "it is detached")
     return await request
 
 
 @pytest.mark.parametrize("what", BROKEN)
-async def test_what_is_no_message_ends_the_stream_and_no_request(what: str) -> None:
+async def test_data_conversation_with_an_invalid_message_ends_the_stream_and_no_request(
+    what: str,
+) -> None:
     follows, sent, told = BROKEN[what]
     async with running_scorer(pause_s=SLOW_S) as scorer:
         async with proposing(guessing(scorer)) as proposer:
@@ -90,7 +92,7 @@ async def test_what_is_no_message_ends_the_stream_and_no_request(what: str) -> N
             assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
 
 
-async def test_an_empty_message_is_counted_and_no_more() -> None:
+async def test_data_conversation_with_an_empty_message_is_counted() -> None:
     async with running_scorer() as scorer, proposing(guessing(scorer)) as proposer:
         assert proposer.data is not None
         await proposer.data.send_bytes(framed(b""))
@@ -100,7 +102,7 @@ async def test_an_empty_message_is_counted_and_no_more() -> None:
         assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
 
 
-async def test_a_proposer_that_sends_without_end_leaves_others_their_turn() -> None:
+async def test_data_conversation_with_endless_messages_leaves_others_their_turn() -> None:
     near, far = socket.socketpair()
     connected = asyncio.get_running_loop().create_future()
     connected.set_result(Frames(*await asyncio.open_connection(sock=near), MAX_MESSAGE_BYTES))
@@ -121,7 +123,7 @@ async def silence() -> AsyncIterator[draft_pb2.DraftRequest]:
     yield draft_pb2.DraftRequest()
 
 
-async def test_no_message_comes_through_the_stream_once_the_connection_is_used() -> None:
+async def test_data_conversation_refuses_messages_through_the_stream() -> None:
     async with running_scorer(pause_s=SLOW_S) as scorer:
         async with proposing(guessing(scorer)) as proposer:
             stray = draft_pb2.DraftRequest(blocks=draft_pb2.BlockBatch())
@@ -150,7 +152,7 @@ ENDED: dict[str, tuple[Callable[[RunningScorer, ScriptedProposer], object], str]
 
 
 @pytest.mark.parametrize("how", ENDED)
-async def test_a_scorer_that_ends_the_stream_says_why(how: str) -> None:
+async def test_data_conversation_when_scorer_ends_the_stream_says_why(how: str) -> None:
     end, told = ENDED[how]
     limits = DraftLimits(max_bad_blocks=3)
     async with running_scorer(pause_s=SLOW_S, limits=limits) as scorer:
@@ -169,7 +171,7 @@ async def test_a_scorer_that_ends_the_stream_says_why(how: str) -> None:
         assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
 
 
-async def test_after_goodbye_both_are_closed_without_an_error() -> None:
+async def test_data_conversation_after_goodbye_closes_both_without_error() -> None:
     async with running_scorer() as scorer, proposing(guessing(scorer)) as proposer:
         assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
         await proposer.send(goodbye=draft_pb2.Goodbye())
@@ -181,4 +183,4 @@ async def test_after_goodbye_both_are_closed_without_an_error() -> None:
         assert await proposer.call.code() is grpc.StatusCode.OK
         assert proposer.data is not None
         await proposer.data.until_closed()
-        assert not scorer.hub.roster.proposers
+        assert not scorer.hub.registry.proposers

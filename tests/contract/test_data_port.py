@@ -60,7 +60,7 @@ INTRUDERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("what", INTRUDERS)
-async def test_who_shows_no_good_key_is_hung_up_on(
+async def test_data_port_without_a_good_key_hangs_up(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_connection, "_KEY_TIMEOUT_S", 0.1)
@@ -71,7 +71,7 @@ async def test_who_shows_no_good_key_is_hung_up_on(
         intruder.close()
 
 
-async def test_a_stranger_that_leaves_with_half_a_key_is_forgotten() -> None:
+async def test_data_port_forgets_a_stranger_with_half_a_key() -> None:
     async with running_scorer() as scorer, serves(scorer):
         for _ in range(MAX_STRANGERS + 1):
             stranger = await DataWire.dial(port_of(scorer))
@@ -83,18 +83,20 @@ async def test_a_stranger_that_leaves_with_half_a_key_is_forgotten() -> None:
             assert another.data is not None
 
 
-async def test_the_key_of_a_conversation_that_has_ended_is_not_good() -> None:
+async def test_data_port_refuses_the_key_of_an_ended_conversation() -> None:
     async with running_scorer() as scorer, serves(scorer):
         left = guessing(scorer, "another")
         welcome = await left.say_hello()
         left.call.cancel()
-        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 1, "it is gone")
+        await scorer.until(lambda: len(scorer.hub.registry.proposers) == 1, "it is gone")
         late = await DataWire.dial(port_of(scorer))
         assert not await late.show(welcome.data_connection.key)
         late.close()
 
 
-async def test_many_strangers_keep_nobody_from_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_data_port_with_many_strangers_lets_others_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(data_connection, "_KEY_TIMEOUT_S", 60.0)
     async with running_scorer() as scorer, AsyncExitStack() as cleanup:
         strangers = []
@@ -106,7 +108,7 @@ async def test_many_strangers_keep_nobody_from_connecting(monkeypatch: pytest.Mo
             await strangers[0].until_closed()  # who came first has made room
 
 
-async def test_a_proposer_that_cannot_connect_goes_on_through_the_stream() -> None:
+async def test_data_port_when_proposer_cannot_connect_goes_on_through_the_stream() -> None:
     async with running_scorer() as scorer:
         plain = await scorer.generate(PROMPT, enabled=False)
         proposer = guessing(scorer)
@@ -120,7 +122,7 @@ async def test_a_proposer_that_cannot_connect_goes_on_through_the_stream() -> No
     assert output.aux_info.accepted > 0
 
 
-async def test_a_proposer_that_does_not_ask_is_offered_none() -> None:
+async def test_data_port_when_proposer_does_not_ask_is_not_offered() -> None:
     async with running_scorer() as scorer:
         proposer = ScriptedProposer(scorer.stub, lambda _: [], hello(data_connection=False))
         assert not (await proposer.say_hello()).HasField("data_connection")
@@ -134,7 +136,7 @@ NOT_CONNECTED = {
 
 
 @pytest.mark.parametrize("what", NOT_CONNECTED)
-async def test_after_welcome_comes_what_became_of_the_connection(what: str) -> None:
+async def test_data_port_expects_data_connected_after_welcome(what: str) -> None:
     async with running_scorer() as scorer, serves(scorer):
         proposer = guessing(scorer, "another")
         await proposer.say_hello()
@@ -142,7 +144,7 @@ async def test_after_welcome_comes_what_became_of_the_connection(what: str) -> N
         assert await ending(proposer.call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_what_became_of_the_connection_is_said_in_time() -> None:
+async def test_data_port_expects_data_connected_in_time() -> None:
     async with running_scorer(limits=DraftLimits(hello_timeout_s=0.5)) as scorer, serves(scorer):
         proposer = guessing(scorer, "another")
         await proposer.say_hello()
@@ -157,7 +159,9 @@ def trusting(files: TlsFiles, *, certificate: TlsFiles | None) -> ssl.SSLContext
     return context
 
 
-async def test_only_peers_of_the_same_authority_reach_the_key(tmp_path: Path) -> None:
+async def test_data_port_lets_only_peers_of_the_same_authority_reach_the_key(
+    tmp_path: Path,
+) -> None:
     issuer = Issuer()
     server, client = (issuer.write(tmp_path / name, "127.0.0.1") for name in ("server", "client"))
     stranger = Issuer().write(tmp_path / "stranger", "127.0.0.1")
@@ -188,7 +192,9 @@ def two_authorities(folder: Path) -> tuple[Issuer, TlsFiles, TlsFiles, TlsFiles]
     return new, server, former, new.write(folder / "renewed", "127.0.0.1")
 
 
-async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Path) -> None:
+async def test_data_port_uses_replaced_certificates_from_the_next_connection(
+    tmp_path: Path,
+) -> None:
     new, server, former, renewed = two_authorities(tmp_path)
     async with running_scorer(tls=server) as scorer:
         for client in (former, renewed):
@@ -204,7 +210,7 @@ async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Pa
             new.write(tmp_path / "server", "127.0.0.1")
 
 
-async def test_a_former_authority_is_forgotten(tmp_path: Path) -> None:
+async def test_data_port_forgets_a_former_authority(tmp_path: Path) -> None:
     new, server, former, renewed = two_authorities(tmp_path)
     async with running_scorer(tls=server) as scorer:
         new.write(tmp_path / "server", "127.0.0.1")
@@ -217,7 +223,7 @@ async def test_a_former_authority_is_forgotten(tmp_path: Path) -> None:
             proposer.call.cancel()
 
 
-async def test_certificates_are_read_when_they_change_and_then_only_whole(
+async def test_data_port_reads_certificates_when_they_change_and_only_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[TlsFiles] = []
@@ -252,7 +258,7 @@ async def test_certificates_are_read_when_they_change_and_then_only_whole(
         await port.stop()
 
 
-async def test_who_shakes_no_hands_is_hung_up_on(
+async def test_data_port_without_a_handshake_hangs_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_connection, "_KEY_TIMEOUT_S", 0.1)

@@ -56,7 +56,7 @@ async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[Non
     """A proposer service with `method`, which the scorer may give sessions."""
     async with serving(scorer.address, method):
         await scorer.until(
-            lambda: any(p.ready for p in scorer.hub.roster.proposers), "a proposer is attached"
+            lambda: any(p.ready for p in scorer.hub.registry.proposers), "a proposer is attached"
         )
         yield
 
@@ -66,7 +66,7 @@ async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[Non
     [FINAL, FeatureSpec(SIZE, (2,)), FeatureSpec(SIZE, (NUM_LAYERS, 0)), CAPTURED],
     ids=["final", "one layer", "another order", "all"],
 )
-async def test_every_row_is_sent_and_right(spec: FeatureSpec) -> None:
+async def test_features_are_sent_completely_and_correctly(spec: FeatureSpec) -> None:
     prompts = [[(7 * i + j) % VOCAB for j in range(5 + 30 * i)] for i in range(4)]
     async with running_scorer(features=CAPTURED) as scorer:
         method = reader(scorer, spec)
@@ -81,7 +81,7 @@ async def test_every_row_is_sent_and_right(spec: FeatureSpec) -> None:
         assert scorer.metric("feature_bytes_total") >= method.rows_seen * spec.row_bytes
 
 
-async def test_rows_are_projected_by_a_matrix_that_the_proposer_sends() -> None:
+async def test_features_are_projected_by_the_proposers_matrix() -> None:
     spec, matrix = selection(CAPTURED, 6)
     async with running_scorer(features=CAPTURED) as scorer:
         for _ in range(2):  # the second time the scorer has the matrix
@@ -92,7 +92,7 @@ async def test_rows_are_projected_by_a_matrix_that_the_proposer_sends() -> None:
             assert (method.wrong, method.rows_seen > 10) == (0, True)
 
 
-async def test_a_prefix_from_the_cache_is_sent_like_any_other() -> None:
+async def test_features_of_a_cached_prefix_are_sent_like_any_other() -> None:
     prompt = [i % VOCAB for i in range(80)]
     async with running_scorer(features=CAPTURED) as scorer:
         await scorer.generate(prompt, max_tokens=2)
@@ -104,7 +104,7 @@ async def test_a_prefix_from_the_cache_is_sent_like_any_other() -> None:
         assert method.rows_seen >= 80
 
 
-async def test_a_slow_reader_is_sent_no_more_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_features_for_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_streams, "MAX_ROWS", 3)
     monkeypatch.setattr(features, "MAX_ON_THE_WAY", 5 * CAPTURED.row_bytes)
     prompt = [i % VOCAB for i in range(80)]
@@ -118,7 +118,7 @@ async def test_a_slow_reader_is_sent_no_more_than_it_takes(monkeypatch: pytest.M
         assert method.rows_seen > 80
 
 
-async def test_a_session_waits_for_its_rows_without_being_asked_again_and_again() -> None:
+async def test_features_when_missing_let_the_session_wait_without_repeated_requests() -> None:
     prompt = [i % VOCAB for i in range(20)]
     rows = [row(prompt[: i + 1], CAPTURED) for i in range(20)]
     method = RowReader(CAPTURED, lambda t, k: DraftTree.chain(len(t), (1,) * k), vocab_size=VOCAB)
@@ -145,7 +145,7 @@ async def test_a_session_waits_for_its_rows_without_being_asked_again_and_again(
     await scorer.stop()
 
 
-async def test_a_prompt_alone_is_refused_by_a_method_that_needs_features() -> None:
+async def test_propose_with_a_method_that_needs_features_is_refused() -> None:
     method = RowReader(CAPTURED, lambda t, _: DraftTree.chain(len(t), ()), vocab_size=VOCAB)
     async with serving("127.0.0.1:1", method) as addresses, open_channel(addresses["grpc"]) as way:
         stub = proposer_pb2_grpc.ProposerServiceStub(way)
@@ -154,15 +154,15 @@ async def test_a_prompt_alone_is_refused_by_a_method_that_needs_features() -> No
         assert "hidden states" in str(caught.value.details())
 
 
-async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:
+async def test_features_of_a_reopened_session_are_sent_again() -> None:
     prompt = list(range(20))
     async with running_scorer(features=CAPTURED, pause_s=0.01) as scorer:
         method = reader(scorer, CAPTURED)
         request = asyncio.create_task(scorer.generate(prompt, max_tokens=100))
         async with attached(scorer, method):
             await scorer.until(lambda: method.rows_seen >= 20, "the session was drafted for")
-            [session] = scorer.hub.roster.proposers[0].sessions.values()
-            scorer.hub.roster.reassign(session)
+            [session] = scorer.hub.registry.proposers[0].sessions.values()
+            scorer.hub.registry.reassign(session)
             await scorer.until(lambda: len(method.seen) == 2, "and opened anew")
             output = await request
             assert session.losses.total() == 0
@@ -171,7 +171,7 @@ async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:
         assert min(method.seen.values()) >= 20
 
 
-async def test_one_of_several_methods_may_read_features() -> None:
+async def test_features_are_read_by_one_of_several_methods() -> None:
     prompt = [5, 6, 7, 8] * 6
     async with running_scorer(features=CAPTURED) as scorer:
         method = reader(scorer, FINAL)
@@ -201,7 +201,7 @@ async def test_features_that_are_not_captured_are_refused(what: str) -> None:
     assert word in error
 
 
-async def test_a_scorer_without_features_names_the_flag() -> None:
+async def test_features_on_scorer_without_any_names_the_flag() -> None:
     async with running_scorer() as scorer:
         error = await refused(scorer, FeatureSpec(SIZE, (2, 3), final_norm=True))
     assert "--hidden-features 2,3,final" in error

@@ -48,7 +48,9 @@ class Counting(RowReader):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_proposer_that_rested_has_every_token_and_every_state(temperature: float) -> None:
+async def test_proposer_without_drafts_for_a_while_has_every_token_and_state(
+    temperature: float,
+) -> None:
     prompt = [1, 2]
     length = MAX_LEN - len(prompt)  # no drafts, drafts, and none at the end
     async with running_scorer(features=CAPTURED, policy=Spells) as scorer:
@@ -61,7 +63,9 @@ async def test_a_proposer_that_rested_has_every_token_and_every_state(temperatur
         )
         method = Counting(CAPTURED, guess, vocab_size=VOCAB)
         async with serving(scorer.address, method):
-            await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
+            await scorer.until(
+                lambda: bool(scorer.hub.registry.proposers), "a proposer is attached"
+            )
             output = await scorer.generate(prompt, max_tokens=length, temperature=temperature)
     assert output.token_ids == plain.token_ids
     aux = output.aux_info

@@ -181,8 +181,8 @@ async def test_everything_else_reaches_the_scorer() -> None:
             ),
             "temperature",
         ),
-        (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop"),
-        (generation_pb2.GenerateRequest(text="x", stop_strings=["x" * 1025]), "stop"),
+        (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop_strings"),
+        (generation_pb2.GenerateRequest(text="x", stop_strings=["x" * 1025]), "stop_strings"),
         (
             generation_pb2.GenerateRequest(
                 text="x", stop=common_pb2.StopParams(stop_token_ids=range(1025))

@@ -93,7 +93,7 @@ async def generate_all(scorer: RunningScorer, **how: float) -> list[Output]:
     ],
     ids=["draft model", "ngram", "hidden states", "projected", "two methods"],
 )
-async def test_text_is_the_targets(
+async def test_in_process_proposer_leaves_the_targets_text(
     name: str, make: Callable[[PacedModel], Proposer], temperature: float
 ) -> None:
     kept = Kept(make)
@@ -101,7 +101,7 @@ async def test_text_is_the_targets(
     async with running_scorer(in_process=kept, features=features) as scorer:
         outputs = await generate_all(scorer, temperature=temperature)
         plain = await generate_all(scorer, temperature=temperature, enabled=False)
-        [proposer] = scorer.hub.roster.proposers
+        [proposer] = scorer.hub.registry.proposers
         assert (proposer.window.on_the_way, proposer.prompt_window.on_the_way) == (0, 0)
         assert scorer.metric("step_time_seconds_sum", part="draft") > 0.0
     assert [each.token_ids for each in outputs] == [each.token_ids for each in plain]
@@ -116,7 +116,9 @@ async def test_text_is_the_targets(
         assert sum(each.accepted for each in aux) > 30
 
 
-async def test_blocks_of_a_batch_came_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_process_proposer_posts_a_batch_with_one_arrival_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By that the policy knows a batch: the first of its drafts tells what it took."""
     came: list[float | None] = []
     post_block = Engine.post_block
@@ -168,7 +170,9 @@ class Broken(NgramProposer):
 
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("where", ["open", "commit", "close", "draft", "ahead"])
-async def test_a_method_that_fails_costs_its_drafts_alone(where: str, every: int) -> None:
+async def test_in_process_proposer_when_method_fails_loses_its_drafts_alone(
+    where: str, every: int
+) -> None:
     kept = Kept(lambda _: Broken(where, every))
     async with running_scorer(in_process=kept) as scorer:
         for _ in range(2):
@@ -176,21 +180,21 @@ async def test_a_method_that_fails_costs_its_drafts_alone(where: str, every: int
                 assert output.token_ids == scorer.model.greedy_text(prompt, 40)
         assert isinstance(kept.method, Broken)
         assert 1 <= kept.method.failures <= 3
-        tried_on = bool(scorer.hub.roster.proposers)
+        tried_on = bool(scorer.hub.registry.proposers)
         assert tried_on == (kept.method.failures < 3), "three times, and no more is tried"
 
 
-async def test_a_method_that_fails_again_and_again_is_given_up() -> None:
+async def test_in_process_proposer_when_method_keeps_failing_is_given_up() -> None:
     kept = Kept(lambda _: Broken("commit", 1))
     async with running_scorer(in_process=kept) as scorer, asyncio.timeout(20):
-        while scorer.hub.roster.proposers:
+        while scorer.hub.registry.proposers:
             output = await scorer.generate(PROMPTS[1], max_tokens=20)
             assert output.token_ids == scorer.model.greedy_text(PROMPTS[1], 20)
         assert isinstance(kept.method, Broken)
         assert kept.method.failures == 3
 
 
-async def test_sessions_without_a_place_get_one_later() -> None:
+async def test_in_process_proposer_when_full_opens_sessions_later() -> None:
     """By then the engine has gone on with them: what is drafted after is what it knows."""
     kept = Kept(lambda model: draft_model(model, max_sessions=2))
     async with running_scorer(in_process=kept, pause_s=0.001) as scorer:
@@ -202,7 +206,7 @@ async def test_sessions_without_a_place_get_one_later() -> None:
         assert sum(each.accepted > 0 for each in late) >= 2
 
 
-async def test_sessions_that_are_lost_are_opened_again() -> None:
+async def test_in_process_proposer_reopens_lost_sessions() -> None:
     """The pages hold some of the texts: others give way, and come back."""
     model = HashModel(VOCAB, num_pages=60, max_model_len=MAX_LEN)
     kept = Kept(lambda _: DraftModelProposer(model, name="hash", max_branches=0))
@@ -213,7 +217,7 @@ async def test_sessions_that_are_lost_are_opened_again() -> None:
     assert kept.method.num_sessions == 0
 
 
-async def test_requests_that_are_cancelled_leave_nothing_behind() -> None:
+async def test_in_process_proposer_when_requests_are_cancelled_keeps_nothing() -> None:
     kept = Kept(draft_model)
     async with running_scorer(in_process=kept, pause_s=0.002) as scorer:
         calls = [scorer.stub.Generate(generate_request(p, max_tokens=90)) for p in PROMPTS]
@@ -224,21 +228,21 @@ async def test_requests_that_are_cancelled_leave_nothing_behind() -> None:
         assert (await scorer.generate(PROMPTS[0])).aux_info.accepted > 0
 
 
-async def test_beside_proposers_of_other_methods_requests_choose() -> None:
+async def test_in_process_proposer_with_other_proposers_lets_requests_choose() -> None:
     async with (
         running_scorer(in_process=ngram) as scorer,
         serving(scorer.address, draft_model(scorer.model)),
     ):
-        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 2, "both are attached")
+        await scorer.until(lambda: len(scorer.hub.registry.proposers) == 2, "both are attached")
         chosen = [await scorer.generate(PROMPTS[3], method=m) for m in ("ngram", "draft_model")]
         assert chosen[0].token_ids == chosen[1].token_ids
         ids = [list(each.aux_info.proposer_ids) for each in chosen]
         assert ids[0] == ["in-process-0"] != ids[1]
 
 
-async def test_sessions_of_a_proposer_that_leaves_go_on_in_process() -> None:
+async def test_in_process_proposer_takes_over_sessions_of_one_that_leaves() -> None:
     async with running_scorer(in_process=draft_model, pause_s=0.002) as scorer:
-        [here] = scorer.hub.roster.proposers
+        [here] = scorer.hub.registry.proposers
         here.draining = True  # no place yet
         async with proposing(guessing(scorer)):
             call = scorer.stub.Generate(generate_request(PROMPTS[2], max_tokens=100))
@@ -251,7 +255,7 @@ async def test_sessions_of_a_proposer_that_leaves_go_on_in_process() -> None:
         assert set(last.aux_info.proposer_ids) == {"proposer-0", "in-process-0"}
 
 
-async def test_a_method_that_does_not_fit_is_refused() -> None:
+async def test_in_process_proposer_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--in-process-proposer: eagle needs"):
         async with running_scorer(in_process=reads()):
             pass

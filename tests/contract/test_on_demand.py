@@ -56,7 +56,7 @@ class Watched(DraftModelProposer):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_proposer_runs_ahead_where_it_is_to(temperature: float) -> None:
+async def test_proposer_runs_ahead_only_when_told_to(temperature: float) -> None:
     prompt, method = [1, 2], Watched()
     length = MAX_LEN - len(prompt)
     async with running_scorer(pause_s=0.01, policy=Spells) as scorer:
@@ -64,7 +64,9 @@ async def test_a_proposer_runs_ahead_where_it_is_to(temperature: float) -> None:
             prompt, max_tokens=length, temperature=temperature, enabled=False
         )
         async with serving(scorer.address, method):
-            await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
+            await scorer.until(
+                lambda: bool(scorer.hub.registry.proposers), "a proposer is attached"
+            )
             output = await scorer.generate(prompt, max_tokens=length, temperature=temperature)
     assert output.token_ids == plain.token_ids
     assert output.aux_info.accepted > 0.5 * length

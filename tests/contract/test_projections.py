@@ -53,12 +53,12 @@ def chunk(offset: int, data: bytes) -> draft_pb2.ProjectionChunk:
     return draft_pb2.ProjectionChunk(offset=offset, data=data)
 
 
-async def test_no_session_is_opened_before_the_projection_is_complete() -> None:
+async def test_projection_when_incomplete_opens_no_session() -> None:
     async with running_scorer(features=CAPTURED) as scorer:
         proposer = await dialled(scorer)
         assert proposer.welcome is not None
         assert proposer.welcome.wants_projection
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await proposer.send(projection=chunk(0, PACKED[:100]))
         await scorer.generate([1, 2, 3], max_tokens=3)
         assert not attached.has_room
@@ -81,7 +81,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-async def test_a_projection_that_is_not_what_was_announced_ends_the_stream(what: str) -> None:
+async def test_projection_other_than_announced_ends_the_stream(what: str) -> None:
     async with running_scorer(features=CAPTURED) as scorer:
         proposer = await dialled(scorer)
         for part in BAD[what]:
@@ -92,10 +92,10 @@ async def test_a_projection_that_is_not_what_was_announced_ends_the_stream(what:
         error = await ending(proposer)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "rojection" in str(error.details())
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "it is gone")
 
 
-async def test_a_projection_has_to_come_in_time() -> None:
+async def test_projection_that_is_late_ends_the_stream() -> None:
     async with running_scorer(
         features=CAPTURED, limits=DraftLimits(projection_timeout_s=0.05)
     ) as scorer:
@@ -103,7 +103,7 @@ async def test_a_projection_has_to_come_in_time() -> None:
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_device_without_room_refuses_and_can_be_asked_again(
+async def test_projection_without_room_on_the_device_is_refused_and_can_be_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: object) -> None:
@@ -117,7 +117,7 @@ async def test_a_device_without_room_refuses_and_can_be_asked_again(
             error = await ending(proposer)
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "OutOfMemoryError" in str(error.details())
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "it is gone")
         again = await dialled(scorer)
         assert again.welcome is not None
         assert again.welcome.wants_projection
@@ -125,12 +125,12 @@ async def test_a_device_without_room_refuses_and_can_be_asked_again(
         assert (await scorer.generate([1, 2], max_tokens=3)).token_ids
 
 
-async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
+async def test_projections_when_idle_make_room_for_others() -> None:
     limits = DraftLimits(max_projections=1)
     async with running_scorer(features=CAPTURED, limits=limits) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED))
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await scorer.until(lambda: attached.ready, "it is ready")
         second = await dialled(scorer, OTHER, "q")
         await second.send(projection=chunk(0, bytes(96)))
@@ -138,14 +138,16 @@ async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "in use" in str(error.details())
         first.call.cancel()
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "both are gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "both are gone")
         third = await dialled(scorer, OTHER, "r")
         await third.send(projection=chunk(0, bytes(96)))
-        await scorer.until(lambda: any(p.ready for p in scorer.hub.roster.proposers), "it is ready")
+        await scorer.until(
+            lambda: any(p.ready for p in scorer.hub.registry.proposers), "it is ready"
+        )
         third.call.cancel()
 
 
-async def test_a_stream_that_ends_takes_no_projection_from_another_proposer(
+async def test_projection_of_an_ended_stream_stays_for_another_proposer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
@@ -165,10 +167,10 @@ async def test_a_stream_that_ends_takes_no_projection_from_another_proposer(
         assert second.welcome is not None
         assert second.welcome.wants_projection, "it is not there yet"
         first.call.cancel()
-        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 1, "the first is gone")
+        await scorer.until(lambda: len(scorer.hub.registry.proposers) == 1, "the first is gone")
         await second.send(projection=chunk(0, PACKED))
         go_on.set()
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await scorer.until(lambda: attached.ready, "it is ready")
         third = await dialled(scorer, name="r")
         assert third.welcome is not None
@@ -177,22 +179,22 @@ async def test_a_stream_that_ends_takes_no_projection_from_another_proposer(
             each.call.cancel()
 
 
-async def test_no_more_projections_are_read_at_once_than_may_be_kept() -> None:
+async def test_projections_are_read_no_more_at_once_than_are_kept() -> None:
     async with running_scorer(features=CAPTURED, limits=DraftLimits(max_projections=1)) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED[:-1]))
-        reading = scorer.hub.roster.projections._reading
+        reading = scorer.hub.registry.projections._reading
         await scorer.until(reading.locked, "the first is read")
         second = await dialled(scorer, OTHER, "q")
         await second.send(projection=chunk(0, bytes(96)))
         await first.send(projection=chunk(len(PACKED) - 1, PACKED[-1:]))
         assert "in use" in str((await ending(second)).details()), "the first was before it"
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await scorer.until(lambda: attached.ready, "the first is there")
         first.call.cancel()
 
 
-async def test_a_projection_must_not_be_too_large() -> None:
+async def test_projection_that_is_too_large_is_refused() -> None:
     async with running_scorer(
         features=CAPTURED, limits=DraftLimits(max_projection_bytes=100)
     ) as scorer:
@@ -201,7 +203,7 @@ async def test_a_projection_must_not_be_too_large() -> None:
         assert "may have 100 bytes" in str(caught.value.details())
 
 
-async def test_a_proposer_sends_its_projection_in_chunks_if_it_is_wanted() -> None:
+async def test_projection_is_sent_in_chunks_if_wanted() -> None:
     spec = FeatureSpec(1024, (1, 2), projection_dim=600, projection_sha256=bytes(32))
     matrix = torch.randn(600, 2048).to(torch.bfloat16)
     method = RowReader(

@@ -90,7 +90,7 @@ def hash_model_proposer(
     return lambda _: (DraftModelProposer(model, name="hash", **kwargs), "abc")
 
 
-async def test_hello_says_who_it_is(scorer: DraftScorer) -> None:
+async def test_proposer_hello_says_who_it_is(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         hello = (await scorer.attached()).hello
@@ -102,7 +102,7 @@ async def test_hello_says_who_it_is(scorer: DraftScorer) -> None:
     assert hello.max_draft_tokens == 16
 
 
-async def test_a_stream_that_fails_is_dialled_anew(
+async def test_proposer_stream_when_failed_is_dialled_anew(
     scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hello, failures = ProposerService._hello, [RuntimeError("a bug")]
@@ -119,7 +119,7 @@ async def test_a_stream_that_fails_is_dialled_anew(
     assert "a bug" in caplog.text
 
 
-async def test_a_bug_in_a_proposal_is_not_the_callers_to_read(
+async def test_propose_with_a_bug_hides_it_from_the_caller(
     scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object) -> None:
@@ -134,7 +134,7 @@ async def test_a_bug_in_a_proposal_is_not_the_callers_to_read(
     assert "a bug" not in str(caught.value.details())
 
 
-async def test_a_proposal_whose_draft_fails_says_so(
+async def test_propose_when_drafting_fails_says_so(
     scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> DraftRound:
@@ -151,7 +151,7 @@ async def test_a_proposal_whose_draft_fails_says_so(
     assert caught.value.details() == "drafting failed; the log has the details"
 
 
-async def test_drafts_from_open_to_close(scorer: DraftScorer) -> None:
+async def test_proposer_stream_drafts_from_open_to_close(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (_, stub):
         stream = await scorer.attached()
@@ -175,7 +175,7 @@ async def test_drafts_from_open_to_close(scorer: DraftScorer) -> None:
         await eventually(forgotten)
 
 
-async def test_repeated_and_overlapping_commits_are_harmless(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_repeated_commits_is_unharmed(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         stream = await scorer.attached()
@@ -189,7 +189,7 @@ async def test_repeated_and_overlapping_commits_are_harmless(scorer: DraftScorer
         await stream.silence()  # what says nothing new needs no answer
 
 
-async def test_k_zero_follows_without_drafting(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_k_zero_follows_without_drafting(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         stream = await scorer.attached()
@@ -205,7 +205,7 @@ def ahead_config(*scorers: str) -> ProposerConfig:
     return replace(ngram_config(*scorers), methods=(NgramConfig(max_branches=8),))
 
 
-async def test_branches_follow_the_draft_and_a_commit_on_them_needs_no_draft(
+async def test_proposer_stream_branches_follow_the_draft_and_spare_the_next_one(
     scorer: DraftScorer,
 ) -> None:
     address = await scorer.start()
@@ -231,7 +231,7 @@ async def test_branches_follow_the_draft_and_a_commit_on_them_needs_no_draft(
         assert (draft.base_len, list(draft.token_ids)) == (14, [6, 8])
 
 
-async def test_no_branches_are_made_while_drafts_are_wanted_on_demand(scorer: DraftScorer) -> None:
+async def test_proposer_stream_on_demand_makes_no_branches(scorer: DraftScorer) -> None:
     """By the scorer that says so; another's sessions go on as before."""
     address = await scorer.start()
     other = DraftScorer()
@@ -256,7 +256,9 @@ async def test_no_branches_are_made_while_drafts_are_wanted_on_demand(scorer: Dr
     await other.stop()
 
 
-async def test_of_several_methods_each_block_says_which_drafted(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_several_methods_names_each_blocks_method(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     config = replace(
         ngram_config(address),
@@ -301,7 +303,7 @@ async def test_of_several_methods_each_block_says_which_drafted(scorer: DraftSco
         assert drafts == {4: [], 5: [32, 33]}
 
 
-async def test_no_block_is_larger_than_the_scorer_allows(scorer: DraftScorer) -> None:
+async def test_proposer_stream_keeps_blocks_within_the_scorers_limit(scorer: DraftScorer) -> None:
     scorer.max_block_tokens = 5
     address = await scorer.start()
     async with running(ahead_config(address)):
@@ -311,7 +313,7 @@ async def test_no_block_is_larger_than_the_scorer_allows(scorer: DraftScorer) ->
         assert len((await stream.next_block()).token_ids) == 5
 
 
-async def test_a_gap_is_answered_with_lost_and_a_new_epoch_starts_over(
+async def test_proposer_stream_with_a_gap_says_lost_and_starts_over(
     scorer: DraftScorer,
 ) -> None:
     address = await scorer.start()
@@ -326,7 +328,7 @@ async def test_a_gap_is_answered_with_lost_and_a_new_epoch_starts_over(
         assert (await stream.next_block()).epoch == 2
 
 
-async def test_messages_of_another_epoch_are_dropped(scorer: DraftScorer) -> None:
+async def test_proposer_stream_drops_messages_of_another_epoch(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         stream = await scorer.attached()
@@ -342,7 +344,7 @@ async def test_messages_of_another_epoch_are_dropped(scorer: DraftScorer) -> Non
         assert list((await stream.next_block()).token_ids) == [6]
 
 
-async def test_close_and_reopen_in_one_batch(scorer: DraftScorer) -> None:
+async def test_proposer_stream_closes_and_reopens_in_one_batch(scorer: DraftScorer) -> None:
     """A merged batch holds the Close of the old epoch beside the Open of the new."""
     address = await scorer.start()
     async with running(ngram_config(address)):
@@ -358,7 +360,7 @@ async def test_close_and_reopen_in_one_batch(scorer: DraftScorer) -> None:
         assert (block.epoch, block.base_len) == (2, 10)
 
 
-async def test_sessions_of_several_scorers_do_not_collide(scorer: DraftScorer) -> None:
+async def test_proposer_stream_keeps_sessions_of_several_scorers_apart(scorer: DraftScorer) -> None:
     other = DraftScorer()
     addresses = [await scorer.start(), await other.start()]
     try:
@@ -397,7 +399,7 @@ class SlowProposer(NgramProposer):
         await self.go.acquire()
 
 
-async def test_only_the_newest_state_is_drafted_for(scorer: DraftScorer) -> None:
+async def test_proposer_stream_drafts_for_the_newest_state_only(scorer: DraftScorer) -> None:
     address = await scorer.start()
     slow = SlowProposer()
     async with running(ngram_config(address), lambda _: (slow, "")):
@@ -419,7 +421,7 @@ async def test_only_the_newest_state_is_drafted_for(scorer: DraftScorer) -> None
     assert len(slow.asked) == 2
 
 
-async def test_redials_after_the_scorer_died(scorer: DraftScorer) -> None:
+async def test_proposer_stream_redials_after_the_scorer_died(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (_, stub):
         first = await scorer.attached()
@@ -442,14 +444,14 @@ async def test_redials_after_the_scorer_died(scorer: DraftScorer) -> None:
         assert (await second.next_block()).epoch == 1
 
 
-async def test_redials_after_the_scorer_hung_up(scorer: DraftScorer) -> None:
+async def test_proposer_stream_redials_after_the_scorer_hung_up(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         (await scorer.attached()).hang_up()
         await scorer.attached()
 
 
-async def test_a_refusal_is_logged_and_retried_slowly(
+async def test_proposer_stream_when_refused_logs_and_retries_slowly(
     scorer: DraftScorer, caplog: pytest.LogCaptureFixture
 ) -> None:
     scorer.refusal = ProposerRefusedError("use another draft", reason="VOCAB_MISMATCH")
@@ -471,7 +473,7 @@ async def test_a_refusal_is_logged_and_retried_slowly(
     assert "use another draft (VOCAB_MISMATCH)" in refusals[0].message
 
 
-async def test_a_scorer_that_goes_on_in_a_newer_version_is_not_served(scorer: DraftScorer) -> None:
+async def test_proposer_stream_refuses_a_newer_version(scorer: DraftScorer) -> None:
     scorer.version = 2
     async with running(ngram_config(await scorer.start())) as (_, stub):
         await (await scorer.attached()).ended.wait()
@@ -483,7 +485,7 @@ async def test_a_scorer_that_goes_on_in_a_newer_version_is_not_served(scorer: Dr
         await eventually(said_why)
 
 
-async def test_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
+async def test_proposer_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
     address = await scorer.start()
     config = replace(ngram_config(address), deployment=Deployment(drain_grace_s=5))
     async with running(config) as (service, _):
@@ -500,7 +502,7 @@ async def test_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
             await stopping
 
 
-async def test_goodbye_does_not_wait_forever(scorer: DraftScorer) -> None:
+async def test_proposer_goodbye_does_not_wait_forever(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (service, _):
         stream = await scorer.attached()
@@ -510,13 +512,13 @@ async def test_goodbye_does_not_wait_forever(scorer: DraftScorer) -> None:
             await service.stop()
 
 
-async def test_stops_while_the_scorer_is_away() -> None:
+async def test_proposer_stops_while_the_scorer_is_away() -> None:
     async with running(ngram_config("127.0.0.1:1")) as (service, _):
         async with asyncio.timeout(5):
             await service.stop()
 
 
-async def test_evicted_sessions_are_reported_lost(scorer: DraftScorer) -> None:
+async def test_proposer_reports_evicted_sessions_lost(scorer: DraftScorer) -> None:
     address = await scorer.start()
     clock = Clock()
     model = HashModel(num_pages=16)  # of 4 tokens: two sessions fit
@@ -537,7 +539,9 @@ async def test_evicted_sessions_are_reported_lost(scorer: DraftScorer) -> None:
         assert (lost.session, lost.epoch) == (1, 1)
 
 
-async def test_a_session_may_be_evicted_and_closed_by_one_batch(scorer: DraftScorer) -> None:
+async def test_proposer_stream_evicts_and_closes_a_session_in_one_batch(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     clock = Clock()
     method = NgramProposer(max_sessions=2, max_branches=0, clock=clock)
@@ -551,7 +555,9 @@ async def test_a_session_may_be_evicted_and_closed_by_one_batch(scorer: DraftSco
         assert {block.session for block in await stream.next_blocks()} == {2, 3}
 
 
-async def test_without_room_newcomers_are_lost_and_proposals_refused(scorer: DraftScorer) -> None:
+async def test_proposer_without_room_loses_newcomers_and_refuses_proposals(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     method = NgramProposer(max_sessions=2, max_branches=0)
     async with running(ngram_config(address), lambda _: (method, "")) as (_, stub):
@@ -572,7 +578,7 @@ async def test_without_room_newcomers_are_lost_and_proposals_refused(scorer: Dra
         assert (await stream.next_block()).session == 3
 
 
-async def test_long_prompts_take_turns_with_drafts(scorer: DraftScorer) -> None:
+async def test_proposer_with_long_prompts_alternates_them_with_drafts(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address), hash_model_proposer(prefill_budget=18)):
         stream = await scorer.attached()
@@ -582,7 +588,9 @@ async def test_long_prompts_take_turns_with_drafts(scorer: DraftScorer) -> None:
         assert (block.session, block.base_len, len(block.token_ids)) == (1, 40, 4)
 
 
-async def test_drafting_that_fails_loses_the_sessions_not_the_process(scorer: DraftScorer) -> None:
+async def test_proposer_when_drafting_fails_loses_sessions_and_not_the_process(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     model = HashModel()
     async with running(
@@ -603,7 +611,7 @@ class BrokenProposer(NgramProposer):
         return DraftRound()
 
 
-async def test_drafting_that_keeps_failing_ends_the_process(scorer: DraftScorer) -> None:
+async def test_proposer_when_drafting_keeps_failing_ends_the_process(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address), lambda _: (BrokenProposer(), "")) as (service, _):
         stream = await scorer.attached()
@@ -614,7 +622,7 @@ async def test_drafting_that_keeps_failing_ends_the_process(scorer: DraftScorer)
             await service.wait_failed()
 
 
-async def test_a_proposer_that_cannot_draft_any_more_waits_for_no_session(
+async def test_proposer_that_cannot_draft_any_more_waits_for_no_session(
     scorer: DraftScorer,
 ) -> None:
     address = await scorer.start()
@@ -648,7 +656,7 @@ class HangingProposer(NgramProposer):
         return super().draft(sessions, pace)
 
 
-async def test_a_proposer_whose_draft_hangs_lets_its_sessions_go(
+async def test_proposer_whose_draft_hangs_releases_its_sessions(
     scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
@@ -671,7 +679,7 @@ async def test_a_proposer_whose_draft_hangs_lets_its_sessions_go(
     assert "the drafting thread hangs" in caplog.text
 
 
-async def test_a_session_span_joins_the_trace(scorer: DraftScorer) -> None:
+async def test_proposer_session_span_joins_the_trace(scorer: DraftScorer) -> None:
     exporter = InMemorySpanExporter()
     address = await scorer.start()
     trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -688,7 +696,7 @@ async def test_a_session_span_joins_the_trace(scorer: DraftScorer) -> None:
     assert span.attributes == {"outrider.method": "ngram", "outrider.rounds": 1}
 
 
-async def test_a_build_that_fails_is_raised_by_start() -> None:
+async def test_proposer_start_raises_a_failed_build() -> None:
     def build(_: ProposerConfig) -> tuple[Proposer, str]:
         raise CapacityError("no memory")
 
@@ -697,7 +705,7 @@ async def test_a_build_that_fails_is_raised_by_start() -> None:
             pass
 
 
-async def test_a_build_that_takes_too_long_is_given_up() -> None:
+async def test_proposer_start_gives_up_a_slow_build() -> None:
     go_on = threading.Event()
 
     def build(_: ProposerConfig) -> tuple[Proposer, str]:
@@ -717,7 +725,7 @@ def _metrics(service: ProposerService) -> str:
     return service._telemetry.metrics_text()[0].decode()
 
 
-async def test_metrics_count(scorer: DraftScorer) -> None:
+async def test_proposer_metrics_count(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (service, _):
         stream = await scorer.attached()
@@ -734,7 +742,7 @@ async def test_metrics_count(scorer: DraftScorer) -> None:
 # ProposerService
 
 
-async def test_propose_and_info() -> None:
+async def test_propose_and_info_answer() -> None:
     async with running(ngram_config(), hash_model_proposer()) as (_, stub):
         sampling = common_pb2.SamplingParams(temperature=1.0, seed=3)
         request = proposer_pb2.ProposeRequest(token_ids=[1, 2, 3], sampling=sampling)
@@ -765,7 +773,9 @@ async def test_propose_and_info() -> None:
         ),
     ],
 )
-async def test_bad_proposals_are_refused(request_: proposer_pb2.ProposeRequest, param: str) -> None:
+async def test_propose_with_bad_requests_refuses(
+    request_: proposer_pb2.ProposeRequest, param: str
+) -> None:
     async with running(ngram_config(), hash_model_proposer()) as (_, stub):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Propose(request_)
@@ -827,7 +837,7 @@ async def drained(stream: Conversation) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_survives_malformed_batches(scorer: DraftScorer, seed: int) -> None:
+async def test_proposer_stream_survives_malformed_batches(scorer: DraftScorer, seed: int) -> None:
     address = await scorer.start()
     model = HashModel()
     # Room for every number that a session may be given, and for one that behaves.

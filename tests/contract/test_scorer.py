@@ -88,7 +88,7 @@ def data_connections(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-async def test_text_does_not_depend_on_the_drafts(name: str, data_connections: bool) -> None:
+async def test_generate_text_does_not_depend_on_drafts(name: str, data_connections: bool) -> None:
     async with running_scorer(data_connections=data_connections) as scorer:
         async with proposing(ScriptedProposer(scorer.stub, SCRIPTS[name])) as proposer:
             output = await scorer.generate(PROMPT)
@@ -112,7 +112,7 @@ async def test_text_does_not_depend_on_the_drafts(name: str, data_connections: b
         assert scorer.metric("draft_blocks_total", fate="malformed") == 0
 
 
-async def test_tokens_are_held_back_for_who_wants_many_at_a_time() -> None:
+async def test_generate_with_stream_interval_holds_tokens_back() -> None:
     request = generate_request(PROMPT, max_tokens=100)
     request.stream_interval = 16
     async with (
@@ -126,7 +126,7 @@ async def test_tokens_are_held_back_for_who_wants_many_at_a_time() -> None:
     assert [token for message in messages for token in message] == greedy_text(PROMPT, 100)
 
 
-async def test_sampled_text_does_not_depend_on_the_drafts() -> None:
+async def test_generate_sampled_text_does_not_depend_on_drafts() -> None:
     async with running_scorer() as scorer:
         plain = await scorer.generate(PROMPT, temperature=0.9, enabled=False)
         assert plain.token_ids != greedy_text(PROMPT, 40)
@@ -161,7 +161,7 @@ async def told(
     return answer
 
 
-async def test_penalties_and_log_probabilities_do_not_depend_on_the_drafts() -> None:
+async def test_generate_penalties_and_logprobs_do_not_depend_on_drafts() -> None:
     async with running_scorer() as scorer:
         plain = await told(scorer, enabled=False)
         text = [token for token, _ in plain]
@@ -180,7 +180,7 @@ async def test_penalties_and_log_probabilities_do_not_depend_on_the_drafts() -> 
                 assert await told(scorer, resumed=text[:done]) == plain[done:]
 
 
-async def test_many_requests_share_one_stream_and_one_message_per_step() -> None:
+async def test_scorer_with_many_requests_sends_one_message_per_step() -> None:
     prompts = [[i % VOCAB, 7, (3 * i) % VOCAB] for i in range(24)]
     async with (
         running_scorer() as scorer,
@@ -194,7 +194,7 @@ async def test_many_requests_share_one_stream_and_one_message_per_step() -> None
         assert not proposer.sessions
 
 
-async def test_large_sessions_are_opened_one_after_the_other() -> None:
+async def test_scorer_opens_large_sessions_one_after_the_other() -> None:
     async with running_scorer(pause_s=0.1) as scorer:
 
         async def request(first: int) -> list[int]:
@@ -203,7 +203,7 @@ async def test_large_sessions_are_opened_one_after_the_other() -> None:
             return [t async for r in scorer.stub.Generate(message, timeout=60) for t in r.token_ids]
 
         requests = [asyncio.create_task(request(first)) for first in range(3)]
-        await scorer.until(lambda: scorer.hub.roster.num_undrafted == 3, "all submitted")
+        await scorer.until(lambda: scorer.hub.registry.num_undrafted == 3, "all submitted")
         async with proposing(ScriptedProposer(scorer.stub, follow(greedy_truth))) as proposer:
             scorer.model.pause_s = 0.0
             texts = await asyncio.gather(*requests)
@@ -212,7 +212,7 @@ async def test_large_sessions_are_opened_one_after_the_other() -> None:
     assert texts == [greedy_text([first, *PROMPT], 100) for first in range(3)]
 
 
-async def test_a_request_opts_out_and_chooses_its_method() -> None:
+async def test_generate_opts_out_and_chooses_its_method() -> None:
     async with (
         running_scorer() as scorer,
         proposing(ScriptedProposer(scorer.stub, follow(greedy_truth))) as proposer,
@@ -225,7 +225,7 @@ async def test_a_request_opts_out_and_chooses_its_method() -> None:
         assert own.aux_info.accepted > 0
 
 
-async def test_stale_epochs_are_dropped_without_a_word() -> None:
+async def test_scorer_drops_stale_epochs_silently() -> None:
     def stale(session: Drafted) -> list[draft_pb2.Block]:
         tokens = greedy_truth(session.tokens)[:4]
         return [block(session, tokens, epoch=session.epoch + d) for d in (-1, 1)]
@@ -254,7 +254,9 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_FIELDS)
-async def test_bad_blocks_are_counted_and_end_the_stream(what: str, data_connections: bool) -> None:
+async def test_scorer_counts_bad_blocks_and_ends_the_stream(
+    what: str, data_connections: bool
+) -> None:
     # Not one more than it takes: a write that meets the stream's end hides the server's status.
     left = itertools.repeat(None, 3)
 
@@ -300,7 +302,7 @@ FUZZED = st.lists(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(FUZZED, min_size=1, max_size=6))
-def test_fuzzed_blocks_cost_nothing_but_speed(rounds: list[list[dict[str, Any]]]) -> None:
+def test_scorer_with_fuzzed_blocks_loses_speed_only(rounds: list[list[dict[str, Any]]]) -> None:
     turn = iter(range(10**9))
 
     def garbage(session: Drafted) -> list[draft_pb2.Block]:
@@ -318,7 +320,7 @@ def test_fuzzed_blocks_cost_nothing_but_speed(rounds: list[list[dict[str, Any]]]
     asyncio.run(run())
 
 
-async def test_a_lost_session_is_opened_anew_a_few_times_at_most() -> None:
+async def test_scorer_reopens_a_lost_session_a_few_times_at_most() -> None:
     async with running_scorer(limits=DraftLimits(max_reopens=2), pause_s=SLOW_S) as scorer:
         losses: asyncio.Queue[draft_pb2.Lost] = asyncio.Queue()
 
@@ -345,7 +347,7 @@ async def test_a_lost_session_is_opened_anew_a_few_times_at_most() -> None:
             assert prefix == [*PROMPT, *output.token_ids][: len(prefix)]
 
 
-async def test_a_proposer_dies_in_the_middle_and_comes_back(data_connections: bool) -> None:
+async def test_scorer_when_proposer_dies_and_returns_keeps_the_text(data_connections: bool) -> None:
     async with running_scorer(pause_s=SLOW_S, data_connections=data_connections) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         await first.dial()
@@ -356,7 +358,7 @@ async def test_a_proposer_dies_in_the_middle_and_comes_back(data_connections: bo
         )
         first.call.cancel()  # what a SIGKILL looks like from here
         await asyncio.gather(following, return_exceptions=True)
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "detached")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "detached")
         second = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(incarnation=2))
         async with proposing(second):
             output = await request
@@ -369,7 +371,7 @@ async def test_a_proposer_dies_in_the_middle_and_comes_back(data_connections: bo
         assert kinds.count(common_pb2.TOKEN_KIND_ACCEPTED) > 0, "speculation resumed"
 
 
-async def test_sessions_move_to_another_proposer_on_goodbye(data_connections: bool) -> None:
+async def test_scorer_moves_sessions_on_goodbye(data_connections: bool) -> None:
     async with running_scorer(pause_s=SLOW_S, data_connections=data_connections) as scorer:
         leaving = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(proposer_id="a"))
         staying = ScriptedProposer(
@@ -400,7 +402,7 @@ REFUSALS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-async def test_a_proposer_that_does_not_fit_is_told_why(reason: str) -> None:
+async def test_scorer_refuses_a_proposer_that_does_not_fit_with_the_reason(reason: str) -> None:
     async with running_scorer(limits=DraftLimits(max_proposers=1)) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         async with proposing(first):
@@ -413,7 +415,7 @@ async def test_a_proposer_that_does_not_fit_is_told_why(reason: str) -> None:
             assert output.aux_info.accepted > 0, "the one that fits is not disturbed"
 
 
-async def test_a_draft_may_be_padded_less_than_the_target() -> None:
+async def test_scorer_accepts_a_draft_padded_less_than_the_target() -> None:
     async with running_scorer() as scorer:
         for tokenizer_hash in ("", "cd" * 32):  # only the tokenizer says that nothing is missing
             other = hello(vocab_size=VOCAB - 1, tokenizer_hash=tokenizer_hash)
@@ -427,7 +429,7 @@ async def test_a_draft_may_be_padded_less_than_the_target() -> None:
     assert output.aux_info.accepted > 0
 
 
-async def test_a_proposer_of_the_next_version_comes_down_to_ours() -> None:
+async def test_scorer_holds_the_stream_in_its_own_older_version() -> None:
     newer = hello(protocol_version=2)
     newer.MergeFromString(b"\xf8\x7f\x01")  # a field of number 2047 that we do not know
     async with running_scorer() as scorer:
@@ -440,7 +442,7 @@ async def test_a_proposer_of_the_next_version_comes_down_to_ours() -> None:
     assert output.aux_info.accepted > 0
 
 
-async def test_a_copying_proposer_needs_no_tokenizer() -> None:
+async def test_scorer_accepts_a_copying_proposer_without_tokenizer() -> None:
     async with running_scorer() as scorer:
         fields = {"method": "ngram", "vocab_size": 0, "tokenizer_hash": ""}
         proposer = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(**fields))
@@ -449,7 +451,7 @@ async def test_a_copying_proposer_needs_no_tokenizer() -> None:
             assert proposer.welcome.scorer_id == "scorer-0"
 
 
-async def test_the_same_proposer_dialling_anew_replaces_itself(data_connections: bool) -> None:
+async def test_scorer_replaces_a_proposer_that_dials_anew(data_connections: bool) -> None:
     async with running_scorer(data_connections=data_connections) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         async with proposing(first):
@@ -462,7 +464,7 @@ async def test_the_same_proposer_dialling_anew_replaces_itself(data_connections:
                 assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
 
 
-async def test_hello_comes_first_and_in_time() -> None:
+async def test_scorer_expects_hello_first_and_in_time() -> None:
     async with running_scorer(limits=DraftLimits(hello_timeout_s=0.1)) as scorer:
         silent = scorer.stub.Draft(timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -508,7 +510,7 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize("what", BAD_REQUESTS)
-async def test_a_bad_request_names_its_field(what: str) -> None:
+async def test_generate_with_a_bad_request_names_the_field(what: str) -> None:
     request, param, reason = BAD_REQUESTS[what]
     async with running_scorer() as scorer:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -518,14 +520,14 @@ async def test_a_bad_request_names_its_field(what: str) -> None:
         assert (error.param, error.reason) == (param, reason)
 
 
-async def test_without_max_tokens_the_context_is_filled() -> None:
+async def test_generate_without_max_tokens_fills_the_context() -> None:
     async with running_scorer() as scorer:
         call = scorer.stub.Generate(_request(), timeout=20)
         tokens = [token async for response in call for token in response.token_ids]
         assert len(tokens) == MAX_LEN - len(PROMPT)
 
 
-async def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
+async def test_generate_when_client_leaves_keeps_nothing() -> None:
     async with running_scorer(pause_s=SLOW_S) as scorer:
         calls = [scorer.stub.Generate(generate_request(PROMPT, max_tokens=140)) for _ in range(6)]
         for i, call in enumerate(calls):
@@ -535,7 +537,7 @@ async def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
         await scorer.until(lambda: scorer.worker.snapshot().running == 0, "aborted", 5)
 
 
-async def test_a_client_that_does_not_read_stalls_nobody() -> None:
+async def test_generate_when_client_does_not_read_stalls_nobody() -> None:
     async with running_scorer() as scorer:
         silent = scorer.stub.Generate(generate_request(PROMPT, max_tokens=140), timeout=30)
         await silent.read()
@@ -545,14 +547,14 @@ async def test_a_client_that_does_not_read_stalls_nobody() -> None:
         silent.cancel()
 
 
-async def test_the_deadline_holds() -> None:
+async def test_generate_keeps_the_deadline() -> None:
     async with running_scorer(pause_s=0.05) as scorer:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await scorer.generate(PROMPT, max_tokens=140, timeout_s=0.3)
         assert isinstance(status.from_rpc_error(caught.value), errors.DeadlineError)
 
 
-async def test_a_failed_forward_ends_its_requests_and_no_other() -> None:
+async def test_generate_when_forward_fails_ends_its_requests_and_no_other() -> None:
     async with running_scorer() as scorer:
         scorer.model.fail_next = True
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -562,7 +564,9 @@ async def test_a_failed_forward_ends_its_requests_and_no_other() -> None:
         assert (await scorer.generate(PROMPT)).token_ids == greedy_text(PROMPT, 40)
 
 
-async def test_draining_ends_late_requests_and_refuses_new_ones(data_connections: bool) -> None:
+async def test_scorer_when_draining_ends_late_requests_and_refuses_new_ones(
+    data_connections: bool,
+) -> None:
     async with running_scorer(pause_s=0.01, data_connections=data_connections) as scorer:
         proposer = ScriptedProposer(scorer.stub, lambda _session: [])
         async with proposing(proposer):
@@ -583,11 +587,10 @@ async def test_draining_ends_late_requests_and_refuses_new_ones(data_connections
                 await proposer.ended.wait()
 
 
-async def test_before_the_engine_is_up_the_scorer_is_unavailable() -> None:
+async def test_scorer_before_the_engine_is_up_is_unavailable() -> None:
     from outrider.rpc.server import GrpcServer
     from outrider.rpc.telemetry import configure
-    from scorer_service.registration import add_to_server
-    from scorer_service.servicer import SERVICE_NAME, ScorerServicer
+    from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
 
     telemetry = configure("starting")
     servicer = ScorerServicer(telemetry)

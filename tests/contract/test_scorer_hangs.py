@@ -18,6 +18,7 @@ from outrider.rpc.channel import open_channel
 from outrider.v1 import scorer_pb2_grpc
 from scorer_service import app
 from scorer_service.__main__ import resolve
+from scorer_service.config import ScorerOptions
 from tests.support.hash_model import HashModel
 from tests.support.scorer import generate_request
 
@@ -40,7 +41,7 @@ async def generate(stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
         pass
 
 
-async def test_a_forward_that_hangs_ends_the_scorer_and_its_requests(
+async def test_scorer_when_forward_hangs_ends_with_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
@@ -50,7 +51,7 @@ async def test_a_forward_that_hangs_ends_the_scorer_and_its_requests(
     (tmp_path / "config.json").write_text("{}")
     flags = resolve([f"--model={tmp_path}", "--drain-grace-seconds=60"])
     del flags["exit_with_parent"]
-    scorer = app.ScorerApp(app.Options(**flags, ranks=None))
+    scorer = app.ScorerApp(ScorerOptions(**flags, ranks=None))
     try:
         async with asyncio.timeout(20):
             addresses = await scorer.start()

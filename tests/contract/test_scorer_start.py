@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options
+from scorer_service.config import ScorerOptions
 from scorer_service.loading import load
 from tests.support.scorer import running_scorer
 
@@ -28,37 +28,39 @@ def _refused(flag: str) -> str:
     return done.stderr
 
 
-def test_a_start_takes_no_longer_than_it_may() -> None:
+def test_scorer_start_keeps_its_timeout() -> None:
     assert "was not ready within" in _refused("--start-timeout=0.001")
 
 
 @pytest.mark.parametrize("mib", [10**8, 10**14])
-def test_a_cache_larger_than_the_memory_is_refused_by_name(mib: int) -> None:
+def test_scorer_start_with_cache_beyond_memory_is_refused_by_name(mib: int) -> None:
     assert f"--kv-cache-memory {mib} do not fit" in _refused(f"--kv-cache-memory={mib}")
 
 
-def test_a_broken_tokenizer_is_told_before_the_weights_are_read(tmp_path: Path) -> None:
+def test_scorer_start_with_broken_tokenizer_fails_before_weights_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("[]")
     assert "tokenizer.json is no tokenizer" in _refused(f"--model={tmp_path}")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x", "cpu:"])
-def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
+def test_scorer_start_on_missing_device_is_refused_by_name(device: str) -> None:
     flags = resolve(["--device", device])
     del flags["exit_with_parent"]
     with pytest.raises(ConfigError, match=f"--device {device}"):
-        load(Path(), Options(**flags, ranks=None), None)
+        load(Path(), ScorerOptions(**flags, ranks=None), None)
 
 
-async def test_as_long_a_socket_path_as_may_be_is_listened_on() -> None:
+async def test_scorer_start_listens_on_the_longest_socket_path() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = resolve(["--listen-unix", f"{folder}/".ljust(102, "s")])["listen_unix"]
         async with running_scorer(unix_path=Path(path)):
             assert sorted(os.listdir(folder)) == [Path(path).name, f"{Path(path).name}.data"]
 
 
-def test_a_longer_socket_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scorer_start_with_longer_socket_path_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         resolve(["--listen-unix", "/run/".ljust(103, "s")])
     assert "--listen-unix: '/run/s" in (told := capsys.readouterr().err)

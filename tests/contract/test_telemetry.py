@@ -23,7 +23,7 @@ from tests.support.scorer import running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
 
 
-async def test_one_trace_from_the_client_through_the_scorer_to_the_proposer() -> None:
+async def test_trace_leads_from_the_client_through_the_scorer_to_the_proposer() -> None:
     client_spans, scorer_spans = InMemorySpanExporter(), InMemorySpanExporter()
     client = configure("client", exporter=client_spans)
     scorer_telemetry = configure("scorer", exporter=scorer_spans)
@@ -49,7 +49,7 @@ async def test_one_trace_from_the_client_through_the_scorer_to_the_proposer() ->
     assert opened.span_id == ours.context.span_id
 
 
-def test_a_request_that_is_not_sampled_costs_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_when_not_sampled_costs_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     spans = InMemorySpanExporter()
 
@@ -65,7 +65,7 @@ def test_a_request_that_is_not_sampled_costs_no_spans(monkeypatch: pytest.Monkey
     assert spans.get_finished_spans() == ()
 
 
-def test_spans_that_are_over_are_recorded_as_if_they_had_been_started_and_ended() -> None:
+def test_telemetry_records_ended_spans_like_started_ones() -> None:
     spans = InMemorySpanExporter()
     telemetry = configure("scorer", exporter=spans)
     caller = extract((("traceparent", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"),))
@@ -94,7 +94,7 @@ def test_spans_that_are_over_are_recorded_as_if_they_had_been_started_and_ended(
 
 
 @pytest.mark.parametrize("flags", ["00", "01"])
-def test_a_span_is_recorded_if_its_parent_is(flags: str) -> None:
+def test_telemetry_records_a_span_if_its_parent_is(flags: str) -> None:
     spans = InMemorySpanExporter()
     recorded, deaf = configure("scorer", exporter=spans), configure("scorer")
     caller = extract((("traceparent", "00-" + "a" * 32 + "-" + "b" * 16 + "-" + flags),))
@@ -118,7 +118,9 @@ class _OutOfReach(SpanExporter):
         self._ended.set()
 
 
-def test_a_collector_out_of_reach_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_with_collector_out_of_reach_does_not_delay_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("outrider.rpc.telemetry._FLUSH_S", 0.05)
     exporter = _OutOfReach()
     telemetry = Telemetry("scorer", exporter, batch=True)
@@ -128,7 +130,7 @@ def test_a_collector_out_of_reach_holds_up_no_end(monkeypatch: pytest.MonkeyPatc
     assert not exporter.gave_up
 
 
-async def test_a_failed_request_is_an_error_span() -> None:
+async def test_telemetry_of_failed_request_is_an_error_span() -> None:
     spans = InMemorySpanExporter()
     async with running_scorer(telemetry=configure("scorer", exporter=spans)) as scorer:
         with pytest.raises(Exception, match="at least one token"):
@@ -137,7 +139,7 @@ async def test_a_failed_request_is_an_error_span() -> None:
     assert span.status.status_code is trace.StatusCode.ERROR
 
 
-async def test_without_an_exporter_a_callers_trace_passes_through() -> None:
+async def test_telemetry_without_exporter_passes_a_callers_trace_through() -> None:
     async with running_scorer() as scorer:
         proposer = ScriptedProposer(scorer.stub, follow(greedy_truth))
         async with proposing(proposer):
@@ -219,7 +221,7 @@ async def test_latencies_lead_to_the_trace_of_a_request() -> None:
     assert exemplars == {f"gen_ai_server_{name}_seconds": wanted for name in histograms}
 
 
-def test_names_are_the_same_in_both_formats() -> None:
+def test_metrics_names_are_the_same_in_both_formats() -> None:
     """Prometheus asks for OpenMetrics, a reader of the page for text."""
     telemetry = configure("scorer")
     Counter(f"{METRIC_PREFIX}things", "Things.", registry=telemetry.registry)
@@ -229,7 +231,7 @@ def test_names_are_the_same_in_both_formats() -> None:
         assert b"\noutrider:things_total 0.0\n" in page
 
 
-async def test_an_unrecorded_request_leaves_no_exemplar() -> None:
+async def test_latencies_of_unrecorded_request_have_no_exemplar() -> None:
     telemetry = configure("scorer")
     async with running_scorer(telemetry=telemetry) as scorer:
         parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"  # recorded by the caller only

@@ -65,7 +65,7 @@ async def test_rejection_weighs_the_probabilities_that_were_sent() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-async def test_without_randomness_every_rule_says_the_same(rule: str) -> None:
+async def test_verification_without_randomness_is_the_same_under_every_rule(rule: str) -> None:
     async with running_scorer() as scorer:
         plain, aux = await generate(scorer, rule, temperature=0.0)
         assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection"))
@@ -90,7 +90,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("what", MALFORMED)
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-async def test_what_is_no_distribution_is_dropped_and_counted(rule: str, what: str) -> None:
+async def test_verification_drops_and_counts_invalid_distributions(rule: str, what: str) -> None:
     async with running_scorer() as scorer:
         plain, _ = await generate(scorer, rule)
         async with proposing(ScriptedProposer(scorer.stub, fives(*MALFORMED[what]))):
@@ -102,7 +102,7 @@ async def test_what_is_no_distribution_is_dropped_and_counted(rule: str, what: s
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_draft_model_sends_what_it_drew_from_where_that_is_weighed(
+async def test_draft_model_sends_its_distributions_where_they_are_weighed(
     rule: str, temperature: float
 ) -> None:
     scorer = DraftScorer()

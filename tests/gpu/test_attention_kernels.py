@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, WIDTH, close, randn  # isort: skip - before what needs Triton
-from outrider.engine.attention.backends import (
-    BACKEND_NAMES,
-    AttentionTraits,
-    choose_backend,
-)
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
-from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cuda.attention.triton import TritonPagedAttention
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.kv_cache.pools import PageMajorPool
-from outrider.engine.model.ops import LlamaOps
+from outrider.engine.layers.ops import LlamaOps
+from outrider.engine.model.attention_backends import (
+    BACKEND_NAMES,
+    AttentionTraits,
+    choose_backend,
+)
+from outrider.engine.shared_prefix import SharedPrefix
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
@@ -80,10 +80,12 @@ def _reference(
 @pytest.mark.parametrize("page_size", [16, 64, 128, 256])
 @pytest.mark.parametrize("rows", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
 @pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name != "sdpa"])
-def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> None:
+def test_backend_for_any_rows_equals_sdpa(
+    name: str, rows: Rows, page_size: int, window: int | None
+) -> None:
     dtype = torch.bfloat16
     traits = AttentionTraits(
-        frozenset({WIDTH}), 8, 2, page_size, dtype, softcap=False, sinks=False, latent=False
+        frozenset({WIDTH}), 8, 2, dtype, softcap=False, sinks=False, latent=False
     )
     try:
         backend = choose_backend(name, traits, DEVICE)
@@ -94,7 +96,7 @@ def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> 
     expected = _reference(batch, pool, query, params)
     for recorded in (True, False):
         attention = backend(replace(batch, recorded=recorded))
-        for _ in range(2):  # the second layer finds everything prepared
+        for _ in range(2):  # as a second layer
             close(attention.attend(query, pool, params), expected, dtype)
 
 
@@ -110,7 +112,7 @@ def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> 
         ((2, 32, 32), 2, {"sinks": True, "sliding_window": 50}),
     ],
 )
-def test_triton_attention(
+def test_triton_attention_with_extras_equals_sdpa(
     dtype: torch.dtype,
     multiprocessors: int,
     shape: tuple[int, int, int],
@@ -139,7 +141,7 @@ DEEP = tuple(range(-1, 63))  # as many as fit
 
 @pytest.mark.parametrize("multiprocessors", [1, 66, 132])
 @pytest.mark.parametrize("window", [None, 7, 70])
-def test_attention_to_trees(multiprocessors: int, window: int | None) -> None:
+def test_triton_attention_to_trees_equals_sdpa(multiprocessors: int, window: int | None) -> None:
     dtype, shape, group = torch.float32, (2, 32, 32), 3
     # (before, known tokens, nodes): a chain, a tree at the end of a prompt, trees alone.
     slices, trees = [(40, 5), (0, 70 + 8), (300, 1 + 8), (90, 1 + 64)], [(), TREE, TREE, DEEP]
@@ -214,7 +216,7 @@ def _same(actual: Tensor, expected: Tensor) -> None:
         ([(5, 2), (70, 3)], (2, 3, 24), 16),
     ],
 )
-def test_new_keys_are_stored_where_they_are_read(
+def test_attend_new_for_any_rows_equals_separate_launches(
     rows: Rows,
     heads: tuple[int, int, int],
     multiprocessors: int,
@@ -229,7 +231,7 @@ def test_new_keys_are_stored_where_they_are_read(
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_new_nodes_of_trees(window: int | None) -> None:
+def test_attend_new_with_trees_equals_separate_launches(window: int | None) -> None:
     rows, trees = [(40, 5), (25, 1 + 8), (97, 4)], [(), TREE, TREE]  # of the last half are known
     step = _new_tokens(rows, 1, 4, 64, torch.float32, trees)
     fused, plain = _attend_new(*step, 132, window)
@@ -280,7 +282,7 @@ BRANCHES = [(203, 0), (200, 12), (209, 12), (204, 12), (206, 12)]
     ],
     ids=["one", "many", "short and apart", "at the end of a page"],
 )
-def test_rows_that_share_pages(
+def test_attend_new_with_shared_prefix_equals_without(
     runs: Sequence[Sequence[tuple[int, int]]],
     heads: tuple[int, int, int],
     query_len: int,
@@ -296,15 +298,15 @@ def test_rows_that_share_pages(
         close(out, apart[0], torch.float32)
 
 
-def test_what_fills_up_a_step_harms_no_row() -> None:
-    """Its tokens store to a scratch page, all of them to one slot, or nowhere."""
+def test_attend_new_with_padding_rows_leaves_other_rows_alone() -> None:
+    """Padding tokens store to the scratch page, all of them to one slot, or nowhere."""
     rows, real = [(37, 5), (12, 5), (0, 5), (0, 5)], [5, 2, 0, 0]
     batch, pool, qkv, rope = _new_tokens(rows, 2, 4, 64, torch.float32)
     scratch = (set(range(len(pool.keys))) - set(batch.block_table.flatten().tolist())).pop()
-    inert = torch.cat([torch.arange(5) >= count for count in real]).to(DEVICE)
-    slots = batch.slot_mapping.masked_fill(inert, scratch * batch.page_size)
+    padding = torch.cat([torch.arange(5) >= count for count in real]).to(DEVICE)
+    slots = batch.slot_mapping.masked_fill(padding, scratch * batch.page_size)
     slots[-5:] = -1
-    pool.write(batch.slot_mapping[inert], *randn(2, 13, 2, 64, dtype=torch.float32))
+    pool.write(batch.slot_mapping[padding], *randn(2, 13, 2, 64, dtype=torch.float32))
     table = batch.block_table.clone()
     table[2:] = scratch
     batch = replace(batch, slot_mapping=slots, block_table=table)
@@ -312,4 +314,4 @@ def test_what_fills_up_a_step_harms_no_row() -> None:
     pages = torch.arange(len(pool.keys), device=DEVICE) != scratch
     _same(fused[1].keys[pages], plain[1].keys[pages])
     _same(fused[1].values[pages], plain[1].values[pages])
-    _same(fused[0][~inert], plain[0][~inert])
+    _same(fused[0][~padding], plain[0][~padding])

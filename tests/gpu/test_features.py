@@ -16,7 +16,7 @@ from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import make_buckets
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.runner import Runner, StepRunner
 from outrider.features import FeatureSpec
 from tests.support.architectures import ARCHITECTURES, random_model
@@ -34,7 +34,7 @@ def test_rows_are_those_of_transformers(recorded: bool, projected: bool) -> None
     shared = [5, 6, 7, 8, 9, 10, 11, 12]
     prompts = [[*shared, 1], [*shared, 2, 3, 4], [7] * 19]
     on_device = copy.deepcopy(source).to("cuda")
-    model = build_paged_model(on_device, page_size=4, num_pages=64, features=spec)
+    model = build_paged_model(on_device, ModelOptions(page_size=4, num_pages=64, features=spec))
     runner: StepRunner = Runner(model)
     if recorded:
         runner = DecodeGraphs(

@@ -9,23 +9,16 @@ from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.autotune import Chain, Kind, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
 from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight
-from outrider.engine.cuda.gemm.tilings import (
-    Gemv,
-    HopperTiles,
-    Int8HiLo,
-    Int8HiLoBlocks,
-    Tiles,
-    Tiling,
-)
+from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Tiling
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.graphs.capture import CudaGraphs
-from outrider.engine.model.ops import TorchOps, Use
+from outrider.engine.layers.ops import TorchOps, Use
 
 pytestmark = pytest.mark.gpu
 
 
 def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
-    """Of `weight`; if `int8`, of what quantizing leaves of it, and quantized."""
+    """Make a layer of `weight`, or of the weight that quantizing it leaves."""
     if not int8:
         return FewRowsLinear(weight)
     quantized = Int8Weight.of(weight)
@@ -37,37 +30,15 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
     return layer
 
 
-@pytest.mark.parametrize(
-    ("way", "rows", "inner"),
-    [
-        *((Gemv(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
-        *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
-        *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
-        *((Gemv(32, 1, int8=True), rows, inner) for rows in (1, 2) for inner in (8, 296)),
-        *(
-            (Tiles(64, 64, 3, 4, programs, weight_left=True), rows, 256)
-            for rows in (2, 17)
-            for programs in (1, 8)
-        ),
-        *(
-            (Int8HiLo(64, 128, 3, 4, programs), rows, 512)
-            for rows in (1, 17)
-            for programs in (1, 8)
-        ),
-        *(
-            (Int8HiLoBlocks(64, 128, 3, 4, programs), rows, inner)
-            for rows in (3, 8, 16)
-            for programs, inner in ((1, 384), (8, 512))
-        ),
-    ],
-)
-def test_products_of_few_rows(
-    way: Tiling, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inner", [8, 296])  # not a power of two
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("tiling", [Gemv(32, 1), Gemv(32, 1, int8=True)])
+def test_gemv_of_few_rows_equals_torch(
+    tiling: Gemv, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
-    # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
-    dtype = torch.bfloat16 if ON_GPU or not isinstance(way, Tiles) else torch.float32
-    layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=way.int8)
+    monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
+    dtype = torch.bfloat16
+    layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=tiling.int8)
     x, norm = randn(rows, inner, dtype=dtype, seed=1), randn(inner, dtype=dtype, seed=2)
     plain, ours = TorchOps(), TritonOps()
     residual = randn(rows, 128, dtype=dtype, seed=3)
@@ -76,8 +47,8 @@ def test_products_of_few_rows(
         plain.norm_gated(x, norm, 1e-5, layer),
         layer.add(x, residual.clone()),
     )
-    assert way.takes(128, inner)
-    monkeypatch.setattr(layer, "choice", lambda _: way)
+    assert tiling.takes(128, inner)
+    monkeypatch.setattr(layer, "choice", lambda _: tiling)
     out = torch.empty_like(residual)
     actual = (
         ours.norm_linear(x, norm, 1e-5, layer, out),
@@ -94,26 +65,28 @@ def test_products_of_few_rows(
         close(mine, theirs, dtype, size=4.0)
 
 
-def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
+def test_chain_with_wrong_and_failing_tilings_chooses_fastest_right_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     layers = [FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256, 256)]
     uses = [Use(layers[0], randn(256, dtype=dtype), True), Use(layers[1]), Use(layers[2])]
     gated, added = Kind.of(uses[0], layers[0]), Kind.of(uses[1], layers[1])
     layers[2].choices = layers[1].choices  # of one kind
-    fast, faster, too_long = Tiles(64, 64, 3, 4, 1), Gemv(32, 1), Tiles(64, 512, 3, 4, 1)
-    fails, wrong, unrecorded = Gemv(64, 1), Tiles(128, 64, 3, 4, 1), Gemv(32, 2)
+    fast, faster, unfit = Gemv(64, 2), Gemv(32, 1), HopperTiles(384, 1)
+    fails, wrong, uncaptured = Gemv(64, 1), Gemv(128, 2), Gemv(32, 2)
     us: dict[Tiling | None, float] = {
         None: 10.0,
         fast: 7.0,
         faster: 5.0,
-        too_long: 1.0,
+        unfit: 1.0,
         fails: 1.0,
         wrong: 1.0,
     }
 
     def times(*_: object) -> float:
-        if unrecorded in (layer.choices.get(2) for layer in layers):
+        if uncaptured in (layer.choices.get(2) for layer in layers):
             raise RuntimeError
         return us[layers[0].choices.get(2)] + us[layers[1].choices.get(2)]
 
@@ -125,39 +98,47 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
         return y + 1 if chosen is wrong else y
 
     monkeypatch.setattr("outrider.engine.cuda.gemm.autotune.graph_us", times)
-    ways = (fails, fast, wrong, unrecorded, faster, too_long)
-    monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: ways)
+    tilings = (fails, fast, wrong, uncaptured, faster, unfit)
+    monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: tilings)
     chain = Chain(list(zip(uses, layers, strict=True)), 2, run)
-    assert chain.kinds == (gated, added)  # the largest first
-    assert chain.compare(added, ways) == {None: 20.0, fast: 17.0, faster: 15.0}
+    assert list(chain._first) == [gated, added]  # the largest first
+    assert chain.compare(added, tilings) == {None: 20.0, fast: 17.0, faster: 15.0}
     assert not layers[1].choices
     said = chain.choose()
     assert layers[0].choices == layers[1].choices == {2: faster}
-    assert said.startswith("10 us, all by cuBLAS 20: gated 512x256 by Strips")
+    assert said.startswith("10 us, all by cuBLAS 20: gated 512x256 by Gemv")
     us[fast] = us[faster] = 9.99  # is noise
     chain.choose()
     assert layers[0].choices == layers[1].choices == {}
 
 
-def test_bulk_tiles_take_the_place_of_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_candidates_without_hopper_are_gemv_for_one_or_two_rows(
+    monkeypatch: pytest.MonkeyPatch, int8: bool
+) -> None:
     monkeypatch.setattr(hopper, "available", lambda: False)
-    without = {rows: candidates(rows, int8=True) for rows in CANDIDATES}
-    assert not any(isinstance(way, HopperTiles) for ways in without.values() for way in ways)
-    assert any(isinstance(way, Int8HiLo) for way in without[64])
+    found = {rows: candidates(rows, int8=int8) for rows in CANDIDATES}
+    assert [rows for rows, tilings in found.items() if tilings] == [1, 2]
+    tilings = found[1] + found[2]
+    assert all(isinstance(tiling, Gemv) for tiling in tilings)
+    assert {tiling.int8 for tiling in tilings} == {False, int8}
+
+
+def test_candidates_with_hopper_read_int8_up_to_its_most_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hopper, "available", lambda: True)
-    for rows, ways in without.items():
-        kept = [way for way in ways if not isinstance(way, Int8HiLo)]
-        if 1 < rows <= 96:
-            kept = [way for way in kept if way.int8]
-        now = candidates(rows, int8=True)
-        assert [way for way in now if not isinstance(way, HopperTiles)] == kept
-        bulk_of_int8 = any(way.int8 for way in now if isinstance(way, HopperTiles))
-        assert bulk_of_int8 == (8 <= rows <= 96)
-    assert {way.int8 for way in candidates(64, int8=False)} == {False}
+    for rows in CANDIDATES:
+        plain, quantized = candidates(rows, int8=False), candidates(rows, int8=True)
+        assert not any(tiling.int8 for tiling in plain)
+        assert any(isinstance(tiling, HopperTiles) for tiling in plain) == (rows > 1)
+        kinds = {1: {False, True}, 160: {False}}.get(rows, {True})
+        assert {tiling.int8 for tiling in quantized} == kinds
+        assert any(isinstance(tiling, Gemv) for tiling in quantized) == (rows <= 2)
 
 
 @pytest.mark.parametrize(
-    ("way", "outputs", "inner", "splits"),
+    ("tiling", "outputs", "inner", "splits"),
     [
         (HopperTiles(128, 100), 4096, 4096, 3),  # of 32 tiles
         (HopperTiles(256, 100), 4096, 4096, 6),
@@ -166,29 +147,29 @@ def test_bulk_tiles_take_the_place_of_planes(monkeypatch: pytest.MonkeyPatch) ->
         (HopperTiles(128, 264), 256, 384, 3),  # of three blocks
     ],
 )
-def test_clusters_are_as_large_as_programs_allow(
-    way: HopperTiles, outputs: int, inner: int, splits: int
+def test_hopper_tiles_split_as_far_as_programs_allow(
+    tiling: HopperTiles, outputs: int, inner: int, splits: int
 ) -> None:
-    variant = way.variant(33, outputs, inner, gated=False, add=True)
+    variant = tiling.variant(33, outputs, inner, gated=False, add=True)
     assert (variant.rows, variant.splits) == (40, splits)
 
 
-def test_what_launched_steps_need_is_compiled_at_start() -> None:
-    """Logits are of any number of rows: each has the kernel that was chosen for it."""
+def test_variants_of_chosen_tilings_cover_any_number_of_rows() -> None:
     layer = FewRowsLinear(torch.empty(256, 384, device="meta"))
-    layer.choices = {16: HopperTiles(128, 2), 32: Tiles(64, 64, 3, 4, 1), 40: HopperTiles(256, 1)}
+    layer.choices = {2: Gemv(32, 1), 16: HopperTiles(128, 2), 40: HopperTiles(256, 1)}
     variants = set(_variants([(Use(layer), layer)], range(1, 161)))
-    assert {(v.rows, v.groups) for v in variants} == {(16, 2), (40, 4)}
+    assert {(v.rows, v.groups) for v in variants} == {(8, 2), (16, 2), (24, 4), (32, 4), (40, 4)}
     assert all(v.add and not v.gated for v in variants)
 
 
-def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is best beside cuBLAS need not be best beside what is chosen for the others."""
-    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
+def test_chain_whose_best_tilings_depend_on_each_other_finds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     gate, down = (FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256))
     chain = [(Use(gate, randn(256, dtype=dtype), gated=True), gate), (Use(down), down)]
-    one, other = Tiles(64, 64, 3, 4, 1), Tiles(64, 128, 3, 4, 1)
+    one, other = Gemv(32, 1), Gemv(64, 1)
     us: dict[tuple[Tiling | None, Tiling | None], float] = {}
 
     def times(*_: object) -> float:
@@ -196,7 +177,7 @@ def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("outrider.engine.cuda.gemm.autotune.graph_us", times)
     monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: (one, other))
-    # Kind after kind from cuBLAS ends at 14: for `down` no way of ours seems to be worth it.
+    # The search from cuBLAS ends at 14, where no tiling for `down` saves time.
     us |= {(other, None): 14.0, (one, None): 14.2, (other, one): 14.1, (one, one): 10.0}
     said = Chain(chain, 2, TritonOps().product).choose()
     assert (gate.choices, down.choices) == ({2: one}, {2: one})
@@ -208,9 +189,8 @@ def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not ON_GPU, reason="compiles for a device")
-def test_all_that_is_tried_is_compiled_before(compiled: list[str]) -> None:
-    """Side by side, so that measuring waits for no compiler."""
-    hidden = 384  # no other test's: what is compiled for a shape serves all processes
+def test_compile_before_measuring_compiles_all_candidates(compiled: list[str]) -> None:
+    hidden = 384  # in no other test, because all processes share compiled kernels
     norm = randn(hidden, dtype=torch.bfloat16)
     layers = [FewRowsLinear(randn(2 * n, n, dtype=torch.bfloat16)) for n in (hidden, hidden)]
     chain = timed([Use(layers[0], norm, gated=True), Use(layers[1], norm)], int8=True)
@@ -220,13 +200,12 @@ def test_all_that_is_tried_is_compiled_before(compiled: list[str]) -> None:
     compiled.clear()
     for rows in CANDIDATES:
         Chain(chain, rows, run).choose()
-    ours = ("strip_kernel", "tile_kernel", "plane_kernel", "planes_kernel")
+    ours = ("gemv_kernel", "hi_lo_kernel")
     assert not [kernel for kernel in compiled if any(name in kernel for name in ours)]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a device")
-def test_tuned_products_in_a_recorded_chain() -> None:
-    """What is chosen, and what starts early, changes nothing but roundings."""
+def test_tune_then_capture_changes_only_roundings() -> None:
     dtype, hidden, layers = torch.bfloat16, 2048, 8
     ops = TritonOps()
     norm = randn(hidden, dtype=dtype)

@@ -19,7 +19,6 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
@@ -27,7 +26,8 @@ from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
-from outrider.engine.model.loader import build_paged_model, load_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
+from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
 from outrider.engine.runner import Runner, StepRunner
@@ -135,9 +135,7 @@ def requests_of(
 def tiny(device: torch.device, dtype: torch.dtype) -> PagedModel:
     return build_paged_model(
         random_model(ARCHITECTURES["llama"], dtype).to(device),
-        page_size=4,
-        num_pages=400,
-        max_model_len=100,
+        ModelOptions(page_size=4, num_pages=400, max_model_len=100),
     )
 
 
@@ -182,10 +180,8 @@ def embedded_prompts(count: int) -> list[list[int]]:
 def embedded(device: torch.device, dtype: torch.dtype) -> PagedModel:
     return load_model(
         resolve_model("embedded", "target"),
+        ModelOptions(page_size=64, num_pages=64, max_model_len=400),
         dtype=dtype,
-        page_size=64,
-        num_pages=64,
-        max_model_len=400,
         device=device,
     )
 
@@ -234,9 +230,8 @@ def test_memory_is_shared_out_and_then_stays_as_it_is(capsys: pytest.CaptureFixt
     memory = DeviceMemory(CUDA, 0.2)
     model = load_model(
         resolve_model("embedded", "target"),
+        ModelOptions(page_size=64, num_pages=TRIAL_PAGES),
         dtype=torch.bfloat16,
-        page_size=64,
-        num_pages=TRIAL_PAGES,
         device=CUDA,
     )
     size_cache(memory, model, limits, lines.append)

@@ -19,9 +19,9 @@ from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints as made
 from tests.support import one_shot_drafts
@@ -57,7 +57,7 @@ def _drafts(
     proposer = RecurrentProposer(
         head,
         KVPools(65, PAGE_SIZE, head.dtype, head.device),
-        choose_backend(None, head.attention_traits(PAGE_SIZE), head.device),
+        choose_backend(None, head.attention_traits(), head.device),
         method="eagle",
         name="tiny",
         tree_width=tree_width,

@@ -1,4 +1,4 @@
-"""Products by `bulk_tiles.cu` against plain torch: needs Hopper."""
+"""The GEMM kernel for Hopper against plain torch."""
 
 import itertools
 from dataclasses import replace
@@ -19,20 +19,20 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU or not hopper.available(), reason="needs Hopper"),
 ]
-_WAYS = [
+_TILINGS = [
     HopperTiles(128, 1),
     HopperTiles(128, 20),
     HopperTiles(128, 264, 2),
     HopperTiles(256, 1),
     HopperTiles(256, 100),
 ]
-_INT8 = [replace(way, int8=True) for way in _WAYS]
+_INT8 = [replace(tiling, int8=True) for tiling in _TILINGS]
 
 
-def _products(x: Tensor, layer: FewRowsLinear, way: HopperTiles, old: Tensor) -> list[Tensor]:
-    """Plain, gated, normed, and added to `old`."""
+def _products(x: Tensor, layer: FewRowsLinear, tiling: HopperTiles, old: Tensor) -> list[Tensor]:
+    """Compute plain, gated and normed products, and one added to `old`."""
     norm = randn(x.shape[1], dtype=x.dtype, seed=2)
-    layer.choices = dict.fromkeys(CANDIDATES, way)
+    layer.choices = dict.fromkeys(CANDIDATES, tiling)
     ops = TritonOps()
     return [
         layer(x, x.new_empty(len(x), layer.out_features)),
@@ -50,23 +50,23 @@ def _expected(x: Tensor, weight: Tensor, old: Tensor) -> list[Tensor]:
     return [plain, F.silu(gate).bfloat16() * up, of_normed, plain + old]
 
 
-@pytest.mark.parametrize("rows", [3, 8, 21, 40, 64, 96, 157])
-@pytest.mark.parametrize("way", [*_WAYS, *_INT8], ids=str)
+@pytest.mark.parametrize("rows", [2, 3, 8, 21, 40, 64, 96, 157])
+@pytest.mark.parametrize("tiling", [*_TILINGS, *_INT8], ids=str)
 @torch.inference_mode()
-def test_bulk_tiles_compute_what_torch_does(way: HopperTiles, rows: int) -> None:
-    if way.int8 and rows > 96:
+def test_hopper_tiles_of_any_rows_equal_torch(tiling: HopperTiles, rows: int) -> None:
+    if tiling.int8 and rows > 96:
         pytest.skip("is never tried")
     for outputs, inner in ((256, 128), (768, 1152), (2048, 2048)):
         layer = FewRowsLinear(randn(outputs, inner, dtype=torch.bfloat16) * inner**-0.5)
         weight = layer.weight.float()
-        if way.int8:
+        if tiling.int8:
             layer.quantize()
             assert layer._int8 is not None
             weight = layer._int8.numbers.float() * layer._int8.scales[:, None]
-        assert way.takes(outputs, inner)
+        assert tiling.takes(outputs, inner)
         x = randn(rows, inner, dtype=torch.bfloat16, seed=1)
         old = randn(rows, outputs, dtype=torch.bfloat16, seed=3)
-        first, second = (_products(x, layer, way, old) for _ in range(2))
+        first, second = (_products(x, layer, tiling, old) for _ in range(2))
         for mine, again, right in zip(first, second, _expected(x, weight, old), strict=True):
             assert torch.equal(mine, again)  # whatever order programs end in
             error = (mine.float() - right.float()).abs().max()
@@ -74,32 +74,30 @@ def test_bulk_tiles_compute_what_torch_does(way: HopperTiles, rows: int) -> None
 
 
 @torch.inference_mode()
-def test_rows_do_not_depend_on_those_beside_them() -> None:
-    """What is missing to a multiple of eight is never written, and nothing beside a row counts."""
+def test_hopper_tiles_with_missing_rows_write_only_existing_ones() -> None:
     layer = FewRowsLinear(randn(512, 1024, dtype=torch.bfloat16))
     x = randn(16, 1024, dtype=torch.bfloat16, seed=1)
-    for way in _WAYS:
+    for tiling in _TILINGS:
         out = torch.full((24, 512), 7.0, dtype=torch.bfloat16, device=x.device)
-        way(Product(x, layer.weight, layer.weight, out[:16]))
+        tiling(Product(x, layer.weight, layer.weight, out[:16]))
         assert (out[16:] == 7.0).all()
         fewer = torch.full_like(out, 7.0)
-        way(Product(x[:11], layer.weight, layer.weight, fewer[:11]))
+        tiling(Product(x[:11], layer.weight, layer.weight, fewer[:11]))
         assert torch.equal(fewer[:11], out[:11])
         assert (fewer[11:] == 7.0).all()
 
 
 @torch.inference_mode()
-def test_it_runs_early_and_is_recorded() -> None:
-    """A chain in a CUDA graph, each product of the one before."""
+def test_hopper_tiles_in_captured_chain_equal_torch() -> None:
     layers = [FewRowsLinear(randn(1024, 1024, dtype=torch.bfloat16, seed=n) / 32) for n in range(6)]
     x = randn(40, 1024, dtype=torch.bfloat16, seed=9)
     states = x.new_zeros(len(layers) + 1, *x.shape)
 
     def chain() -> None:
-        for layer, way, (before, after) in zip(
-            layers, itertools.cycle(_WAYS), itertools.pairwise(states), strict=False
+        for layer, tiling, (before, after) in zip(
+            layers, itertools.cycle(_TILINGS), itertools.pairwise(states), strict=False
         ):
-            layer.choices = {40: way}
+            layer.choices = {40: tiling}
             layer(before, after)
 
     chain()  # compiles

@@ -1,4 +1,4 @@
-"""The CUDA kernels of what lies between products, and of draws, against plain torch."""
+"""The CUDA kernels of `LlamaOps` and of sampling against plain torch."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +11,7 @@ from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.cuda.sampling import sample as sample_on_device
 from outrider.engine.kv_cache.pools import PageMajorPool
-from outrider.engine.model.ops import TorchOps
+from outrider.engine.layers.ops import TorchOps
 from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sampling.verify import choose_and_verify as torch_choose_and_verify
@@ -22,21 +22,23 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 4096), (5, 96)])
-def test_rms_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
+def test_rms_norm_in_triton_equals_torch(dtype: torch.dtype, tokens: int, hidden: int) -> None:
     x, weight = randn(tokens, hidden, dtype=dtype), randn(hidden, dtype=dtype, seed=1)
     actual = TritonOps().rms_norm(x, weight, 1e-5)
     close(actual, TorchOps().rms_norm(x, weight, 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype: torch.dtype) -> None:
+def test_silu_mul_in_triton_equals_torch(dtype: torch.dtype) -> None:
     gate_up = randn(3, 2 * 1500, dtype=dtype)
     close(TritonOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (6, 1, 24), (3, 3, 80)])
-def test_norm_rotate_and_store(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+def test_norm_rotate_and_store_in_triton_equal_torch(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
     tokens = 5
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     weight = randn(heads + kv_heads, dim, dtype=dtype, seed=1)
@@ -53,7 +55,7 @@ def test_norm_rotate_and_store(dtype: torch.dtype, heads: int, kv_heads: int, di
         close(actual, expected, dtype, size=4.0)
 
 
-def test_a_negative_slot_stores_nothing() -> None:
+def test_rotate_and_store_with_negative_slot_stores_nothing() -> None:
     pool = PageMajorPool(2, 4, (1, 16, 16), torch.float32, DEVICE)
     qkv, rope = randn(2, 48, dtype=torch.float32), randn(2, 2, 2, 8, dtype=torch.float32)
     TritonOps().rotate_and_store(qkv, rope, torch.tensor([-1, 2], device=DEVICE), pool)
@@ -68,14 +70,14 @@ def _moved(batch: SamplingBatch) -> SamplingBatch:
     return SamplingBatch(*[v.to(DEVICE) if isinstance(v, torch.Tensor) else v for v in values])
 
 
-def _drawn(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
+def _sampled(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
     tokens: list[int] = sample_on_device(logits.to(DEVICE), _moved(batch)).tolist()
     return tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1000, 128256 if ON_GPU else 5000])
-def test_choose_draws_what_the_cpu_draws(dtype: torch.dtype, vocab_size: int) -> None:
+def test_sample_on_device_equals_cpu(dtype: torch.dtype, vocab_size: int) -> None:
     temperatures = [0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 0.2]
     seeds = [1, 2, 2**63 + 5, 0, 5, 123456789012345, 2**64 - 1]
     params = [
@@ -84,11 +86,11 @@ def test_choose_draws_what_the_cpu_draws(dtype: torch.dtype, vocab_size: int) ->
     batch = SamplingBatch.build(params, [5, 100, 4000, 1, 2, 70000, 2**31 - 1])
     logits = randn(len(params), vocab_size, dtype=dtype) * 3
     expected = sample(logits.cpu(), batch)
-    assert _drawn(logits, batch) == expected.tolist()
+    assert _sampled(logits, batch) == expected.tolist()
 
 
-def test_scores_that_float32_cannot_tell_apart_are_told_apart() -> None:
-    """Logits that make up for the noise of three tokens: which is best follows from rounding."""
+def test_sample_with_scores_close_in_float32_equals_cpu() -> None:
+    """The logits offset the noise of three tokens, so that rounding decides."""
     rows, vocab_size = 40, 3000
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(rows)]
     batch = SamplingBatch.build(params, list(range(7, 7 + rows)))
@@ -100,10 +102,10 @@ def test_scores_that_float32_cannot_tell_apart_are_told_apart() -> None:
     gaps = (logits.double() + noise).gather(1, close_ones).sort(dim=1).values.diff()
     assert gaps.max() < 1e-6
     assert len(set((expected[:, None] == close_ones).int().argmax(1).tolist())) == 3
-    assert _drawn(logits, batch) == expected.tolist()
+    assert _sampled(logits, batch) == expected.tolist()
 
 
-def test_draws_from_logits_of_any_size() -> None:
+def test_sample_from_logits_of_any_size_equals_cpu() -> None:
     logits = randn(6, 2500, dtype=torch.float32).cpu()
     logits[0] *= 1e30
     logits[1, 40:] = -torch.inf
@@ -114,26 +116,26 @@ def test_draws_from_logits_of_any_size() -> None:
     logits[5] = 0.0
     params = [SamplingParams(temperature=0.9, seed=seed) for seed in range(len(logits))]
     batch = SamplingBatch.build(params, [3] * len(logits))
-    assert _drawn(logits, batch) == sample(logits, batch).tolist()
+    assert _sampled(logits, batch) == sample(logits, batch).tolist()
 
 
-def test_of_equal_logits_the_lowest_token_wins() -> None:
+def test_sample_from_equal_logits_takes_lowest_token() -> None:
     logits = torch.zeros(2, 4000, device=DEVICE)
     logits[0, [1500, 3000, 3999]] = 1.0
     batch = SamplingBatch.build([SamplingParams(temperature=0.0)] * 2, [0, 0])
-    assert _drawn(logits, batch) == [1500, 0]
+    assert _sampled(logits, batch) == [1500, 0]
     assert logits.argmax(dim=-1).tolist() == [1500, 0]
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
-def test_a_token_is_named_even_for_broken_logits(cut: dict[str, float]) -> None:
+def test_sample_from_nan_logits_names_a_token(cut: dict[str, float]) -> None:
     logits = torch.full((5, 3000), float("nan"), device=DEVICE)
     logits[2] = -torch.inf
     logits[3, 70:] = 1.0
     logits[4, 70:] = torch.inf
     params = [SamplingParams(temperature=t, **cut) for t in (0.0, 1.0, 1.0, 1.0, 1.0)]  # type: ignore[arg-type]
     batch = SamplingBatch.build(params, [0] * len(params))
-    assert all(0 <= token < 3000 for token in _drawn(logits, batch))
+    assert all(0 <= token < 3000 for token in _sampled(logits, batch))
 
 
 CUTS = [
@@ -155,7 +157,7 @@ CUTS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [0.3, 4.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("vocab_size", [1000, 128256 if ON_GPU else 20000])
-def test_cuts_leave_what_they_leave_on_the_cpu(
+def test_sample_within_topk_topp_equals_cpu(
     dtype: torch.dtype, spread: float, vocab_size: int
 ) -> None:
     temperatures = (0.0, 0.6, 1.3)
@@ -168,14 +170,14 @@ def test_cuts_leave_what_they_leave_on_the_cpu(
     batch = SamplingBatch.build(params, list(range(3, 3 + len(params))))
     logits = (randn(len(params), vocab_size, dtype=torch.float32) * spread).to(dtype)
     expected = sample(logits.cpu(), batch)
-    drawn = _drawn(logits, batch)
-    assert drawn == expected.tolist()
+    sampled = _sampled(logits, batch)
+    assert sampled == expected.tolist()
     # Without cuts others would be drawn, so that they were put to the test.
     free = replace(batch, any_sorted=False, any_min_p=False)
     assert (sample(logits.cpu(), free) != expected).sum() > len(params) // 10
 
 
-def test_tokens_as_likely_as_the_last_that_a_cut_keeps_stay() -> None:
+def test_sample_with_ties_at_the_cut_keeps_them() -> None:
     logits = torch.full((60, 2000), -9.0)
     logits[:, 100:110] = 2.0  # of these ten top_k = 3 and top_p = 0.2 keep all,
     logits[:, 7] = 1.0  # and nothing else
@@ -185,15 +187,15 @@ def test_tokens_as_likely_as_the_last_that_a_cut_keeps_stay() -> None:
     ]
     params += [SamplingParams(temperature=2.0, seed=seed, top_k=11) for seed in range(30)]
     batch = SamplingBatch.build(params, [5] * len(params))
-    drawn = _drawn(logits, batch)
-    assert drawn == sample(logits, batch).tolist()
+    sampled = _sampled(logits, batch)
+    assert sampled == sample(logits, batch).tolist()
     kept = torch.isfinite(process_logits(logits, batch)).sum(dim=1).tolist()
     assert {10, 11, 2000} <= set(kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 3, 5])
-def test_drafts_are_verified_as_by_torch(dtype: torch.dtype, width: int) -> None:
+def test_choose_and_verify_on_device_equals_torch(dtype: torch.dtype, width: int) -> None:
     temperatures = (0.0, 1.0, 0.7, 0.0, 1.3, 1.0, 0.0)
     rows, vocab_size = len(temperatures), 5000 if not ON_GPU else 128256
     logits = randn(rows * width, vocab_size, dtype=dtype).cpu() * 3

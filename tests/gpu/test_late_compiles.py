@@ -1,4 +1,4 @@
-"""Once services are ready no kernel is compiled: it would hold up all requests for a second."""
+"""No kernel is compiled once services are ready, because all requests would wait for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, StepEvents
 from proposer_service.__main__ import parse
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options, build_engine
+from scorer_service.app import build_engine
+from scorer_service.config import ScorerOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,7 @@ SAMPLING = (
 
 
 def _requests(count: int, seed: int) -> list[Request]:
-    """Some begin with the same tokens, at several lengths."""
+    """Make requests of which some share a prefix."""
     rng = random.Random(seed)
     shared = tuple(rng.randrange(100, 8000) for _ in range(max(LENGTHS)))
     requests = []
@@ -75,8 +76,8 @@ def _requests(count: int, seed: int) -> list[Request]:
     return requests
 
 
-class Turns:
-    """An engine and a method that take turns."""
+class Loop:
+    """An engine and a drafting method, run alternately."""
 
     def __init__(self, engine: Engine, method: Proposer) -> None:
         self._engine, self._method = engine, method
@@ -86,7 +87,7 @@ class Turns:
         self._wanting: dict[int, None] = {}
 
     def serve(self, requests: Sequence[Request], at_once: int) -> None:
-        """All of them to their end."""
+        """Run all requests to their end."""
         waiting = deque(requests)
         deadline = time.monotonic() + 120
         while waiting or self._running:
@@ -137,19 +138,19 @@ class Turns:
 def _engine(features: str) -> Engine:
     flags = resolve([*SCORER, *(("--hidden-features", features) if features else ())])
     del flags["exit_with_parent"]
-    options = Options(**flags, ranks=None)
+    options = ScorerOptions(**flags, ranks=None)
     return build_engine(resolve_model(options.model, "target"), options)
 
 
 @pytest.mark.parametrize("how", METHODS)
-def test_nothing_is_compiled_while_serving(how: str, compiled: list[str]) -> None:
+def test_serving_after_start_compiles_nothing(how: str, compiled: list[str]) -> None:
     name = how.split()[0]
     engine = _engine({"draft_model": "", "eagle3": "eagle3"}.get(name, "final"))
     config, _ = parse([*PROPOSER, "--method", name, *METHODS[how]])
     method = build_proposer(config.methods, config.max_sessions, print)[0]
     assert compiled
     compiled.clear()
-    turns = Turns(engine, method)
-    turns.serve(_requests(24, 1), 1)
-    turns.serve(_requests(60, 2), 8)
+    loop = Loop(engine, method)
+    loop.serve(_requests(24, 1), 1)
+    loop.serve(_requests(60, 2), 8)
     assert not compiled, "\n".join(compiled)

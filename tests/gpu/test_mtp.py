@@ -19,10 +19,10 @@ from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
 from outrider.drafting.graphs.triton_draws import TritonDraws
 from outrider.drafting.hidden_states.eager import HeadDrafter
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
 from tests.support import mtp_checkpoints as made
 
@@ -55,7 +55,7 @@ def _logits(folders: tuple[Path, Path], dtype: torch.dtype, device: torch.device
     """After true rows of a prompt, of a tree on it, and of one more row from its own output."""
     head = load_mtp(*folders, dtype, device)
     pools = KVPools(8, PAGE_SIZE, dtype, device)
-    backend = choose_backend(None, head.attention_traits(PAGE_SIZE), device)
+    backend = choose_backend(None, head.attention_traits(), device)
     head.bind(pools)
     states = torch.randn(32, head.state_size, generator=torch.Generator().manual_seed(0))
     states = head.begin(states.bfloat16())
@@ -89,7 +89,7 @@ def test_graphs_draft_what_the_eager_way_drafts(folders: tuple[Path, Path], widt
     """After a prompt, of three rows more; modules with experts or latents are not recorded."""
     head = load_mtp(*folders, torch.float32, CUDA)
     assert head.capturable
-    backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CUDA)
+    backend = choose_backend(None, head.attention_traits(), CUDA)
     head.bind(KVPools(9, PAGE_SIZE, head.dtype, CUDA))
     recording = Capture(
         recurrent_shapes(max_rows=2, max_draft_tokens=5, width=width), CudaGraphs(), TritonDraws()

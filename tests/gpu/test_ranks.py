@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the texts of one, in float32. `benchmarks/ranks.py` times their steps."""
+"""Two ranks on two GPUs generate the texts of one, in float32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_two_gpus_say_what_one_says(
+def test_ranks_on_two_gpus_generate_the_texts_of_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Older versions of transformers split no vocabulary that the ranks do not divide evenly.

@@ -19,8 +19,8 @@ from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import DraftRound, SessionStart
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams, VerificationRule
 from tests.support import eagle_checkpoints as made
 
@@ -45,7 +45,7 @@ def _proposer(
     return RecurrentProposer(
         head,
         KVPools(num_pages, PAGE_SIZE, head.dtype, CPU),
-        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        choose_backend(None, head.attention_traits(), CPU),
         method="eagle3",
         name="tiny",
         max_sessions=4,

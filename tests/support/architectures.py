@@ -1,4 +1,4 @@
-"""Small random models of every architecture that the engine claims to serve."""
+"""Small random models of every architecture that the engine serves or refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MLA: dict[str, Any] = {
 }
 
 
-def _build(config_name: str, model_name: str, **changes: Any) -> Callable[[], nn.Module]:
+def build_model(config_name: str, model_name: str, **changes: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         settings = {k: v for k, v in {**_COMMON, **changes}.items() if v is not OMIT}
         config = getattr(transformers, config_name)(**settings)
@@ -54,18 +54,18 @@ def _build(config_name: str, model_name: str, **changes: Any) -> Callable[[], nn
 
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    "llama": _build("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": _build(
+    "llama": build_model("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": build_model(
         "Qwen2Config",
         "Qwen2ForCausalLM",
         use_sliding_window=True,
         sliding_window=7,
         layer_types=_HYBRID,
     ),
-    # Heads of 32, here and below: what the compiled attention of a CPU asks for.
-    "qwen3": _build("Qwen3Config", "Qwen3ForCausalLM", head_dim=32),
-    "mistral": _build("MistralConfig", "MistralForCausalLM", sliding_window=9, head_dim=32),
-    "gemma2": _build(
+    # Heads of 32, here and below, because the compiled attention of a CPU needs them.
+    "qwen3": build_model("Qwen3Config", "Qwen3ForCausalLM", head_dim=32),
+    "mistral": build_model("MistralConfig", "MistralForCausalLM", sliding_window=9, head_dim=32),
+    "gemma2": build_model(
         "Gemma2Config",
         "Gemma2ForCausalLM",
         sliding_window=8,
@@ -73,15 +73,15 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
     ),
-    "gemma3_text": _build(
+    "gemma3_text": build_model(
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
         sliding_window=8,
         query_pre_attn_scalar=8,
         layer_types=_HYBRID,
     ),
-    "phi3": _build("Phi3Config", "Phi3ForCausalLM", sliding_window=11, head_dim=32),
-    "opt": _build(
+    "phi3": build_model("Phi3Config", "Phi3ForCausalLM", sliding_window=11, head_dim=32),
+    "opt": build_model(
         "OPTConfig",
         "OPTForCausalLM",
         ffn_dim=48,
@@ -89,7 +89,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         pad_token_id=0,
         num_key_value_heads=OMIT,
     ),
-    "gpt2": _build(
+    "gpt2": build_model(
         "GPT2Config",
         "GPT2LMHeadModel",
         n_embd=32,
@@ -97,12 +97,12 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         n_layer=3,
         num_key_value_heads=OMIT,
     ),
-    "deepseek_v3": _build("DeepseekV3Config", "DeepseekV3ForCausalLM", **_MOE, **_MLA),
-    "qwen3_moe": _build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", num_experts=4, **_MOE),
-    "mixtral": _build(
+    "deepseek_v3": build_model("DeepseekV3Config", "DeepseekV3ForCausalLM", **_MOE, **_MLA),
+    "qwen3_moe": build_model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", num_experts=4, **_MOE),
+    "mixtral": build_model(
         "MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2
     ),
-    "gpt_oss": _build(
+    "gpt_oss": build_model(
         "GptOssConfig",
         "GptOssForCausalLM",
         num_local_experts=4,
@@ -110,8 +110,8 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         sliding_window=8,
         layer_types=_HYBRID,
     ),
-    "gpt_neox": _build("GPTNeoXConfig", "GPTNeoXForCausalLM", num_key_value_heads=OMIT),
-    "glm4_moe": _build(
+    "gpt_neox": build_model("GPTNeoXConfig", "GPTNeoXForCausalLM", num_key_value_heads=OMIT),
+    "glm4_moe": build_model(
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
         head_dim=32,
@@ -122,8 +122,10 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         first_k_dense_replace=1,
         **_MOE,
     ),
-    "cohere2": _build("Cohere2Config", "Cohere2ForCausalLM", sliding_window=8, layer_types=_HYBRID),
-    "gemma4_text": _build(
+    "cohere2": build_model(
+        "Cohere2Config", "Cohere2ForCausalLM", sliding_window=8, layer_types=_HYBRID
+    ),
+    "gemma4_text": build_model(
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
         sliding_window=8,
@@ -136,16 +138,22 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "falcon": (_build("FalconConfig", "FalconForCausalLM", head_dim=OMIT), "AttentionInterface"),
-    "bloom": (_build("BloomConfig", "BloomForCausalLM", n_layer=2), "AttentionInterface"),
-    "gptj": (
-        _build("GPTJConfig", "GPTJForCausalLM", n_embd=32, n_head=4, n_layer=2, rotary_dim=8),
+    "falcon": (
+        build_model("FalconConfig", "FalconForCausalLM", head_dim=OMIT),
         "AttentionInterface",
     ),
-    "mpt": (_build("MptConfig", "MptForCausalLM", d_model=32, n_heads=4), "AttentionInterface"),
-    "stablelm": (_build("StableLmConfig", "StableLmForCausalLM"), "AttentionInterface"),
+    "bloom": (build_model("BloomConfig", "BloomForCausalLM", n_layer=2), "AttentionInterface"),
+    "gptj": (
+        build_model("GPTJConfig", "GPTJForCausalLM", n_embd=32, n_head=4, n_layer=2, rotary_dim=8),
+        "AttentionInterface",
+    ),
+    "mpt": (
+        build_model("MptConfig", "MptForCausalLM", d_model=32, n_heads=4),
+        "AttentionInterface",
+    ),
+    "stablelm": (build_model("StableLmConfig", "StableLmForCausalLM"), "AttentionInterface"),
     "llama4": (
-        _build(
+        build_model(
             "Llama4TextConfig",
             "Llama4ForCausalLM",
             intermediate_size_mlp=48,
@@ -155,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "chunked",
     ),
     "qwen3_5": (
-        _build(
+        build_model(
             "Qwen3_5TextConfig",
             "Qwen3_5ForCausalLM",
             linear_num_value_heads=4,
@@ -166,7 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "recurrent state",
     ),
     "gemma4 with shared keys": (
-        _build(
+        build_model(
             "Gemma4TextConfig",
             "Gemma4ForCausalLM",
             layer_types=["sliding_attention", "full_attention", "full_attention"],
@@ -180,18 +188,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def random_model(build: Callable[[], nn.Module], dtype: torch.dtype, seed: int = 1) -> nn.Module:
-    """The architecture with weights large enough that its attention decides the next token."""
+    """Build a model whose weights are large enough that attention decides the next token."""
     torch.manual_seed(seed)
     model = build()
     cast: Any = model
     if hasattr(cast, "set_experts_implementation"):
-        cast.set_experts_implementation("eager")  # the grouped product knows no float64
+        cast.set_experts_implementation("eager")  # the grouped product does not support float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
-                # Small embeddings: the layers, not the last token alone, say what comes next.
+                # With small embeddings the layers decide the next token, not the last token alone.
                 embedding = "embed" in name or "wte" in name or "wpe" in name
                 parameter.copy_(torch.randn_like(parameter) * (0.1 if embedding else 0.3))
     return model.to(dtype).eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from tests.support.recordable import disturbed
 
@@ -31,8 +31,7 @@ def clear_llama(device: torch.device, num_pages: int, noise: float = 0.0) -> Pag
             weight.data.normal_(0.0, 0.12)
     return build_paged_model(
         disturbed(model, noise).to(device),
-        page_size=PAGE_SIZE,
-        num_pages=num_pages,
-        attention_backend="triton",
-        self_test=False,
+        ModelOptions(
+            page_size=PAGE_SIZE, num_pages=num_pages, attention_backend="triton", self_test=False
+        ),
     )

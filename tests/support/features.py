@@ -15,6 +15,7 @@ from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSessio
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.kv_cache.memory import move
 from outrider.features import FeatureSpec
 from tests.support.hash_model import HashModel, context_hash
 
@@ -49,7 +50,7 @@ class FeatureHash:
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         super().move_slots(source, target)  # type: ignore[misc]
-        self.features.move_slots(source, target)
+        move(self.features.rows[None], source, target)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         assert isinstance(self, HashModel)

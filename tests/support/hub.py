@@ -100,7 +100,7 @@ class Bench:
         self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics, clock=clock)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
-        return self.hub.roster.attach(hello(proposer_id=proposer_id, **fields))
+        return self.hub.registry.attach(hello(proposer_id=proposer_id, **fields))
 
     def submit(
         self,
@@ -119,7 +119,7 @@ class Bench:
         """What is being sent to the proposer now."""
         async with asyncio.timeout(5):
             message = await proposer.outbox.take()
-        self.hub.on_taken(proposer.outbox)
+        self.hub.registry.on_taken(proposer.outbox)
         return message
 
     def step(

@@ -1,4 +1,4 @@
-"""What tests of CUDA kernels share. Importing it skips a module where there is nothing to run on.
+"""Helpers for tests of CUDA kernels; importing it skips a module that cannot run.
 
 Without a GPU the Triton kernels run on Triton's interpreter:
 TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
@@ -22,13 +22,13 @@ WIDTH = 128 if ON_GPU else 16  # of a head: the interpreter is slow
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normally distributed, the same on every device."""
+    """Sample from the normal distribution, equally on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, size: float = 1.0) -> None:
-    """`size`: of the numbers that were added and rounded on the way."""
+    """Compare up to the dtype's rounding of sums of numbers of this `size`."""
     assert actual.dtype == expected.dtype == dtype
     rtol = TOLERANCE[dtype]
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * size, check_stride=False)

@@ -14,7 +14,7 @@ from outrider.engine.attention.base import AttentionParams
 from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.capture import Work
 from outrider.engine.kv_cache.pools import LayerPool
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from tests.support.hash_model import HashModel, context_hash
 
@@ -89,9 +89,7 @@ def recordable_llama(page_size: int = 4, num_pages: int = 64, noise: float = 0.0
     )
     return build_paged_model(
         disturbed(LlamaForCausalLM(config).double(), noise),
-        page_size=page_size,
-        num_pages=num_pages,
-        self_test=False,
+        ModelOptions(page_size=page_size, num_pages=num_pages, self_test=False),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -33,8 +34,7 @@ from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.registration import add_to_server
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
 from tests.support.features import FeatureHash
 from tests.support.hash_model import HashModel
 
@@ -151,41 +151,45 @@ def generate_request(
     )
 
 
-@asynccontextmanager
-async def running_scorer(
-    *,
-    pause_s: float = 0.0,
-    limits: DraftLimits | None = None,
-    telemetry: Telemetry | None = None,
-    num_speculative_tokens: int = 4,
-    vocab_size: int = VOCAB,
-    compiler: ConstraintCompiler | None = None,
-    features: FeatureSpec | None = None,
-    policy: type[Policy] = Policy,
-    unix_path: Path | None = None,
-    shared: Path | None = None,
-    data_connections: bool = True,
-    tls: TlsFiles | None = None,
-    in_process: Callable[[PacedModel], Proposer] | None = None,
-) -> AsyncIterator[RunningScorer]:
-    """Afterwards every page is free and the engine's books agree.
+@dataclass(frozen=True, slots=True)
+class ScorerSetup:
+    """A scorer under test, as it differs from the default."""
 
-    Proposers may leave memory to be shared in the folder `shared`. `in_process` makes a method
-    that the scorer drafts by itself.
-    """
+    pause_s: float = 0.0
+    limits: DraftLimits = field(default_factory=DraftLimits)
+    telemetry: Telemetry | None = None
+    num_speculative_tokens: int = 4
+    vocab_size: int = VOCAB
+    compiler: ConstraintCompiler | None = None
+    features: FeatureSpec | None = None
+    policy: type[Policy] = Policy
+    unix_path: Path | None = None
+    data_connections: bool = True
+    tls: TlsFiles | None = None
+    in_process: Callable[[PacedModel], Proposer] | None = None
+    """Makes a method that the scorer drafts by itself."""
+
+
+@asynccontextmanager
+async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
+    """Run a scorer; afterwards every page is free and the engine's books agree."""
+    setup = ScorerSetup(**changes)
     loop = asyncio.get_running_loop()
-    limits = limits or DraftLimits()
-    telemetry = telemetry or configure("scorer-under-test")
-    model = PacedModel(pause_s, vocab_size) if features is None else PacedFeatures(pause_s)
-    streams = (
-        HiddenStateStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
+    telemetry = setup.telemetry or configure("scorer-under-test")
+    model = (
+        PacedModel(setup.pause_s, setup.vocab_size)
+        if setup.features is None
+        else PacedFeatures(setup.pause_s)
     )
+    streams = None
+    if isinstance(model, PacedFeatures) and setup.features is not None:
+        streams = HiddenStateStreams(model.capture(setup.features))
     engines: list[Engine] = []
     hubs: list[Hub] = []
-    beside: InProcessProposer | None = None
-    if in_process is not None:
-        method = in_process(model)
-        beside = InProcessProposer(lambda: (method, TOKENIZER_HASH), "in-process-0")
+    colocated: InProcessProposer | None = None
+    if setup.in_process is not None:
+        method = setup.in_process(model)
+        colocated = InProcessProposer(lambda: (method, TOKENIZER_HASH), "in-process-0")
 
     def build() -> Engine:
         config = EngineConfig(
@@ -193,20 +197,20 @@ async def running_scorer(
             num_pages=model.num_pages,
             max_model_len=MAX_LEN,
             max_num_batched_tokens=64,
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=setup.num_speculative_tokens,
         )
         # A fixed patience: the adaptive policy would not wait for a proposer on a busy machine.
-        patient = policy(config.num_speculative_tokens, max_wait_s=0.05)
+        patient = setup.policy(config.num_speculative_tokens, max_wait_s=0.05)
         engines.append(Engine(model, config, policy=patient, features=streams))
-        if beside is not None:
-            beside.build()
-            beside.bring(engines[0])
+        if colocated is not None:
+            colocated.build()
+            colocated.put_projection(engines[0])
         return engines[0]
 
     def on_events(events: StepEvents) -> None:
         loop.call_soon_threadsafe(hubs[0].on_events, events)
 
-    worker = EngineWorker(build, on_events, beside)
+    worker = EngineWorker(build, on_events, colocated)
     info = worker.start(10)
     served = ServedModel(
         scorer_id="scorer-0",
@@ -217,19 +221,21 @@ async def running_scorer(
         max_model_len=info.max_model_len,
         dtype="float32",
         eos_token_ids=info.eos_token_ids,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=setup.num_speculative_tokens,
         features=info.features,
     )
-    hub = Hub(worker, served, limits, ScorerMetrics(telemetry.registry, "default"))
+    hub = Hub(worker, served, setup.limits, ScorerMetrics(telemetry.registry, "default"))
     hubs.append(hub)
-    if beside is not None:
-        attach(hub, worker, beside, served)
+    if colocated is not None:
+        attach(hub.registry, worker, colocated, served)
     servicer = ScorerServicer(telemetry)
-    constraints = Constraints(compiler)
-    unix = None if unix_path is None else str(unix_path)
-    data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls) if data_connections else None
+    constraints = Constraints(setup.compiler)
+    unix, tls = None if setup.unix_path is None else str(setup.unix_path), setup.tls
+    data_port = None
+    if setup.data_connections:
+        data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls)
     data_address = "" if data_port is None else f"127.0.0.1:{await data_port.start()}"
-    servicer.begin(Serving(worker, hub, served, limits, constraints, shared, data_port))
+    servicer.begin(Serving(worker, hub, served, constraints, data_port))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),

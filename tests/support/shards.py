@@ -1,6 +1,6 @@
-"""What an engine says over a whole model, and over shards of it: the latter as a program.
+"""Generate texts with a whole model or, as a program, with shards of it.
 
-`torchrun ... -m tests.support.shards OUT DTYPE FOLDER...` writes what its leader said to file OUT.
+`torchrun ... -m tests.support.shards OUT DTYPE FOLDER...` writes the leader's texts to file OUT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.model.loader import CPU, load_model
+from outrider.engine.model.loader import CPU, ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 from outrider.engine.policy.base import Policy
@@ -42,13 +42,15 @@ def load(
     group: RankGroup | None = None,
     device: torch.device = CPU,
 ) -> PagedModel:
-    """With few small pages; on the group's device, if there is one."""
+    """Load a model with few small pages, on the group's device if there is one."""
     device = device if group is None else group.device
-    return load_model(folder, dtype=dtype, page_size=4, num_pages=200, device=device, group=group)
+    return load_model(
+        folder, ModelOptions(page_size=4, num_pages=200), dtype=dtype, device=device, group=group
+    )
 
 
 def say(model: PagedModel) -> dict[str, Any]:
-    """Three texts without drafts, the same with drafts of which some are wrong, and how."""
+    """Generate three texts without drafts, and again with drafts of which some are wrong."""
     config = EngineConfig(
         page_size=model.page_size,
         num_pages=model.num_pages,
@@ -61,14 +63,14 @@ def say(model: PagedModel) -> dict[str, Any]:
     plain, _ = _generate(engine, 0, None)
     drafted, cached = _generate(engine, 100, plain)
     engine.check_invariants()
-    way = type(model._step).__name__
-    return {"plain": plain, "drafted": drafted, "cached": cached, "way": way}
+    step = type(model._step).__name__
+    return {"plain": plain, "drafted": drafted, "cached": cached, "step": step}
 
 
 def _generate(
     engine: Engine, first: int, truth: list[TokenIds] | None
 ) -> tuple[list[TokenIds], int]:
-    """Texts, and prompt tokens that were found in the cache."""
+    """Return the texts, and the number of prompt tokens found in the cache."""
     rng = random.Random(0)
     prompts = [(*_PREFIX, 50 + i) for i in range(len(_SAMPLINGS))]
     said: list[TokenIds] = [()] * len(prompts)
@@ -82,7 +84,7 @@ def _generate(
         for i in left if truth is not None else ():
             assert truth is not None
             future = [t if rng.random() < 0.8 else 3 for t in truth[i][len(said[i]) :][: K // 2]]
-            # Before each node a sibling that is wrong: what is accepted has to move.
+            # A wrong sibling before each node makes accepted nodes move.
             tree = DraftTree.validated(
                 len(prompts[i]) + len(said[i]),
                 [token for t in future for token in (4, t)],

@@ -56,7 +56,7 @@ class Scorer:
         try:
             taking.send(None)
         except StopIteration as taken:
-            self.bench.hub.on_taken(self.proposer.outbox)
+            self.bench.hub.registry.on_taken(self.proposer.outbox)
             message: SessionMessage = taken.value
             self.opened += [opened.session for opened in message.batch.opens]
             return message
@@ -69,12 +69,12 @@ class Scorer:
             message = self.received.pop(0)
             if message.HasField("blocks"):
                 self.drafted |= {(block.session, block.epoch) for block in message.blocks.blocks}
-                self.bench.hub.on_blocks(self.proposer, message.blocks.blocks)
+                self.bench.hub.blocks.receive(self.proposer, message.blocks.blocks)
             else:
                 lost = message.lost
                 had_drafts = (lost.session, lost.epoch) in self.drafted
                 (self.evicted if had_drafts else self.refused).append(lost.session)
-                self.bench.hub.roster.on_lost(self.proposer, lost)
+                self.bench.hub.registry.on_lost(self.proposer, lost)
 
 
 class SharedProposer:
@@ -98,7 +98,7 @@ class SharedProposer:
                 message = scorer.take()
                 if message is not None:
                     said = True
-                    self._cycle.apply([Batch(scorer.link, message.batch, [], 0.0)])
+                    self._cycle.apply([Batch(scorer.link, message.batch, 0.0)])
             self._cycle.draft()
             for scorer in self.scorers:
                 scorer.read()

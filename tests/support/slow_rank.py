@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 import outrider.engine.model.loader as loader
-from outrider.engine.model.ops import LlamaOps, TorchOps
+from outrider.engine.layers.ops import LlamaOps, TorchOps
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 from tests.support.shards import DEADLINE_S, load
 

@@ -1,10 +1,10 @@
-"""What a drafting method is told once, when it is built. Frozen."""
+"""The frozen settings of each drafting method, from which its flags are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
@@ -14,18 +14,35 @@ from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
 from outrider.params import MAX_SPECULATIVE_TOKENS
 
 Say = Callable[[str], None]
-"""Takes a line on how building is going."""
+"""Takes a line about the progress of building."""
+
+
+def setting(default: Any, about: str, *, unset: bool = False, **flag: Any) -> Any:
+    """Declare a setting with a flag of its name; `flag` are more arguments of `add_argument`.
+
+    With `unset` the flag has no default: the method's own holds.
+    """
+    flag |= {"help": about, "type": flag.get("type", str if default is None else type(default))}
+    return field(default=default, metadata={**flag, "default": None if unset else default})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodConfig:
-    """What every method is told. Raises `ConfigError`."""
+    """The settings of every method. Raises `ConfigError`."""
 
     name: str
-    max_draft_tokens: int = 16
-    """Per round."""
-    max_branches: int = 16
-    """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
+    max_draft_tokens: int = setting(
+        16,
+        "draft tokens per round at most; unset: 16 for models (5 beside other methods) and "
+        "ngram, 24 for suffix, 128 for deterministic",
+        unset=True,
+    )
+    max_branches: int = setting(
+        16,
+        "outcomes of a verification drafted for ahead of it, per session at most; 0: none; "
+        "unset: 16, but none for a draft model on CPU, where that costs more than it hides",
+        unset=True,
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft_tokens <= MAX_SPECULATIVE_TOKENS:
@@ -39,9 +56,11 @@ class NgramConfig(MethodConfig):
     """Prompt lookup."""
 
     name: str = "ngram"
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    prefer: Literal["recent", "frequent"] = "recent"
+    prompt_lookup_min: int = setting(2, "ngram")
+    prompt_lookup_max: int = setting(4, "ngram")
+    prompt_lookup_prefer: Literal["recent", "frequent"] = setting(
+        "recent", "ngram: which of several matches", choices=("recent", "frequent")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +84,36 @@ class DeterministicConfig(MethodConfig):
 class ModelConfig(MethodConfig):
     """A method with weights."""
 
-    model: str = "embedded"
-    """"embedded", a folder, or a Hugging Face id."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """None: bfloat16 on CUDA, and on CPUs with AVX-512 for modules that read hidden states; else
-    float32."""
-    threads: int = 1
-    """CPU threads of torch."""
-    kv_cache_memory: int = 256
-    """MiB for keys and values."""
-    max_model_len: int | None = None
-    """None: what the model allows."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    attention_backend: str | None = None
-    """None: the best that fits."""
-    quantization: Literal["int8", "none"] | None = None
-    """None: int8 where there are kernels for it, which is on CUDA in bfloat16."""
+    model: str = setting(
+        EMBEDDED,
+        "draft_model: embedded, a folder, Hugging Face id; for methods that read hidden states "
+        "their checkpoint, likewise; unset: embedded",
+        unset=True,
+    )
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None,
+        "of a model; unset: bfloat16 on CUDA, and on CPUs with AVX-512 for one that reads hidden "
+        "states; else float32",
+        choices=("float32", "bfloat16"),
+    )
+    threads: int = setting(1, "of a model: CPU threads")
+    kv_cache_memory: int = setting(
+        256, "of a model: MiB; unset: 256 on a CPU, 4096 on CUDA", unset=True
+    )
+    max_model_len: int | None = setting(
+        None, "of a model: longest context drafted for; unset: its own", type=int
+    )
+    device: Literal["cpu", "cuda"] = setting("cpu", "of a model", choices=("cpu", "cuda"))
+    attention_backend: str | None = setting(
+        None,
+        "of a model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
+    )
+    quantization: Literal["int8", "none"] | None = setting(
+        None,
+        "of a model's weights; unset: int8 on CUDA in bfloat16, beside the weights as they are, "
+        "for products of few rows that it makes faster",
+        choices=("int8", "none"),
+    )
 
     def __post_init__(self) -> None:
         MethodConfig.__post_init__(self)
@@ -93,7 +126,7 @@ class ModelConfig(MethodConfig):
 
     @property
     def int8_weights(self) -> bool:
-        """Whether weights are read as int8 where that is faster."""
+        """Weights are read as int8 where that is faster."""
         return self.quantization != "none" and self._has_int8_kernels
 
     @property
@@ -112,12 +145,20 @@ class DraftModelConfig(ModelConfig):
 class HeadConfig(ModelConfig):
     """A module that reads the target's hidden states. Raises `ConfigError`."""
 
-    target_model: str = "embedded"
-    """As `model`: what it was trained for, whose embedding and head it shares."""
-    tree_width: int = TREE_WIDTH
-    """1: drafts are chains."""
-    project_features: bool | None = None
-    """eagle3: let the scorer apply the module's first product. None: on CUDA."""
+    target_model: str = setting(
+        EMBEDDED, "methods that read hidden states: the model that the scorer serves"
+    )
+    tree_width: int = setting(
+        TREE_WIDTH,
+        "methods that read hidden states: children of a node of the draft tree that are looked at, "
+        "and nodes of a depth that may get some; 1: drafts are chains",
+    )
+    project_features: bool | None = setting(
+        None,
+        "eagle3: let the scorer apply the module's first product, so that it sends one state per "
+        "token instead of three; unset: on CUDA",
+        type=bool,
+    )
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -138,13 +179,23 @@ class HeadConfig(ModelConfig):
 
     @property
     def projects_features(self) -> bool:
-        """Whether the scorer is asked to, where the module allows it."""
-        told = self.project_features
-        return self.name == "eagle3" and (self.device == "cuda" if told is None else told)
+        """The scorer is asked to project features, where the module allows it."""
+        asked = self.project_features
+        return self.name == "eagle3" and (self.device == "cuda" if asked is None else asked)
+
+
+CONFIGS: Final[Mapping[str, type[MethodConfig]]] = {
+    "draft_model": DraftModelConfig,
+    **dict.fromkeys(HIDDEN_STATE_METHODS, HeadConfig),
+    "ngram": NgramConfig,
+    "suffix": SuffixConfig,
+    "deterministic": DeterministicConfig,
+}
+"""By method."""
 
 
 def check_methods(methods: tuple[MethodConfig, ...]) -> None:
-    """Of one proposer. Raises `ConfigError`."""
+    """Check the methods of one proposer. Raises `ConfigError`."""
     names = [method.name for method in methods]
     if not names or len(set(names)) < len(names):
         raise ConfigError("--method names one method, or several different ones.")
@@ -157,6 +208,5 @@ def check_methods(methods: tuple[MethodConfig, ...]) -> None:
 
 
 def device_of(methods: tuple[MethodConfig, ...]) -> str:
-    """Where these draft: where their model does."""
-    models = [method for method in methods if isinstance(method, ModelConfig)]
-    return models[0].device if models else "cpu"
+    """Return the device of the methods' model, or else "cpu"."""
+    return next((each.device for each in methods if isinstance(each, ModelConfig)), "cpu")

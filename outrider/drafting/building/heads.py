@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,8 +11,14 @@ import torch
 
 from outrider.drafting.building.config import HeadConfig, Say
 from outrider.drafting.building.loops import one_shot_shapes, recording, recurrent_shapes
-from outrider.drafting.building.masks import load_masks
-from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
+from outrider.drafting.building.weights import (
+    PAGE_SIZE,
+    choose_dtype,
+    load_masks,
+    prepare_device,
+)
+from outrider.drafting.draft_model.masks import DraftMasks
+from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import Capture
 from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
@@ -24,15 +30,14 @@ from outrider.drafting.hidden_states.one_shot import MAX_MODEL_LEN, OneShotPropo
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer
-from outrider.engine.attention.backends import choose_backend, is_capturable
-from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend, is_capturable
 from outrider.engine.model.loader import choose_llama_ops, count_pages
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
 
-_ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
+_ONE_SHOT: Mapping[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
 }
@@ -41,7 +46,7 @@ _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHe
 def build_head(
     method: HeadConfig, max_sessions: int, prefill_budget: int, say: Say
 ) -> tuple[FeatureProposer, str]:
-    """The method, not warmed up, and its target's tokenizer hash (empty if it has none).
+    """Return the method, not warmed up, and its target's tokenizer hash (empty if it has none).
 
     Raises `ConfigError`.
     """
@@ -49,50 +54,91 @@ def build_head(
     prepare_device(method)
     folder, target = resolve_module(method.model, method.name, method.target_model)
     say(f"loading the {method.name} module {folder} for {target}")
+    # On CPUs with AVX-512 compiled products read half as much in bfloat16.
+    fast = torch.bfloat16 if torch.cpu._is_avx512_supported() else torch.float32
+    dtype = choose_dtype(method, on_cpu=fast)
+    proposer: FeatureProposer
     with fitting("The module", method.kv_cache_memory):
-        proposer = _build(method, folder, target, max_sessions, prefill_budget, say)
+        if method.name in _ONE_SHOT:
+            proposer = _one_shot(method, folder, target, dtype, max_sessions, say)
+        else:
+            head = _load_recurrent(method, folder, target, dtype)
+            masks = load_masks(target, head.vocab_size, say)
+            proposer = _recurrent(method, head, max_sessions, prefill_budget, masks, say)
     say(f"loaded after {time.perf_counter() - began:.1f} s")
     return proposer, hash_if_any(target)
 
 
-def _build(
+def _one_shot(
     method: HeadConfig,
     folder: Path,
     target: Path,
+    dtype: torch.dtype,
+    max_sessions: int,
+    say: Say,
+) -> OneShotProposer:
+    device = torch.device(method.device)
+    head = _ONE_SHOT[method.name](folder, target, dtype, device)
+    choose_llama_ops(device, dtype, int8_weights=method.int8_weights).tune(head.uses)
+    max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
+    shapes = one_shot_shapes(max_rows=max_rows, max_depth=head.max_depth)
+    with _captured(method, shapes, say) as capture:
+        return OneShotProposer(
+            head,
+            method=method.name,
+            name=method.model,
+            max_sessions=max_sessions,
+            max_draft_tokens=method.max_draft_tokens,
+            max_model_len=method.max_model_len or MAX_MODEL_LEN,
+            tree_width=method.tree_width,
+            masks=load_masks(target, head.vocab_size, say),
+            recording=capture,
+        )
+
+
+def _load_recurrent(
+    method: HeadConfig, folder: Path, target: Path, dtype: torch.dtype
+) -> RecurrentHead:
+    device, longest = torch.device(method.device), method.max_model_len
+    head: RecurrentHead
+    if method.name == "mtp":
+        head = load_mtp(folder, target, dtype, device, max_model_len=longest)
+    elif method.name == "eagle":
+        head = load_eagle(folder, target, dtype, device, max_model_len=longest)
+    else:
+        project = method.projects_features
+        head = load_eagle3(folder, target, dtype, device, max_model_len=longest, project=project)
+    choose_llama_ops(device, dtype, int8_weights=method.int8_weights).tune(head.uses)
+    return head
+
+
+def _recurrent(
+    method: HeadConfig,
+    head: RecurrentHead,
     max_sessions: int,
     prefill_budget: int,
+    masks: DraftMasks | None,
     say: Say,
-) -> FeatureProposer:
-    # Compiled products read half as much: a step takes half the time.
-    fast = torch.bfloat16 if torch.cpu._is_avx512_supported() else torch.float32
-    dtype = choose_dtype(method, on_cpu=fast)
-    device = torch.device(method.device)
-    ops = choose_llama_ops(device, dtype, int8_weights=method.int8_weights)
-    if method.name in _ONE_SHOT:
-        head = _ONE_SHOT[method.name](folder, target, dtype, device)
-        ops.tune(head.uses)
-        with _guesses(method, head, max_sessions, say) as recorded:
-            return OneShotProposer(
-                head,
-                method=method.name,
-                name=method.model,
-                max_sessions=max_sessions,
-                max_draft_tokens=method.max_draft_tokens,
-                max_model_len=method.max_model_len or MAX_MODEL_LEN,
-                tree_width=method.tree_width,
-                masks=load_masks(target, head.vocab_size, say),
-                recording=recorded,
-            )
-    module = _load_recurrent(method, folder, target, dtype, device)
-    ops.tune(module.uses)
-    per_page = PAGE_SIZE * dtype.itemsize
-    per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
+) -> RecurrentProposer:
+    per_page = PAGE_SIZE * head.dtype.itemsize
+    per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in head.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
-    backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
-    with _loops(method, module, backend, max_sessions, say) as recorded:
+    traits = head.attention_traits()
+    backend = choose_backend(method.attention_backend, traits, head.device)
+    width, shapes = method.tree_width, []
+    if head.capturable and is_capturable(backend):
+        at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
+        shapes = recurrent_shapes(
+            max_rows=min(max_sessions, at_once),
+            max_draft_tokens=method.max_draft_tokens,
+            width=width,
+        )
+    elif method.device == "cuda":
+        say("this module or its attention cannot be captured: drafts are eager")
+    with _captured(method, shapes, say) as capture:
         return RecurrentProposer(
-            module,
-            KVPools(num_pages + (recorded is not None), PAGE_SIZE, dtype, device),
+            head,
+            KVPools(num_pages + (capture is not None), PAGE_SIZE, head.dtype, head.device),
             backend,
             method=method.name,
             name=method.model,
@@ -100,52 +146,16 @@ def _build(
             max_draft_tokens=method.max_draft_tokens,
             max_model_len=method.max_model_len,
             prefill_budget=prefill_budget,
-            tree_width=method.tree_width,
-            masks=load_masks(target, module.vocab_size, say),
-            recording=recorded,
+            tree_width=width,
+            masks=masks,
+            recording=capture,
         )
 
 
-def _guesses(
-    method: HeadConfig, head: OneShotHead, max_sessions: int, say: Say
+def _captured(
+    method: HeadConfig, shapes: Sequence[LoopShape], say: Say
 ) -> AbstractContextManager[Capture | None]:
-    """As `_loops`, for a head that guesses from one state."""
-    if method.device != "cuda":
+    """Yield the capture of loops of these shapes, on CUDA only."""
+    if method.device != "cuda" or not shapes:
         return nullcontext()
-    max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
-    shapes = one_shot_shapes(max_rows=max_rows, max_depth=head.max_depth)
     return recording(shapes, torch.device(method.device), say)
-
-
-def _loops(
-    method: HeadConfig,
-    head: RecurrentHead,
-    backend: AttentionBackend,
-    max_sessions: int,
-    say: Say,
-) -> AbstractContextManager[Capture | None]:
-    """For the loops that a module's drafts are to be recorded in, if any are."""
-    if method.device != "cuda":
-        return nullcontext()
-    if not (head.capturable and is_capturable(backend)):
-        say("this module or its attention cannot be recorded: drafts are launched")
-        return nullcontext()
-    width = method.tree_width
-    at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
-    shapes = recurrent_shapes(
-        max_rows=min(max_sessions, at_once),
-        max_draft_tokens=method.max_draft_tokens,
-        width=width,
-    )
-    return recording(shapes, torch.device(method.device), say)
-
-
-def _load_recurrent(
-    method: HeadConfig, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
-) -> RecurrentHead:
-    where, longest = (folder, target, dtype, device), method.max_model_len
-    if method.name == "mtp":
-        return load_mtp(*where, max_model_len=longest)
-    if method.name == "eagle":
-        return load_eagle(*where, max_model_len=longest)
-    return load_eagle3(*where, max_model_len=longest, project=method.projects_features)

@@ -13,11 +13,11 @@ from outrider.drafting.building.config import Say
 from outrider.drafting.graphs.draft_model import DraftModelLoops
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.engine.attention.tree_mask import MAX_TREE_NODES
 from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.errors import ConfigError
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)

@@ -1,14 +1,15 @@
-"""Builds the drafting methods that the configuration names."""
+"""Builds the drafting methods that the configuration names: `_BUILDERS` is the registry."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
 
 from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.building.config import (
+    DeterministicConfig,
     DraftModelConfig,
     HeadConfig,
     MethodConfig,
@@ -16,7 +17,6 @@ from outrider.drafting.building.config import (
     Say,
     SuffixConfig,
 )
-from outrider.drafting.copying.base import Limits
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.hybrid import HybridProposer
@@ -25,20 +25,20 @@ from outrider.params import SamplingParams
 
 _PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one round: as many as take about as long as a few drafts."""
-_WARM_UP_TOKENS = 600  # at least: kernels for many tokens are others than for few
+_WARM_UP_TOKENS = 600  # at least: many tokens take other kernels than few
 
 
 def build_proposer(
     methods: Sequence[MethodConfig], max_sessions: int, say: Say
 ) -> tuple[Proposer, str]:
-    """The methods, warmed up, and their tokenizer's hash (empty if they have none).
+    """Return the methods, warmed up, and their tokenizer's hash (empty if they have none).
 
     Runs on the thread that will draft: all of torch's work stays on one thread. Raises
     `ConfigError` and `UnsupportedModelError`.
     """
-    built = [_build(method, max_sessions, say) for method in methods]
+    built = [_BUILDERS[type(method)](method, max_sessions, say) for method in methods]
     tokenizer_hash = next((hash_ for _, hash_ in built if hash_), "")
-    # What loading leaves is there to stay; a full collection that looks at it takes 0.2 s.
+    # The objects that loading leaves stay, so that full collections need not look at them.
     gc.collect()
     gc.freeze()
     if len(built) == 1:
@@ -46,38 +46,37 @@ def build_proposer(
     return HybridProposer([proposer for proposer, _ in built]), tokenizer_hash
 
 
-def _build(method: MethodConfig, max_sessions: int, say: Say) -> tuple[Proposer, str]:
-    if isinstance(method, DraftModelConfig):
-        return _build_draft_model(method, max_sessions, say)
-    if isinstance(method, HeadConfig):
-        return _build_head(method, max_sessions, say)
-    if isinstance(method, SuffixConfig):
-        return _build_suffix(method, max_sessions, say), ""
-    limits: Limits = {"max_sessions": max_sessions, "max_branches": method.max_branches}
-    if isinstance(method, NgramConfig):
-        ngram = NgramProposer(
-            prompt_lookup_min=method.prompt_lookup_min,
-            prompt_lookup_max=method.prompt_lookup_max,
-            prefer=method.prefer,
-            max_draft_tokens=method.max_draft_tokens,
-            **limits,
-        )
-        return ngram, ""
-    return DeterministicProposer(max_draft_tokens=method.max_draft_tokens, **limits), ""
+def _build_ngram(method: NgramConfig, max_sessions: int, _: Say) -> tuple[Proposer, str]:
+    proposer = NgramProposer(
+        prompt_lookup_min=method.prompt_lookup_min,
+        prompt_lookup_max=method.prompt_lookup_max,
+        prefer=method.prompt_lookup_prefer,
+        **_limits(method, max_sessions),
+    )
+    return proposer, ""
 
 
-def _build_suffix(method: SuffixConfig, max_sessions: int, say: Say) -> Proposer:
-    # Imported here: it takes Numba, and compiles, which the other copying methods do without.
+def _build_deterministic(
+    method: DeterministicConfig, max_sessions: int, _: Say
+) -> tuple[Proposer, str]:
+    return DeterministicProposer(**_limits(method, max_sessions)), ""
+
+
+def _limits(method: MethodConfig, max_sessions: int) -> dict[str, Any]:
+    return {
+        "max_sessions": max_sessions,
+        "max_draft_tokens": method.max_draft_tokens,
+        "max_branches": method.max_branches,
+    }
+
+
+def _build_suffix(method: SuffixConfig, max_sessions: int, say: Say) -> tuple[Proposer, str]:
+    # Imported here: the other copying methods start without Numba.
     from outrider.drafting.copying.suffix import SuffixProposer
 
     say("compiling, which takes half a minute the first time")
-    _warm_up(SuffixProposer())  # another one: what it remembers is made up
-    return SuffixProposer(
-        method.settings,
-        max_sessions=max_sessions,
-        max_draft_tokens=method.max_draft_tokens,
-        max_branches=method.max_branches,
-    )
+    _warm_up(SuffixProposer())  # another one, which remembers the made-up responses
+    return SuffixProposer(method.settings, **_limits(method, max_sessions)), ""
 
 
 def _build_draft_model(
@@ -87,13 +86,22 @@ def _build_draft_model(
     import torch
 
     from outrider.drafting.ahead.branches import EagerForks, ForkDrafter
-    from outrider.drafting.building.masks import load_masks
-    from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
+    from outrider.drafting.building.weights import (
+        PAGE_SIZE,
+        choose_dtype,
+        load_masks,
+        prepare_device,
+    )
     from outrider.drafting.cpu.llama_chains import LlamaChains
     from outrider.drafting.draft_model.chains import ChainDrafter
     from outrider.drafting.draft_model.proposer import DraftModelProposer
     from outrider.engine.kv_cache.memory import fitting
-    from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model
+    from outrider.engine.model.loader import (
+        ModelOptions,
+        count_pages,
+        kv_bytes_per_page,
+        load_model,
+    )
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import hash_if_any
 
@@ -107,13 +115,15 @@ def _build_draft_model(
     with fitting("The draft model", method.kv_cache_memory):
         model = load_model(
             folder,
+            ModelOptions(
+                page_size=PAGE_SIZE,
+                num_pages=num_pages,
+                max_model_len=method.max_model_len,
+                attention_backend=method.attention_backend,
+                int8_weights=method.int8_weights,
+            ),
             dtype=dtype,
-            page_size=PAGE_SIZE,
-            num_pages=num_pages,
-            max_model_len=method.max_model_len,
             device=torch.device(method.device),
-            attention_backend=method.attention_backend,
-            int8_weights=method.int8_weights,
         )
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)
@@ -138,7 +148,7 @@ def _build_draft_model(
         chain_drafter=chain_drafter,
         fork_drafter=fork_drafter,
         max_branches=method.max_branches,
-        # Masked drafts are made eagerly: on a GPU that costs more than the recorded loop loses.
+        # Masked drafts are eager: on a GPU that costs more than unmasked captured loops lose.
         masks=load_masks(folder, model.vocab_size, say) if method.device == "cpu" else None,
         prefill_budget=_PREFILL_BUDGET[method.device],
     )
@@ -159,8 +169,18 @@ def _build_head(method: HeadConfig, max_sessions: int, say: Say) -> tuple[Propos
     return proposer, tokenizer_hash
 
 
+_BUILDERS: Final[Mapping[type[MethodConfig], Callable[[Any, int, Say], tuple[Proposer, str]]]] = {
+    NgramConfig: _build_ngram,
+    DeterministicConfig: _build_deterministic,
+    SuffixConfig: _build_suffix,
+    DraftModelConfig: _build_draft_model,
+    HeadConfig: _build_head,
+}
+"""Each returns a warmed-up method for so many sessions, and its tokenizer's hash."""
+
+
 def _warm_up(proposer: Proposer, prefill_budget: int = 0) -> None:
-    """Drafts for made-up sessions, so that the first real one does not pay for lazy set-up.
+    """Draft for made-up sessions, so that the first real one does not pay for lazy set-up.
 
     Prompts are as long as one call takes (`prefill_budget` tokens): a device's memory is taken now.
     """
@@ -173,7 +193,7 @@ def _warm_up(proposer: Proposer, prefill_budget: int = 0) -> None:
             for key in keys:
                 proposer.open(key, SessionStart(prefix, sampling, 4, traits.max_model_len))
                 _make_up_features(proposer, key, 0, len(prefix) - 1)
-            while proposer.draft(keys).unfinished:  # the prompt's way
+            while proposer.draft(keys).unfinished:  # the first round's path
                 pass
             for key in keys:
                 _make_up_features(proposer, key, len(prefix) - 1, 2)

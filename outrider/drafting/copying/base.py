@@ -1,14 +1,14 @@
-"""What methods that copy tokens share: sessions and their limits, drafts, and branches ahead.
+"""Drafting by copying tokens: sessions and their limits, drafts, and branches ahead.
 
-Such a method needs no model. It says where one session may copy from (`Source`); everything else is
-here.
+Such a method needs no model. A subclass of `CopyingProposer` says where one session may copy from
+(`Source`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypedDict
+from typing import Final, TypedDict
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.outcomes import NO_PACE, Pace
@@ -23,69 +23,69 @@ from outrider.drafting.sessions import SessionMethod
 from outrider.params import TokenIds
 
 _READ_AT_ONCE: Final = 4096
-"""Tokens of new texts that a call goes through, 3 to 10 ms of prompt lookup: sessions beside them
-wait for it."""
+"""Tokens of new texts that one call reads, so that other sessions do not wait long."""
 _READ_AT_LEAST: Final = 128  # of each session: more than a round commits, so that it misses none
 
 
-class Source(Protocol):
-    """What one session copies from. It reads the session's text from its follower."""
+class Source:
+    """The text that one session copies from. It reads the session's own from `follower`."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
 
     @property
     def num_tokens(self) -> int:
         """Tokens held in memory for the session, its text included."""
-        ...
+        return len(self.follower.tokens)
 
-    def read(self, most: int) -> int:
-        """Goes through `most` tokens at most of those that must be known before it is asked.
+    def read(self, most: int) -> int:  # noqa: ARG002
+        """Read at most `most` tokens that a guess needs; return their number.
 
-        Returns how many: fewer if that was all.
+        Fewer than `most` means that all are read.
         """
-        ...
+        return 0
 
     def guess(self, path: TokenIds, wanted: int) -> Sequence[int]:
-        """At most `wanted` tokens after the committed text and `path`."""
-        ...
+        """Return at most `wanted` tokens after the committed text and `path`."""
+        raise NotImplementedError
 
     def alternatives(self, path: TokenIds) -> Sequence[int]:
-        """Tokens that may come after the committed text and `path`, the likeliest first."""
-        ...
+        """Return tokens that may follow the committed text and `path`, the likeliest first."""
+        return self.guess(path, 1)
 
     def commit(self) -> None:
-        """The follower's text has grown."""
-        ...
+        """Take note that the follower's text has grown."""
 
     def end(self) -> None:
-        """The session is over; not called for one that is forgotten."""
-        ...
+        """Take note that the session is over; not called for one that is forgotten."""
 
 
 class _Session:
-    """A session's text, and what it copies from."""
+    """A session's text and its source."""
 
-    def __init__(self, key: SessionKey, follower: Follower, source: Source) -> None:
+    def __init__(self, key: SessionKey, source: Source) -> None:
         self.key = key
-        self.follower = follower
+        self.follower = source.follower
         self.source = source
         self.num_tokens = 0
 
     def draft(self) -> DraftTree | None:
-        """What to send; None if the scorer holds it."""
+        """Return the draft to send; None if the scorer holds it."""
         follower = self.follower
         if follower.at_hand:
             return None
         wanted = follower.wanted
         guess = tuple(self.source.guess((), wanted)) if wanted else ()
-        # A draft may be shorter than what is wanted, and so may be what is left of a longer one.
+        # A draft may be shorter than wanted, and so may the remainder of a longer one.
         if guess and follower.pushed and follower.pushed.first_path(len(guess)) == guess:
             return None
         follower.pushed = DraftTree.chain(follower.length, guess)
         return follower.pushed
 
     def branched(self, max_branches: int) -> DraftTree | None:
-        """The draft that is verified, and what would follow where it goes wrong or comes true.
+        """Return the draft that is verified, with branches for the outcomes of verifying it.
 
-        None if the scorer knows it all.
+        None if the scorer has all of it.
         """
         follower = self.follower
         pushed, wanted = follower.pushed, follower.wanted
@@ -94,7 +94,6 @@ class _Session:
             return None
         base_len = len(follower.tokens)
         branches: list[tuple[int, list[int]]] = []
-        # No measurement is needed: whatever was found is few, and costs nothing.
         for accepted in (len(chain), *range(len(chain))):
             path = chain[:accepted]
             room = follower.max_len - base_len - accepted - 2
@@ -112,7 +111,7 @@ class _Session:
 
 
 class Limits(TypedDict, total=False):
-    """What every method that copies is told."""
+    """The limits of every method that copies."""
 
     max_sessions: int
     max_model_len: int
@@ -122,10 +121,10 @@ class Limits(TypedDict, total=False):
 
 
 class CopyingProposer(SessionMethod[_Session]):
-    """Drafts by copying; a subclass says from where. Needs no model, and so no vocabulary.
+    """Drafts by copying from a subclass's `Source`.
 
-    All sessions together hold `max_tokens` tokens at most; beyond that idle ones are lost, without
-    any the one that there is no room for.
+    All sessions together hold at most `max_tokens` tokens. Beyond that idle sessions are lost,
+    and without any the session that there is no room for.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class CopyingProposer(SessionMethod[_Session]):
         return done
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> _Session:
-        return _Session(key, follower, self._source(follower, start))
+        return _Session(key, self._source(follower, start))
 
     def _follow(self, state: _Session, fresh: Sequence[int]) -> None:  # noqa: ARG002
         state.source.commit()
@@ -209,7 +208,7 @@ class CopyingProposer(SessionMethod[_Session]):
         self._num_tokens -= state.num_tokens
 
     def _resize(self, state: _Session) -> None:
-        """Accounts for what a session holds now, and makes room for it."""
+        """Account for the tokens that a session holds now, and make room for them."""
         num_tokens = state.source.num_tokens
         self._num_tokens += num_tokens - state.num_tokens
         state.num_tokens = num_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from outrider.drafting.copying.base import CopyingProposer, Limits
+from outrider.drafting.copying.base import CopyingProposer, Limits, Source
 from outrider.drafting.copying.edit_cursor import EditCursor, Original
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.params import Advice, TokenIds
@@ -18,9 +18,7 @@ _COMPARED = 64  # tokens of the output's end
 
 
 class DeterministicProposer(CopyingProposer):
-    """Drafts the advice's next tokens, as many as are wanted: where it is right, it is right for
-    long.
-    """
+    """Drafts the advice's next tokens, as many as wanted, since it is mostly right for long."""
 
     def __init__(self, *, max_draft_tokens: int = 128, **limits: Unpack[Limits]) -> None:
         super().__init__("deterministic", max_draft_tokens=max_draft_tokens, **limits)
@@ -35,34 +33,25 @@ class DeterministicProposer(CopyingProposer):
         return _Advised(follower, advice, start.prompt_len)
 
 
-class _Advised:
-    """One session: the advice's continuation of what the output ends with.
+class _Advised(Source):
+    """One session: the advice's continuation of the output's end.
 
-    At least `min_token_match` tokens agree. Where that is so at several places, the one where most
-    do is taken, also beyond `max_token_match`: that number only says what RTP-LLM would look at.
+    At least `min_token_match` tokens agree. Of several such places, the one where most tokens agree
+    is taken, also beyond `max_token_match`, which only limits the comparison of RTP-LLM.
     """
 
     def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
-        self._follower = follower
+        super().__init__(follower)
         self._prompt_len = prompt_len
         self._advice = advice
         self._original = Original(advice.token_ids, 1 if advice.edit else advice.min_token_match)
 
     @property
     def num_tokens(self) -> int:
-        return len(self._follower.tokens) + len(self._advice.token_ids)
-
-    def read(self, most: int) -> int:  # noqa: ARG002
-        return 0
-
-    def commit(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+        return len(self.follower.tokens) + len(self._advice.token_ids)
 
     def guess(self, path: TokenIds, wanted: int) -> TokenIds:
-        tokens = self._follower.tokens
+        tokens = self.follower.tokens
         end = [*tokens[max(self._prompt_len, len(tokens) - _COMPARED) :], *path][-_COMPARED:]
         best, place = 0, 0
         for candidate in self._original.places(end):
@@ -71,15 +60,12 @@ class _Advised:
                 best, place = agreed, candidate
         return self._advice.token_ids[place + 1 : place + 1 + wanted] if best else ()
 
-    def alternatives(self, path: TokenIds) -> TokenIds:
-        return self.guess(path, 1)
-
 
 class _Edited(_Advised):
     """One session whose output is the advice with changes.
 
-    One that is opened anew with a long output is caught up with over several rounds, without
-    drafts: sessions beside it must not wait for that.
+    A session that is opened anew with a long output catches up over several rounds, without drafts,
+    so that other sessions do not wait for it.
     """
 
     def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
@@ -90,11 +76,11 @@ class _Edited(_Advised):
         self.commit()
 
     def commit(self) -> None:
-        self._followed += self._cursor.follow(self._follower.tokens[self._followed :])
+        self._followed += self._cursor.follow(self.follower.tokens[self._followed :])
         self._ahead = (), self._cursor
 
     def guess(self, path: TokenIds, wanted: int) -> TokenIds:
-        if self._followed < len(self._follower.tokens):
+        if self._followed < len(self.follower.tokens):
             return ()
         return tuple(self._after(path).guess(wanted))
 

@@ -1,8 +1,8 @@
-"""Following a text through the edits of it: where in the original the edited copy has come to.
+"""Follows an edited copy of a text through the original.
 
 Speculative edit (Cursor and Fireworks, 2024; RTP-LLM's `sp_edit`): the output is a known text with
-changes, so what comes next is what comes next in that text, once the place is found again after
-each change.
+changes. So its next tokens are that text's next tokens, once the place is found again after each
+change.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from outrider.params import TokenIds
 
 _NEAREST = 64  # places that are looked at after a change
 _FIRM = 4  # tokens that must agree with a place before it is believed
-_DRIFT = 16  # tokens of drift speak as loudly against a place as one that agrees speaks for it
+_DRIFT = 16  # tokens of drift that outweigh one token of agreement
 _MAX_DRIFT = 64
 _MAX_PENDING = 32  # tokens that are compared with a place
 _SHORT = 4  # tokens: changes of up to so many are taken to keep the length
-_MAX_EDIT, _MAX_EDITS = 8, 64  # tokens of a replacement that may recur, and how many are known
+_MAX_EDIT, _MAX_EDITS = 8, 64  # tokens of a replacement that may recur, and their number
 _MAX_INSERTIONS = 16
-MAX_SEARCHES = 256  # at once, of up to 0.2 ms each; no round takes as many
-_GROPING, _SEEING = 8, 16  # draft tokens where nothing, or one token, speaks for a place
+MAX_SEARCHES = 256  # at once; no round takes as many
+_NO_EVIDENCE, _ONE_TOKEN = 8, 16  # draft tokens where nothing, or one token, speaks for a place
 
 
 class Original:
-    """The text that is edited, and where each n-gram of `size` tokens ends in it.
+    """The text that is edited, and the places where each n-gram of `size` tokens ends.
 
-    By the n-gram's hash: a collision costs a guess, tuples would take half a kilobyte a token.
+    N-grams are kept by their hash, for memory: a collision costs a guess.
     """
 
     def __init__(self, token_ids: TokenIds, size: int = 1) -> None:
@@ -39,29 +39,29 @@ class Original:
             self._places.setdefault(hash(token_ids[end - size : end]), []).append(end - 1)
 
     def places(self, tokens: Sequence[int], start: int = 0) -> list[int]:
-        """Where the n-gram that ends `tokens` ends from `start` on; the first `_NEAREST` places."""
+        """Return the first `_NEAREST` places from `start` on of the n-gram that ends `tokens`."""
         places = self._places.get(hash(tuple(tokens[-self._size :])), [])
         first = bisect_left(places, start)
         return places[first : first + _NEAREST]
 
     def agreement(self, tokens: Sequence[int], place: int) -> int:
-        """How many of the last `tokens` are those that end at `place`."""
+        """Return how many of the last `tokens` are those that end at `place`."""
         most = min(len(tokens), place + 1)
         own = self.token_ids
         return next((n for n in range(most) if own[place - n] != tokens[-1 - n]), most)
 
 
 class EditCursor:
-    """Where in the original the output has come to: the place of what comes next.
+    """The place of the output's next token in the original.
 
-    As long as the output follows the original, so does the cursor. Where it leaves, its last tokens
-    are looked for from that place on (`_search`). A place that was found is believed when `_FIRM`
-    tokens agree; until then the search begins again from where the output was last sure to be. So
-    the cursor never goes back behind a place that proved right.
+    As long as the output follows the original, so does the cursor. Where the output leaves it, the
+    output's last tokens are looked for from that place on (`_search`). A place that was found is
+    believed when `_FIRM` tokens agree; until then the search begins again from the last place that
+    was believed. So the cursor never goes back behind a place that proved right.
 
-    A replacement that was seen is expected wherever the original has what it replaced, until that
-    is once left as it was: renaming is drafted for, not only followed. An insertion that was seen
-    is expected when another one begins as it did.
+    A replacement that was seen is expected wherever the original has the replaced tokens, until
+    they are once left as they were. An insertion that was seen is expected when another one begins
+    in the same way.
     """
 
     def __init__(self, original: Original, min_match: int = 2) -> None:
@@ -70,7 +70,7 @@ class EditCursor:
         self._at = 0
         self._limit: int | None = None  # draft tokens, while the place is not found
         self._left_at = 0  # where the output left the original
-        self._pending: list[int] = []  # what it wrote since then; empty: the place is believed
+        self._pending: list[int] = []  # the output since then; empty: the place is believed
         self._agreed = 0  # tokens that agree with a place that is not believed yet
         self._edits: dict[int, dict[TokenIds, TokenIds]] = {}  # first -> removed -> inserted
         self._insertions: tuple[TokenIds, ...] = ()  # the last one first
@@ -78,16 +78,16 @@ class EditCursor:
         self._expected: TokenIds = ()  # of a known replacement that has begun
 
     def clone(self) -> EditCursor:
-        """A cursor that can follow a guess."""
+        """Return a copy that can follow a guess."""
         other = copy(self)
         other._pending = list(self._pending)
         other._edits = {first: dict(edits) for first, edits in self._edits.items()}
         return other
 
     def follow(self, tokens: Sequence[int]) -> int:
-        """The output goes on; returns how many of `tokens` were followed.
+        """Follow the output; return how many of `tokens` were followed.
 
-        All of them unless they take more than `MAX_SEARCHES` searches.
+        These are all of them, unless they take more than `MAX_SEARCHES` searches.
         """
         searches = 0
         for count, token in enumerate(tokens):
@@ -109,7 +109,7 @@ class EditCursor:
         return len(tokens)
 
     def guess(self, wanted: int) -> list[int]:
-        """What comes next; few tokens, or none, where the place is not certain."""
+        """Return the next tokens; few, or none, where the place is not certain."""
         limit = wanted if self._limit is None else min(wanted, self._limit)
         own, at, guess = self._original.token_ids, self._at, list(self._expected)
         while len(guess) < limit and at < len(own):
@@ -129,7 +129,7 @@ class EditCursor:
         return self._original.token_ids[self._at : self._at + 1]
 
     def _advance(self, token: int) -> bool:
-        """Whether `token` is what comes next here, as it was or as it was replaced before."""
+        """Return whether `token` comes next here, as it was or as it was replaced before."""
         if self._expected:
             followed = self._expected[0] == token
             self._expected = self._expected[1:] if followed else ()
@@ -150,13 +150,13 @@ class EditCursor:
     def _search(self) -> None:
         """Look for the place that the output's last tokens come from.
 
-        The more tokens agree, the better, and the less a place drifts: as much of the original
+        A place is the better the more tokens agree, and the less it drifts: as much of the original
         should have passed as was written instead.
         """
         del self._pending[:-_MAX_PENDING]
         pending, left_at = self._pending, self._left_at
         best, best_score, best_agreed = -1, (False, 0.0), 0
-        # What was inserted may end as did what came before it: hence the place before.
+        # An insertion may end as the text before it did: hence the place before.
         for place in self._original.places(pending, max(0, left_at - 1)):
             agreed = self._original.agreement(pending, place)
             drift = abs(place + 1 - left_at - len(pending))
@@ -175,10 +175,10 @@ class EditCursor:
             self._at, self._limit, self._expected = left_at, None, known[len(pending) :]
             self._agreed = len(pending) - 1
         elif best >= 0 and best - left_at <= _MAX_DRIFT:
-            self._at, self._limit = best + 1, _SEEING
+            self._at, self._limit = best + 1, _ONE_TOKEN
         else:
             self._at = min(left_at + len(pending), len(self._original.token_ids))
-            self._limit = _GROPING if len(pending) <= _SHORT else 0
+            self._limit = _NO_EVIDENCE if len(pending) <= _SHORT else 0
 
     def _learn(self, removed: TokenIds, inserted: TokenIds) -> None:
         """Expect a short replacement to recur, and an insertion that begins as this one did."""
@@ -190,12 +190,12 @@ class EditCursor:
             self._edits.setdefault(removed[0], {})[removed] = inserted
 
     def _insertion(self, tokens: Sequence[int]) -> TokenIds:
-        """The last known insertion that begins with `tokens` and goes on; empty: there is none."""
+        """Return the last known insertion that begins with `tokens` and goes on, or nothing."""
         begun = tuple(tokens)
         return next((i for i in self._insertions if i[: len(begun)] == begun != i), ())
 
     def _unlearn(self) -> None:
-        """Forgets a replacement of what was just copied unchanged."""
+        """Forget a replacement of tokens that were just copied unchanged."""
         if not self._edits:
             return
         own, at = self._original.token_ids, self._at
@@ -205,7 +205,7 @@ class EditCursor:
                 edits.pop(own[at - size : at], ())
 
     def _edit_at(self, at: int) -> tuple[TokenIds, TokenIds] | None:
-        """The longest known replacement of what the original has at `at`."""
+        """Return the longest known replacement of the original's tokens at `at`."""
         own = self._original.token_ids
         edits = self._edits.get(own[at]) if at < len(own) else None
         if not edits:

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time that the text ended the way it ends now.
+"""Prompt lookup: copies the tokens that followed the last time that the text ended the same way.
 
 Saxena, "Prompt Lookup Decoding" (2023), which PaddleNLP calls inference with reference. It needs
 no model and pays where output repeats input: edits, summaries, code. Documents besides the prompt
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, Unpack
 
-from outrider.drafting.copying.base import CopyingProposer, Limits
+from outrider.drafting.copying.base import CopyingProposer, Limits, Source
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.errors import ConfigError
 from outrider.params import TokenIds
@@ -25,9 +25,8 @@ class NgramProposer(CopyingProposer):
     """Copies the continuation of a match of the longest n-gram that ends the text.
 
     N-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens are tried. Of several matches the
-    most recent is taken, or (`prefer` "frequent") the most recent of those that are followed by
-    the token that most are followed by. A token takes about half a kilobyte, twice as much to
-    prefer the frequent. Raises `ConfigError`.
+    most recent is taken. With `prefer` "frequent" it is the most recent of those that are followed
+    by the token that most are followed by. Raises `ConfigError`.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class NgramProposer(CopyingProposer):
         return _Lookup(follower, references, self._sizes, self._prefer)
 
 
-class _Lookup:
+class _Lookup(Source):
     """An index from n-gram to the position after its occurrence, in references and then the text.
 
     Keys are hashes of the n-gram, checked when used: a collision costs a guess, not memory for
@@ -64,7 +63,7 @@ class _Lookup:
     def __init__(
         self, follower: Follower, references: list[int], sizes: range, prefer: Prefer
     ) -> None:
-        self._follower = follower
+        super().__init__(follower)
         self._references = references
         self._sizes = sizes  # longest first
         self._index: dict[int, int] = {}
@@ -74,53 +73,50 @@ class _Lookup:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._references) + len(self._follower.tokens)
+        return len(self._references) + len(self.follower.tokens)
 
     def commit(self) -> None:
         # The index catches up when it is used; that of a text that grew too long never is again.
-        if self._follower.silent:
+        if self.follower.silent:
             self._references = []
             self._read = 0
             self._index.clear()
             if self._counts is not None:
                 self._counts.clear()
 
-    def end(self) -> None:
-        pass
-
     def read(self, most: int) -> int:
         start, split = self._read, len(self._references)
         self._read = min(start + most, self.num_tokens)
         self._enter(self._references, range(start, min(self._read, split)), 0)
-        self._enter(self._follower.tokens, range(max(start - split, 0), self._read - split), split)
+        self._enter(self.follower.tokens, range(max(start - split, 0), self._read - split), split)
         return self._read - start
 
     def guess(self, path: TokenIds, wanted: int) -> list[int]:
-        """`wanted` tokens, fewer at the end of a reference; none where nothing matches."""
+        """Return `wanted` tokens, fewer at the end of a reference, none without a match."""
         found = next(self._matches(path), None)
         if found is None:
             return []
         if found < len(self._references):
             copied = self._references[found : found + wanted]
             return copied[: copied.index(_END)] if _END in copied else copied
-        # The copy may run into what it writes: text of period p goes on with period p.
+        # The copy may run into its own output: text of period p goes on with period p.
         period = self.num_tokens + len(path) - found
         return [self._token(found + i % period, path) for i in range(wanted)]
 
     def alternatives(self, path: TokenIds) -> list[int]:
-        """What followed the matches of the text's end, the longest match first."""
+        """Return the tokens that followed matches of the text's end, the longest match first."""
         return list(dict.fromkeys([self._token(found, path) for found in self._matches(path)]))
 
     def _token(self, position: int, path: TokenIds) -> int:
-        for part in (self._references, self._follower.tokens):
+        for part in (self._references, self.follower.tokens):
             if position < len(part):
                 return part[position]
             position -= len(part)
         return path[position]
 
     def _matches(self, path: TokenIds) -> Iterator[int]:
-        """Positions after an earlier occurrence of what the text and `path` end with."""
-        tokens = self._follower.tokens
+        """Yield positions after an earlier occurrence of the end of the text and `path`."""
+        tokens = self.follower.tokens
         longest = self._sizes[0]
         end = [*tokens[-longest:], *path][-longest:]
         offset = len(self._references)
@@ -134,7 +130,7 @@ class _Lookup:
                 yield found
 
     def _enter(self, text: list[int], ends: range, offset: int) -> None:
-        """Enters the n-grams of `text` that end before `ends`; it begins at position `offset`."""
+        """Enter the n-grams of `text` that end before `ends`; it begins at position `offset`."""
         for end in ends:
             for size in self._sizes:
                 if size > end or text[end] == _END:
@@ -143,10 +139,8 @@ class _Lookup:
                 if self._counts is not None:
                     self._counts[key, text[end]] += 1
                     best = self._index.get(key)
-                    if best is not None and self._is_rarer(key, text[end], self._token(best, ())):
+                    if best is not None and (
+                        self._counts[key, text[end]] < self._counts[key, self._token(best, ())]
+                    ):
                         continue
                 self._index[key] = offset + end
-
-    def _is_rarer(self, key: int, token: int, other: int) -> bool:
-        assert self._counts is not None
-        return self._counts[key, token] < self._counts[key, other]

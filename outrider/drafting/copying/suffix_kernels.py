@@ -1,12 +1,12 @@
-"""Finding the places of a text that end as a context does, and what they are followed by: compiled.
+"""Compiled search for the places of a text that end as a context does, and their continuations.
 
 For each n-gram length in `ORDERS` a table of hashed n-grams leads to the latest place that one
 ends before, and from each place a link leads to the one before, as in LZ77's hash chains. So a
 token costs a fixed number of words, nothing is ever deleted (old places are merely out of range),
-and what a suffix tree counts is counted over the `RECENT` latest places of a context.
+and the counts of a suffix tree are counts over the `RECENT` latest places of a context.
 
-Places are numbered without end; of tokens and links the last ones are kept, as many as there is
-room for, which is a power of two: that of a place is at the place modulo the room.
+Places are numbered without end. The last tokens and links are kept, as many as there is room for,
+which is a power of two: those of a place are at the place modulo the room.
 
 All kernels are in this one file: Numba notices a changed file, not a changed callee elsewhere.
 """
@@ -15,7 +15,7 @@ All kernels are in this one file: Numba notices a changed file, not a changed ca
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,16 @@ RECENT = 64  # places that a context is looked for at, per n-gram length
 _VISITED = 256  # links that are followed for them at most
 
 
+class Text(NamedTuple):
+    """The tokens at places `start` to `end`, with their links."""
+
+    tokens: Ints  # [room]
+    links: Ints  # [ORDERS, room]; -1: none
+    heads: Ints  # [ORDERS, table]; -1: none
+    start: int
+    end: int
+
+
 @compiled
 def _mixed(key: int, token: int) -> Any:
     return (np.uint64(key) ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -37,24 +47,22 @@ def _mixed(key: int, token: int) -> Any:
 
 @compiled
 def _slot(key: int, size: int) -> Any:
-    """A place in a table; `size` is a power of two."""
+    """Return a place in a table; `size` is a power of two."""
     return np.int64((np.uint64(key) >> np.uint64(32)) & np.uint64(size - 1))
 
 
 @compiled
-def enter(fresh: Ints, tokens: Ints, links: Ints, heads: Ints, start: int, end: int) -> None:
-    """Enters `fresh` after tokens[start:end], each after the n-grams that end before it.
-
-    tokens [room], links [ORDERS, room], heads [ORDERS, table]; -1: none.
-    """
+def enter(text: Text, fresh: Ints) -> None:
+    """Enter `fresh` after the text, each token after the n-grams that end before it."""
+    tokens, links, heads = text.tokens, text.links, text.heads
     mask = len(tokens) - 1
     for i in range(len(fresh)):
-        place = end + i
+        place = text.end + i
         tokens[place & mask] = fresh[i]
         key = np.uint64(0)
         order, size = 0, 1
         if fresh[i] != END:
-            for back in range(1, min(1 << (ORDERS - 1), place - start) + 1):
+            for back in range(1, min(1 << (ORDERS - 1), place - text.start) + 1):
                 token = tokens[(place - back) & mask]
                 if token == END:
                     break
@@ -71,77 +79,57 @@ def enter(fresh: Ints, tokens: Ints, links: Ints, heads: Ints, start: int, end: 
 
 
 @compiled
-def _places(
-    tokens: Ints,
-    links: Ints,
-    heads: Ints,
-    start: int,
-    context: Ints,
-    order: int,
-    places: Ints,
-    lengths: Ints,
-) -> int:
-    """The latest places after what `context` ends with, and how many tokens match there.
+def _places(text: Text, context: Ints, order: int, places: Ints, lengths: Ints) -> int:
+    """Find the latest places after the end of `context`, and the number of matching tokens.
 
-    At least 2^order match. places, lengths [RECENT]; returns how many were found.
+    At least 2^order match. places, lengths [RECENT]; returns the number of places.
     """
-    known = len(context)
-    size = 1 << order
+    tokens, known, size = text.tokens, len(context), 1 << order
     if known < size:
         return 0
     key, mask = np.uint64(0), len(tokens) - 1
     for back in range(1, size + 1):
         key = _mixed(key, context[known - back])
-    place = heads[order, _slot(key, heads.shape[1])]
+    place = text.heads[order, _slot(key, text.heads.shape[1])]
     found = visited = 0
-    while place > start and found < RECENT and visited < _VISITED:
+    while place > text.start and found < RECENT and visited < _VISITED:
         visited += 1
         length, last = 0, place - 1
-        most = min(known, place - start)
+        most = min(known, place - text.start)
         while length < most and tokens[(last - length) & mask] == context[known - 1 - length]:
             length += 1
         if length >= size:
             places[found], lengths[found] = place, length
             found += 1
-        place = links[order, place & mask]
+        place = text.links[order, place & mask]
     return found
 
 
 @compiled
-def _next(tokens: Ints, end: int, place: int, tail: Ints) -> int:
-    """The token at `place`; beyond the end of the text `tail` goes on."""
-    if place < end:
-        return int(tokens[place & (len(tokens) - 1)])
-    return int(tail[place - end]) if place - end < len(tail) else END
+def _next(text: Text, place: int, tail: Ints) -> int:
+    """Return the token at `place`; beyond the end of the text `tail` goes on."""
+    if place < text.end:
+        return int(text.tokens[place & (len(text.tokens) - 1)])
+    return int(tail[place - text.end]) if place - text.end < len(tail) else END
 
 
 @compiled
 def best_draft(
-    tokens: Ints,
-    links: Ints,
-    heads: Ints,
-    start: int,
-    end: int,
-    context: Ints,
-    path: Ints,
-    own: bool,
-    wanted: int,
-    factor: float,
-    min_prob: float,
-    draft: Ints,
+    text: Text, context: Ints, path: Ints, own: bool, factor: float, min_prob: float, draft: Ints
 ) -> tuple[float, int]:
-    """The best-scored continuation of `context` in tokens[start:end]; its score and length.
+    """Write the best-scored continuation of `context` to draft [wanted]; return score and length.
 
     SuffixDecoding (Oliaro et al., arXiv 2411.04975): of all matches of m tokens the likeliest
     next token is followed, `factor` * m times at most, as long as the product of the tokens'
     frequencies is at least `min_prob`; the sum of these products is the score. The m of the best
     score wins, the longer one among equals. `own`: the text is the context's own, which ends with
-    `path` after it. draft [wanted] gets the tokens.
+    `path` after it.
     """
     places = np.empty(RECENT, np.int32)
     lengths = np.empty(RECENT, np.int32)
     active = np.empty(RECENT, np.int32)
-    # What follows the end of the context's own text: the path, and then the draft itself.
+    wanted = len(draft)
+    # The context's own text goes on with the path, and then with the draft itself.
     tail = np.empty(len(path) + wanted if own else 0, np.int32)
     if own:
         tail[: len(path)] = path
@@ -149,7 +137,7 @@ def best_draft(
     best, best_length = 0.0, 0
     longest = len(context) + 1
     for order in range(ORDERS - 1, -1, -1):
-        found = _places(tokens, links, heads, start, context, order, places, lengths)
+        found = _places(text, context, order, places, lengths)
         for match in range(longest - 1, (1 << order) - 1, -1):
             limit = min(wanted, int(match * factor + 1e-6))
             if limit <= best:
@@ -166,12 +154,12 @@ def best_draft(
             while length < limit:
                 likeliest, most = END, 0
                 for i in range(num_active):
-                    token = _next(tokens, end, active[i] + length, tail)
+                    token = _next(text, active[i] + length, tail)
                     if token == END or token == likeliest:  # noqa: SIM109 -- Numba has no sets
                         continue
                     count = 0
                     for j in range(num_active):
-                        count += _next(tokens, end, active[j] + length, tail) == token
+                        count += _next(text, active[j] + length, tail) == token
                     if count > most:
                         likeliest, most = token, count
                     if 2 * most >= num_active:
@@ -182,7 +170,7 @@ def best_draft(
                 score += prob
                 kept = 0
                 for i in range(num_active):
-                    if _next(tokens, end, active[i] + length, tail) == likeliest:
+                    if _next(text, active[i] + length, tail) == likeliest:
                         active[kept] = active[i]
                         kept += 1
                 num_active = kept
@@ -198,29 +186,18 @@ def best_draft(
 
 
 @compiled
-def next_tokens(
-    tokens: Ints,
-    links: Ints,
-    heads: Ints,
-    start: int,
-    end: int,
-    context: Ints,
-    path: Ints,
-    own: bool,
-    found_tokens: Ints,
-) -> int:
-    """Different tokens that followed matches of `context`, longer and later matches first.
+def next_tokens(text: Text, context: Ints, tail: Ints, found_tokens: Ints) -> int:
+    """Write different tokens that followed matches of `context` to found_tokens [n].
 
-    As many as found_tokens [n] takes; returns how many there are.
+    Longer and later matches come first; `tail` continues the text. Returns the number of tokens.
     """
     places = np.empty(RECENT, np.int32)
     lengths = np.empty(RECENT, np.int32)
-    tail = path if own else path[:0]
     count = 0
     for order in range(ORDERS - 1, -1, -1):
-        found = _places(tokens, links, heads, start, context, order, places, lengths)
+        found = _places(text, context, order, places, lengths)
         for i in range(found):
-            token = _next(tokens, end, places[i], tail)
+            token = _next(text, places[i], tail)
             known = token == END
             for j in range(count):
                 known |= found_tokens[j] == token

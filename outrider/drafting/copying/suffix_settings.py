@@ -1,28 +1,43 @@
-"""SuffixDecoding's settings, apart from it: a command line is read before NumPy is imported."""
+"""SuffixDecoding's settings, without NumPy, so that a command line is read before its import."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.errors import ConfigError
+
+
+def _setting(default: Any, flag: str, about: str) -> Any:
+    return field(default=default, metadata={"flag": flag, "help": f"suffix: {about}"})
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixSettings:
     """SuffixDecoding's settings, with vLLM's names and defaults. Raises `ConfigError`."""
 
-    max_tree_depth: int = 24
-    """Tokens of context that are matched at most."""
-    max_spec_factor: float = 1.0
-    """Draft tokens per token of context that matches."""
-    min_token_prob: float = 0.1
-    """Drafts end where the product of the estimated probabilities falls below it."""
-    max_cached_requests: int = 10_000
-    """Earlier responses to copy from; 0: none."""
-    max_cached_tokens: int = 1_000_000
-    """Their tokens, of all tenants together; the oldest responses go first."""
-    shared_across_tenants: bool = False
-    """Whether one tenant's responses may be drafts, and thereby speed, of another's."""
+    max_tree_depth: int = _setting(
+        24, "suffix_decoding_max_tree_depth", "tokens of context that are matched at most"
+    )
+    max_spec_factor: float = _setting(
+        1.0, "suffix_decoding_max_spec_factor", "draft tokens per token of context that matches"
+    )
+    min_token_prob: float = _setting(
+        0.1,
+        "suffix_decoding_min_token_prob",
+        "least estimated probability of a draft's tokens, multiplied",
+    )
+    max_cached_requests: int = _setting(
+        10_000, "suffix_decoding_max_cached_requests", "earlier responses to draft from; 0: none"
+    )
+    max_cached_tokens: int = _setting(
+        1_000_000, "suffix_decoding_max_cached_tokens", "their tokens, all tenants together"
+    )
+    shared_across_tenants: bool = _setting(
+        False,
+        "shared_memory_across_tenants",
+        "draft from responses to other tenants, too, which drafts and their speed may then reveal",
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tree_depth <= 1024:

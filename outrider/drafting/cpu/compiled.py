@@ -11,9 +11,9 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 
 def compiled(function: _Kernel, **options: Any) -> _Kernel:
-    """Compiles it when it is called first, with Numba's `options`; others run meanwhile."""
+    """Compile at the first call with Numba's `options`; the GIL is free while it runs."""
     try:
         kernel: _Kernel = njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder can be written: compiled anew in every process
+    except RuntimeError:  # no folder can be written, so every process compiles anew
         kernel = njit(nogil=True, **options)(function)
     return kernel

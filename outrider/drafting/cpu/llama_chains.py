@@ -1,7 +1,7 @@
 """A small Llama on one CPU core: chains for a few rows, compiled by Numba.
 
-It shares the paged cache with the `PagedModel` of the same weights, which does what is left:
-prompts and larger batches.
+It shares the paged cache with the `PagedModel` of the same weights, which runs prompts and larger
+batches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _MAX_WEIGHTS = 64_000_000
 
 
 class LlamaChains:
-    """A `ChainDrafter` over `pools`, float32 on CPU, which a `PagedModel` of the same weights uses.
-
-    Build it with `load`.
-    """
+    """A `ChainDrafter` over `pools` (float32, on CPU) of a `PagedModel` of the same weights."""
 
     max_tokens = 16
 
@@ -41,7 +38,7 @@ class LlamaChains:
 
     @staticmethod
     def load(folder: Path, pools: KVPools, max_model_len: int) -> LlamaChains | None:
-        """The checkpoint in `folder`, or None if it is not one that this class runs exactly."""
+        """Read the checkpoint in `folder`; None if this class does not run it exactly."""
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
@@ -54,11 +51,11 @@ class LlamaChains:
         return LlamaChains(weights, pools)
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:  # noqa: ARG002
-        """Never: a prompt is no faster here."""
+        """Feed nothing, since a prompt is no faster here."""
         return False
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
-        """Feed the rows' tokens and drafts their chains, as `draft_chains` does."""
+        """Feed the rows' tokens and draft their chains, as `draft_chains` does."""
         tokens = [token for row in slices for token in row.token_ids]
         positions = [row.start + i for row in slices for i in range(len(row.token_ids))]
         rows = [i for i, row in enumerate(slices) for _ in row.token_ids]
@@ -90,7 +87,7 @@ class LlamaChains:
 
 
 def can_run(model: nn.Module, max_model_len: int) -> bool:
-    """Whether `LlamaChains` computes exactly this model, and is worth it."""
+    """Return whether `LlamaChains` computes exactly this model, and is worth it."""
     parts: Any = model
     if not fits(model) or hasattr(parts.config, "quantization_config"):
         return False
@@ -108,7 +105,7 @@ def can_run(model: nn.Module, max_model_len: int) -> bool:
 
 
 def _by_page(pools: KVPools, layer: int) -> Floats:
-    """The layer's own memory: [2 * kv_heads, num_pages, page_size, dim], keys first."""
+    """Return the layer's own memory: [2 * kv_heads, num_pages, page_size, dim], keys first."""
     pool = pools.layer(layer)
     assert isinstance(pool, HeadMajorPool), "this runs on CPU"
     assert pool.joint is not None, "keys and values of a Llama are equally wide"

@@ -1,8 +1,8 @@
 """Greedy or sampled chains of a small Llama in one compiled call, on one CPU core.
 
-At batch 1 a draft model's time is reading its weights, and the dispatch of every operation between
-them. So weights stay in bfloat16 where that loses nothing, a chain returns to Python only at its
-end, and the products read four streams of weights at once, which is how the memory comes fastest.
+At batch 1 a draft model spends its time on reading weights, and on dispatching the operations
+between them. So weights stay in bfloat16 where that loses nothing, a chain returns to Python only
+at its end, and the products read four streams of weights at once, for the prefetcher.
 
 All kernels are in this one file: Numba notices a changed file, not a changed callee elsewhere.
 """
@@ -49,13 +49,14 @@ class Draws(NamedTuple):
 
 
 def compiled(function: _Kernel) -> _Kernel:
+    """Compile a kernel of this file."""
     # Sums may be reordered, else nothing vectorises; NaN and infinity keep their meaning.
     fast = {"reassoc", "contract", "arcp", "nsz"}
     return base.compiled(function, fastmath=fast, error_model="numpy")
 
 
 def _widen(weight: Any) -> Any:
-    """The float32 that a matrix element stands for."""
+    """Return the float32 that a matrix element stands for."""
 
 
 @overload(_widen, inline="always")  # type: ignore[untyped-decorator]
@@ -77,9 +78,9 @@ def draft(
     wanted: Ints,  # [num_rows], largest first, at least 1
     draws: Draws,
 ) -> Ints:
-    """Feed the tokens, then drafts `wanted` tokens a row: [num_rows, max wanted].
+    """Feed the tokens, then draft `wanted` tokens a row: [num_rows, max wanted].
 
-    Every row has a token in `fed`. What lies beyond a row's `wanted` is undefined.
+    Every row has a token in `fed`. Tokens beyond a row's `wanted` are undefined.
     """
     num_rows = len(wanted)
     chains = np.empty((num_rows, wanted[0]), np.int64)
@@ -87,10 +88,8 @@ def draft(
     hidden = np.empty((num_rows, fed_hidden.shape[1]), np.float32)
     position = np.empty(num_rows, np.int64)  # of the last token fed
     for i in range(len(fed.rows)):  # a row's last token stays
-        row = fed.rows[i]
-        position[row] = fed.positions[i]
-        for j in range(hidden.shape[1]):
-            hidden[row, j] = fed_hidden[i, j]
+        position[fed.rows[i]] = fed.positions[i]
+        hidden[fed.rows[i]] = fed_hidden[i]
     logits = np.empty((num_rows, len(weights.head)), np.float32)
     rows = np.arange(num_rows)
     active = num_rows
@@ -106,7 +105,7 @@ def draft(
         for row in range(active):
             position[row] += 1
             if draws.temperature[row] == 0.0:
-                chains[row, step] = _argmax(logits[row])
+                chains[row, step] = np.argmax(logits[row])
             else:
                 chains[row, step] = draw(logits[row], draws, row, position[row])
     return chains
@@ -114,7 +113,7 @@ def draft(
 
 @compiled
 def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
-    """Normed last hidden states [num_tokens, hidden]; writes keys and values."""
+    """Write keys and values; return normed last hidden states [num_tokens, hidden]."""
     kv_heads, page_size, dim = pools[0].shape[0] // 2, pools[0].shape[2], pools[0].shape[3]
     num_tokens, width = len(fed.tokens), weights.o.shape[2]
     num_group = width // dim // kv_heads  # query heads that share a key head
@@ -145,22 +144,22 @@ def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
                 keys, values = pool[kv_head], pool[kv_heads + kv_head]
                 _attend(queries[group], keys, values, table, length, scores, out[group])
         _product(attended, weights.o[layer], added)
-        _add(x, added)
+        x += added
         _rms_norm(x, weights.post_norm[layer], weights.eps, normed)
         _product(normed, weights.gate_up[layer], gate_up)
         _silu_mul(gate_up, gated)
         _product(gated, weights.down[layer], added)
-        _add(x, added)
+        x += added
     _rms_norm(x, weights.norm, weights.eps, normed)
     return normed
 
 
 @compiled
 def _product(x: Floats, matrix: Matrix, out: Floats) -> None:
-    """x [n, in] times matrix [out, in] to out [n, out].
+    """Multiply x [n, in] by matrix [out, in] to out [n, out].
 
-    Four rows of the matrix at a time, a quarter of it apart: each is a stream of its own to the
-    prefetcher. The quarters overlap where the number of rows is no multiple of four.
+    It reads four rows of the matrix at a time, a quarter of the matrix apart: each is a stream of
+    its own to the prefetcher. The quarters overlap where the number of rows is no multiple of four.
     """
     quarter = (len(matrix) + 3) // 4
     last = len(matrix) - quarter
@@ -195,14 +194,12 @@ def _attend(
 ) -> None:
     page_size, dim = keys.shape[1], keys.shape[2]
     num_pages = (length + page_size - 1) // page_size
-    for i in range(num_pages):  # beyond the length too: whatever is there, its weight is 0
+    for i in range(num_pages):  # beyond the length too, where weights become 0
         _product(queries, keys[table[i]], scores[:, i * page_size : (i + 1) * page_size])
     scale = np.float32(dim**-0.5)
     for head in range(len(queries)):
         weights, sums = scores[head], out[head]
-        highest = weights[0]
-        for i in range(length):
-            highest = max(highest, weights[i])
+        highest = weights[:length].max()
         total = np.float32(0.0)
         for i in range(length):
             weights[i] = _exp((weights[i] - highest) * scale)
@@ -231,9 +228,9 @@ def _attend(
 
 @compiled
 def _exp(x: _Float) -> _Float:
-    """E to the power of x <= 88, within 2 units in the last place: vectorises, as a call does not.
+    """Return e to the power of x <= 88, within 2 units in the last place.
 
-    x = n ln 2 + r; the polynomial is Cephes'.
+    Unlike a call, it vectorises. x = n ln 2 + r; the polynomial is Cephes'.
     """
     x = max(np.float32(x), np.float32(-87.0))
     n = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
@@ -262,7 +259,7 @@ def _rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
 
 @compiled
 def _store(qkv: Floats, bias: Floats, weights: Weights, pool: Floats, fed: Fed, token: int) -> None:
-    """Add the bias to one token's qkv, rotates queries and keys, and stores keys and values."""
+    """Add the bias to one token's qkv, rotate queries and keys, and store keys and values."""
     num_stored, _, page_size, dim = pool.shape
     position = fed.positions[token]
     page = fed.block_tables[fed.rows[token], position // page_size]
@@ -285,13 +282,6 @@ def _store(qkv: Floats, bias: Floats, weights: Weights, pool: Floats, fed: Fed, 
 
 
 @compiled
-def _add(x: Floats, other: Floats) -> None:
-    for t in range(len(x)):
-        for i in range(x.shape[1]):
-            x[t, i] += other[t, i]
-
-
-@compiled
 def _silu_mul(gate_up: Floats, out: Floats) -> None:
     width = out.shape[1]
     for t in range(len(out)):
@@ -302,29 +292,18 @@ def _silu_mul(gate_up: Floats, out: Floats) -> None:
 
 
 @compiled
-def _argmax(logits: Floats) -> int:
-    best = 0
-    for i in range(len(logits)):
-        if logits[i] > logits[best]:
-            best = i
-    return best
-
-
-@compiled
 def draw(logits: Floats, draws: Draws, row: int, position: int) -> int:
-    """What `engine.sampling.sample` draws at `position`, up to the last bits of logarithms.
+    """Return the token that `sampling.coupled.sample` draws, up to the last bits of logarithms.
 
-    A cut by top_p keeps a token if those likelier than it hold less than top_p of the mass. So no
-    sort: a token drawn from below the cut is out, with all that are not likelier, and another is
-    drawn.
+    A cut by top_p keeps a token if likelier ones hold less than top_p of the mass. So no sort is
+    needed: a token drawn from below the cut is excluded with all that are not likelier, and another
+    one is drawn.
     """
-    scaled = np.empty_like(logits)
-    for i in range(len(logits)):
-        scaled[i] = logits[i] / draws.temperature[row]
-    highest = scaled[_argmax(scaled)]
+    scaled = logits / draws.temperature[row]
+    highest = scaled.max()
     kth: _Float = np.float32(-np.inf)
     if 0 < draws.top_k[row] < len(scaled):
-        kth = _kth_largest(scaled, draws.top_k[row], highest)
+        kth = np.partition(scaled, len(scaled) - draws.top_k[row])[len(scaled) - draws.top_k[row]]
     floor = kth
     if draws.min_p[row] > 0.0:
         floor = max(floor, highest + np.float32(math.log(draws.min_p[row])))
@@ -341,28 +320,8 @@ def draw(logits: Floats, draws: Draws, row: int, position: int) -> int:
 
 
 @compiled
-def _kth_largest(scaled: Floats, k: int, highest: _Float) -> _Float:
-    """The largest value that at least `k` reach, by bisection."""
-    infinity = np.float32(np.inf)
-    low, high = highest, np.nextafter(highest, infinity)
-    for value in scaled:
-        low = min(low, value)
-    while True:
-        middle = np.float32(0.5) * low + np.float32(0.5) * high
-        if middle <= low or middle >= high:
-            return low
-        count = 0
-        for value in scaled:
-            count += value >= middle
-        if count >= k:
-            low = middle
-        else:
-            high = middle
-
-
-@compiled
 def _mass(scaled: Floats, floor: _Float, highest: _Float) -> float:
-    """Sum of the exponentials, relative to the highest, of logits that are at least `floor`."""
+    """Return the sum of exponentials, relative to the highest, of logits of `floor` or more."""
     mass = 0.0
     for i in range(len(scaled)):
         if scaled[i] >= floor:
@@ -372,13 +331,13 @@ def _mass(scaled: Floats, floor: _Float, highest: _Float) -> float:
 
 @compiled
 def _noisiest(scaled: Floats, floor: _Float, first: _Word, second: _Word) -> int:
-    """The token of the largest logit plus noise among those that are at least `floor`."""
+    """Return the token of the largest logit plus noise among those of `floor` or more."""
     best, best_score = 0, -np.inf
     for i in range(len(scaled)):
         if scaled[i] < floor:
             continue
         hashed = _mix(np.uint32((_mix(np.uint32(i)) ^ first) + second))
-        # -log(-log(u)) < -log(1 - u), whose power of two spares most tokens the logarithms.
+        # -log(-log(u)) < -log(1 - u): a bound from its power of two saves most logarithms.
         rest = np.float64(np.uint32(~hashed)) + 0.5
         exponent = (np.float64(rest).view(np.int64) >> 52) - 1023
         if scaled[i] + (32 - exponent) * _LN2 <= best_score:
@@ -391,7 +350,7 @@ def _noisiest(scaled: Floats, floor: _Float, first: _Word, second: _Word) -> int
 
 @compiled
 def _mix(x: _Word) -> _Word:
-    """The bijection of 32-bit integers of `engine.sampling`."""
+    """Apply the bijection of 32-bit integers of `engine.sampling`."""
     x = np.uint32(x ^ (x >> 16))
     x = np.uint32(x * 0x21F0AAAD)
     x = np.uint32(x ^ (x >> 15))

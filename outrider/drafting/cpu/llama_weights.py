@@ -1,4 +1,4 @@
-"""A Llama's weights as plain arrays."""
+"""Reads a Llama's weights as plain arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Matrix = NDArray[np.uint16] | NDArray[np.float32]
 
 
 class Weights(NamedTuple):
-    """Matrices are [out, in]; those of all layers lie behind each other."""
+    """The weights, with matrices [out, in]; those of all layers are stacked."""
 
     embedding: Matrix  # [vocab, hidden]
     head: Matrix  # [vocab, hidden]
@@ -35,9 +35,9 @@ class Weights(NamedTuple):
 
 
 def read_weights(folder: Path, model: nn.Module, max_model_len: int) -> Weights:
-    """The checkpoint in `folder`. `model` is without weights: it tells what is to be found.
+    """Read the checkpoint in `folder` of `model`, which is without weights.
 
-    Raises `KeyError` where a tensor is not.
+    Raises `KeyError` where a tensor is missing.
     """
     parts: Any = model
     config = parts.config
@@ -89,19 +89,18 @@ def read_weights(folder: Path, model: nn.Module, max_model_len: int) -> Weights:
 
 
 def _packed(matrices: list[Tensor]) -> list[Matrix]:
-    """The matrices side by side in one block on huge pages.
+    """Return the matrices side by side in one block on huge pages.
 
-    As the bits of bfloat16 if all are representable, half as much to read, else as float32.
+    They are the bits of bfloat16 if all are representable so, else float32.
     """
     flat = torch.cat([matrix.flatten() for matrix in matrices])
     short = flat.bfloat16()
     block: Matrix = flat.numpy()
     if torch.equal(short.float(), flat):
         block = short.view(torch.uint16).numpy()
-    block = block.copy()  # in memory of NumPy's, which asks for huge pages
+    block = block.copy()  # in NumPy's memory, which asks for huge pages
     packed: list[Matrix] = []
-    start = 0
     for matrix in matrices:
-        packed.append(block[start : start + matrix.numel()].reshape(matrix.shape))
-        start += matrix.numel()
+        packed.append(block[: matrix.numel()].reshape(matrix.shape))
+        block = block[matrix.numel() :]
     return packed

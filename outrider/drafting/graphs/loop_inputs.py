@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.attention.shared_prefix import SharedPrefix
-from outrider.engine.attention.tree_mask import TreeMask
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
+from outrider.engine.shared_prefix import SharedPrefix
+from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
 # Columns of a row's header; the tokens to catch up follow.

@@ -1,6 +1,4 @@
-"""Reads checkpoint folders tensor by tensor: those of draft modules, and what they share with the
-target's.
-"""
+"""Reads checkpoint folders of draft modules, and the tensors that they share with the target."""
 
 from __future__ import annotations
 
@@ -18,10 +16,7 @@ from outrider.errors import ConfigError
 from outrider.models.modules import EMBEDDINGS, HEADS
 from outrider.models.resolve import TRAINING_STATE
 
-
-def is_quantised(tensor: Tensor) -> bool:
-    """Whether numbers are stored that mean nothing without factors beside them."""
-    return not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+_SCALES = "_scale_inv"
 
 
 class TensorSource(Protocol):
@@ -33,53 +28,58 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """As it is stored. Raises `ConfigError` unless it is there, in this shape."""
+        """Return a tensor on the host. Raises `ConfigError` unless it is there, in this shape."""
         ...
 
 
 class Checkpoint:
-    """A folder's config.json, and its tensors by name. Only what is asked for is loaded.
+    """A folder's config.json, and its tensors by name, each loaded when it is asked for.
 
-    Reads safetensors, or else what `torch.load` takes without running code (`*.bin`, `*.pt`).
-    Where files are named `preferred`, up to the ending, it reads no others. Raises `ConfigError`
-    for a folder that is none, and files that are broken.
+    The folder holds safetensors, or files that `torch.load` reads without running code (`*.bin`,
+    `*.pt`). Where files are named `preferred`, up to the ending, no others are read. Raises
+    `ConfigError` for a folder that is no checkpoint, and for broken files.
     """
 
     def __init__(self, folder: Path, preferred: str = "*") -> None:
         self.folder = folder
         self.config = _read_config(folder)
         self._file_of: dict[str, Any] = {}  # of safetensors
-        self._loaded: dict[str, Tensor] = {}  # of the others
-        self._taken: set[str] = set()
+        self._loaded: dict[str, Tensor] = {}  # of the other kinds
+        self.taken: set[str] = set()
         try:
             self._find(self._files(preferred) or self._files())
         except (OSError, SafetensorError, ValueError) as error:
             raise ConfigError(f"The weights in {folder} cannot be read: {error}") from error
-        if not self._file_of and not self._loaded:
+        self.names = frozenset(self._file_of) | frozenset(self._loaded)
+        if not self.names:
             raise ConfigError(f"{folder} holds no weights (*.safetensors, *.bin or *.pt).")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of or name in self._loaded
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._file_of) | frozenset(self._loaded)
+        return name in self.names
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """As `stored`. Raises `ConfigError` for quantised weights, too: factors are not applied."""
-        found = self.stored(name, *shape)
-        if name.endswith((".weight", ".bias")) and is_quantised(found):
+        """Return floating-point numbers; float8 is multiplied by its factors, to float32.
+
+        Raises `ConfigError` unless they are there in this shape, and for other quantisations.
+        """
+        stored = self.stored(name, *shape)
+        if stored.is_floating_point() and stored.dtype.itemsize > 1:
+            return stored
+        block = self._block_size()
+        if stored.dtype is not torch.float8_e4m3fn or stored.dim() != 2 or block is None:
             raise ConfigError(
-                f"{name} in {self.folder} is stored as {found.dtype}: this format is read from "
-                "weights that are not quantised."
+                f"{name} in {self.folder} is stored as {stored.dtype}, {stored.dim()}-dimensional: "
+                "a head is read from floating-point weights or from float8 (e4m3) matrices with "
+                "factors per block, which config.json announces as quantization_config."
             )
-        return found
+        rows, columns = -(-stored.shape[0] // block[0]), -(-stored.shape[1] // block[1])
+        return dequantise(stored, self.stored(name + _SCALES, rows, columns), block)
 
     def stored(self, name: str, *shape: int) -> Tensor:
-        """On the host, as it is stored. Raises `ConfigError` unless it is there, in this shape."""
+        """Return a tensor as it is stored. Raises `ConfigError` unless it is there, so shaped."""
         if name not in self:
             raise ConfigError(f"{self.folder} holds no tensor {name}, which its format has.")
-        self._taken.add(name)
+        self.taken.add(name)
         try:
             found: Tensor = (
                 self._loaded[name] if name in self._loaded else self._file_of[name].get_tensor(name)
@@ -93,11 +93,28 @@ class Checkpoint:
             )
         return found
 
+    def token_ids(self, name: str, vocab_size: int, count: int | None = None) -> Tensor:
+        """Return different token ids below `vocab_size`, int64. Raises `ConfigError`."""
+        stored = self.stored(name)
+        ids = stored.flatten().tolist()
+        if (
+            stored.dtype not in (torch.int64, torch.int32)
+            or stored.dim() != 1
+            or count not in (None, len(ids))
+            or len(set(ids)) < len(ids)
+            or not 0 <= min(ids, default=-1) <= max(ids, default=vocab_size) < vocab_size
+        ):
+            number = "" if count is None else f"{count} "
+            raise ConfigError(
+                f"{name} in {self.folder} must hold {number}different token ids below {vocab_size}."
+            )
+        return stored.long()
+
     def check_all_taken(self, ignored: Iterable[str] = ()) -> None:
-        """Raise `ConfigError` if tensors were left: the module would compute something else."""
+        """Raise `ConfigError` if tensors were not read: the module would differ without them."""
         left = sorted(
             name
-            for name in self.names - self._taken - set(ignored)
+            for name in self.names - self.taken - set(ignored)
             if not name.endswith(".rotary_emb.inv_freq")  # older files have it; config.json rules
         )
         if left:
@@ -108,21 +125,35 @@ class Checkpoint:
             )
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0 of config.json. Raises `ConfigError`."""
+        """Return a whole number above 0 of config.json. Raises `ConfigError`."""
         value = self.config.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"config.json in {self.folder}: {key} must be a number above 0.")
         return value
 
     def group(self, key: str) -> dict[str, Any]:
-        """A group of settings of config.json; empty if there is none. Raises `ConfigError`."""
+        """Return a group of settings, empty if config.json has none. Raises `ConfigError`."""
         value = self.config.get(key)
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"config.json in {self.folder}: {key} must be a group of settings.")
         return value or {}
 
+    def _block_size(self) -> tuple[int, int] | None:
+        """Return rows and columns of a block with one factor; None if nothing is quantised."""
+        config = self.group("quantization_config")
+        if not config:
+            return None
+        sizes = config.get("weight_block_size")
+        match sizes:
+            case [int(rows), int(columns)] if rows > 0 < columns:
+                if config.get("quant_method") == "fp8":
+                    return rows, columns
+        raise ConfigError(
+            f"config.json in {self.folder}: of quantised heads those are known with "
+            'quantization_config {"quant_method": "fp8", "weight_block_size": [128, 128]}.'
+        )
+
     def _files(self, name: str = "*") -> list[Path]:
-        """Those of weights."""
         if safe := sorted(self.folder.glob(f"{name}.safetensors")):
             return safe
         others = [*self.folder.glob(f"{name}.bin"), *self.folder.glob(f"{name}.pt")]
@@ -143,8 +174,18 @@ class Checkpoint:
                 self._loaded.update(tensors)
 
 
+def dequantise(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply float8 weights [m, n] by a factor per block, as DeepSeek-V3's README_WEIGHTS says.
+
+    `factors` [m / block[0], n / block[1]], rounded up; the result is float32.
+    """
+    rows, columns = weight.shape
+    per_row = factors.float().repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * per_row.repeat_interleave(block[0], 0)[:rows]
+
+
 class TargetTensors:
-    """What a draft module shares with its target: embedding and head, read from its folder."""
+    """The tensors that a draft module shares with its target: embedding and head."""
 
     def __init__(self, folder: Path) -> None:
         self._checkpoint = Checkpoint(folder)
@@ -156,26 +197,28 @@ class TargetTensors:
         self.num_layers = self._number("num_hidden_layers")
 
     def embedding(self) -> Tensor:
-        """[vocab_size, hidden_size], as it is stored."""
+        """[vocab_size, hidden_size]."""
         return self._matrix(EMBEDDINGS)
 
     def head(self) -> Tensor:
-        """[vocab_size, hidden_size], as it is stored; the embedding if they are tied."""
+        """[vocab_size, hidden_size]; the embedding if they are tied."""
         if not any(name in self._checkpoint for name in HEADS):
             if not self.config.get("tie_word_embeddings", True):
                 raise ConfigError(f"{self.folder} holds no tensor {HEADS[0]}.")
             return self.embedding()
         return self._matrix(HEADS)
 
+    def check_trained_for(self, folder: Path, hidden_size: int) -> None:
+        """Raise `ConfigError` if the module in `folder` reads states of another size."""
+        if hidden_size != self.hidden_size:
+            raise ConfigError(
+                f"The module in {folder} was made for states of {hidden_size} numbers; those of "
+                f"the target in {self.folder} have {self.hidden_size}."
+            )
+
     def _matrix(self, names: tuple[str, ...]) -> Tensor:
         name = next((each for each in names if each in self._checkpoint), names[0])
-        found = self._checkpoint.stored(name, self.vocab_size, self.hidden_size)
-        if is_quantised(found):
-            raise ConfigError(
-                f"{name} in {self.folder} is stored as {found.dtype}: draft modules can share it "
-                "only unquantised."
-            )
-        return found
+        return self._checkpoint.tensor(name, self.vocab_size, self.hidden_size)
 
     def _number(self, key: str) -> int:
         value = self.config.get(key)

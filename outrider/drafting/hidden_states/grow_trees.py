@@ -18,8 +18,8 @@ from torch import Tensor
 from outrider.drafting.draft_model.chains import ReadyRow
 from outrider.drafting.hidden_states.forward import HeadForward
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes
-from outrider.engine.attention.tree_mask import MAX_TREE_NODES
 from outrider.engine.batch import RowSlice, pack
+from outrider.engine.tree_mask import MAX_TREE_NODES
 
 
 def max_fed_nodes(num_nodes: int, width: int, *, recorded: bool = False) -> int:

@@ -1,1 +1,1 @@
-"""Attention over paged rows: protocol, backends, masks, shared prefixes."""
+"""Attention over paged rows: the protocol, groups of rows, and plain torch."""

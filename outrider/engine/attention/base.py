@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, behind one small protocol."""
+"""The protocol of attention over paged keys and values."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ ATTENTION_NAME = "outrider_paged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What a layer asks of attention besides its tensors."""
+    """A layer's settings of attention."""
 
     scaling: float
     sliding_window: int | None = None  # keys a query sees at most, itself included
     softcap: float | None = None
-    sinks: Tensor | None = None  # [num_heads]: a logit per head that takes weight and gives nothing
+    sinks: Tensor | None = None  # [num_heads]: a logit per head that takes weight and adds no value
 
 
 class StepAttention(Protocol):
-    """The attention of one step: what it needs of the batch is made once, for every layer."""
+    """Attention of one step, made once of its batch and used by every layer."""
 
     @property
     def batch(self) -> PackedBatch: ...
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
-        """Query [tokens, num_kv_heads, group, key_dim] to [tokens, num_kv_heads, group, value_dim].
+        """Map query [tokens, num_kv_heads, group, key_dim] to [..., value_dim].
 
-        `group` is the number of query heads per key head; a token's heads lie one after the other
-        in memory. The step's own keys and values are already in the pool.
+        `group` is the number of query heads per key head. The heads of a token are contiguous. The
+        step's own keys and values are already in the pool.
         """
         ...
 
 
 class LatentAttention(StepAttention, Protocol):
-    """Attention that can also run over keys and values expanded from cached latents."""
+    """Attention that can also read keys and values expanded from cached latents."""
 
     @property
     def all_slots(self) -> Tensor:
-        """The slots [n] whose latents are to be expanded."""
+        """Slots [n] of the latents to expand."""
         ...
 
     def attend_expanded(
         self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """`attend` over keys and values [num_kv_heads, n, dim] expanded from `all_slots`."""
+        """Attend to keys and values [num_kv_heads, n, dim] expanded from `all_slots`."""
         ...
 
 
 AttentionBackend = Callable[[PackedBatch], StepAttention]
-"""Makes the attention of one step."""
+"""Makes the attention of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """The one keyword that our attention function receives through the modules."""
+    """The keyword argument `paged` of `paged_attention_forward`."""
 
     attention: StepAttention
     pool_of: Any  # layer_idx -> LayerPool, or None for latent attention
 
 
-def paged_attention_forward(
+def paged_attention_forward(  # noqa: PLR0913 - `AttentionInterface` sets the signature
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -81,7 +81,7 @@ def paged_attention_forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with `transformers`: query [1, H, T, D] to [1, T, H, Dv]."""
+    """Map query [1, H, T, D] to [1, T, H, Dv], as `transformers` calls it."""
     heads, tokens, dim = query.shape[1:]
     params = AttentionParams(
         scaling=dim**-0.5 if scaling is None else scaling,
@@ -90,7 +90,7 @@ def paged_attention_forward(
         sinks=s_aux,
     )
     kv_heads = key.shape[1]
-    # Where only a part of each head is turned, modules put the parts together head after head.
+    # Modules with partial rotation concatenate the parts head by head.
     by_token = query[0].transpose(0, 1).contiguous()
     grouped = by_token.view(tokens, kv_heads, heads // kv_heads, dim)
     if paged.pool_of is not None:

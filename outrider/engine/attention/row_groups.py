@@ -1,13 +1,13 @@
-"""What attention needs to know about one step: groups of rows, gather indices and masks.
+"""Group the rows of a step for padded attention calls, with gather indices and masks.
 
-Rows of a step are put into few groups: short rows (decode and verification) of similar context
-share one padded call, long ones (prefill chunks) get a call each. Everything here is made once per
-step and used by every layer.
+Short rows (decode and verification) of similar context share one call. Long rows (prefill chunks)
+have a call each. Groups are made once per step and used by every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch
 
 SHORT_QUERY_LEN = 16  # rows with at most this many new tokens share a padded call
-_SPLIT_SAVES = 1024  # padded keys that a further call must save to be worth its fixed cost
+_SPLIT_SAVES = 1024  # padded keys that one more call must save
 
 
 class RowGroup:
@@ -41,7 +41,7 @@ class RowGroup:
             starts = batch.cu_seqlens_q[:-1] if picked is None else batch.cu_seqlens_q[picked]
             lens = torch.tensor(query_lens, device=device)[:, None]
             steps = torch.arange(self.max_query_len, device=device)[None]
-            # A padded query repeats the row's last one.
+            # Padding repeats the row's last query.
             self.query_index = (starts[:, None] + torch.minimum(steps, lens - 1)).flatten()
             if padded:
                 self.unpad_index = (steps < lens).flatten().nonzero().flatten()
@@ -53,10 +53,9 @@ class RowGroup:
             self._visible = self._per_query(batch.trees.visible)
         self.slots = self._slots(batch.page_size)  # [B * L]
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor | None] = {}
-        self._head_major_masks: dict[tuple[int | None, int, int, torch.dtype], Tensor] = {}
 
     def _per_query(self, values: Tensor) -> Tensor:
-        """[tokens of the batch] to [B, Q]."""
+        """Arrange values [tokens of the batch] as [B, Q]."""
         if self.query_index is not None:
             values = values[self.query_index]
         return values.view(self.num_rows, -1)
@@ -65,33 +64,22 @@ class RowGroup:
         offsets = torch.arange(page_size, device=self._table.device)
         slots = (self._table[:, :, None] * page_size + offsets).flatten(1)
         if not self._even:
-            # Past its end a row reads its own last key: another row's numbers must not reach it.
+            # Past its end a row reads its own last key, never another row's numbers.
             keys = torch.arange(self.max_context_len, device=slots.device)
             slots = slots.gather(1, torch.minimum(keys, self._context[:, None].long() - 1))
         return slots[:, : self.max_context_len].flatten()
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B, 1, Q * repeats, L], each query `repeats` times; None if all is seen."""
+        """Return the additive mask [B, 1, Q * repeats, L], or None if all keys are visible.
+
+        Each query is repeated `repeats` times.
+        """
         if window is not None and window >= self.max_context_len:
             window = None
         key = (window, repeats, dtype)
         if key not in self._masks:
             self._masks[key] = self._make_mask(window, repeats, dtype)
         return self._masks[key]
-
-    def head_major_mask(
-        self, window: int | None, kv_heads: int, repeats: int, dtype: torch.dtype
-    ) -> Tensor:
-        """The same as [kv_heads * B, Q * repeats, L], a view where B is 1; zeros if all is seen."""
-        key = (window, kv_heads, repeats, dtype)
-        if key not in self._head_major_masks:
-            mask = self.mask(window, repeats, dtype)
-            if mask is None:
-                made = torch.zeros(1, 1, 1, dtype=dtype, device=self.slots.device)
-            else:
-                made = mask.transpose(0, 1).expand(kv_heads, -1, -1, -1).flatten(0, 1)
-            self._head_major_masks[key] = made
-        return self._head_major_masks[key]
 
     def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
         if window is None and self._even and self.max_query_len == 1 and self._trees is None:
@@ -106,13 +94,11 @@ class RowGroup:
             hidden = torch.where(keys < self._tree_starts[:, None, None], hidden, ~seen)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         mask.masked_fill_(hidden, float("-inf"))
-        if repeats > 1:
-            mask = mask.repeat_interleave(repeats, dim=1)
-        return mask[:, None]
+        return mask.repeat_interleave(repeats, dim=1)[:, None]
 
 
 def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Group of rows of similar context, so that short ones are not padded to the longest.
+    """Split rows into groups of similar context, so that short ones need little padding.
 
     A group is cut in two where that saves the most keys, as long as it saves enough of them.
     """
@@ -121,7 +107,6 @@ def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[t
     if count < 2 or context_lens[by_length[-1]] * count <= _SPLIT_SAVES:
         return [tuple(rows)] if count else []
     longest = context_lens[by_length[-1]]
-    # The rows before the cut are padded to the longest among them.
     saved = [cut * (longest - context_lens[by_length[cut - 1]]) for cut in range(1, count)]
     best = max(saved)
     if best < _SPLIT_SAVES:
@@ -133,7 +118,7 @@ def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[t
 
 
 class RowGroups:
-    """All that attention needs to know about one step; made once, used by every layer."""
+    """The groups of a step's rows."""
 
     def __init__(self, batch: PackedBatch) -> None:
         self.batch = batch
@@ -144,7 +129,6 @@ class RowGroups:
             RowGroup(batch, rows) for rows in split_by_context(short, batch.context_lens) + long
         ]
         self._restore: Tensor | None = None  # [num_tokens]: from group order to batch order
-        self._all_slots: Tensor | None = None
         if len(self.groups) > 1 or self.groups[0].unpad_index is not None:
             self._restore = self._make_restore()
 
@@ -160,15 +144,12 @@ class RowGroups:
         return restore
 
     def restore(self, parts: list[Tensor]) -> Tensor:
-        """Join the groups' outputs [tokens, ...] in the order of the batch."""
+        """Concatenate the groups' outputs [tokens, ...] in the order of the batch."""
         if self._restore is None:
             return parts[0]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.index_select(0, self._restore)
+        return torch.cat(parts).index_select(0, self._restore)
 
-    @property
+    @cached_property
     def all_slots(self) -> Tensor:
-        """The slots of all groups' keys, one group after the other: [sum of B * L]."""
-        if self._all_slots is None:
-            self._all_slots = torch.cat([group.slots for group in self.groups])
-        return self._all_slots
+        """Slots of the keys of all groups, concatenated: [sum of B * L]."""
+        return torch.cat([group.slots for group in self.groups])

@@ -1,1 +1,1 @@
-"""The step of a Llama on CPU: kernels compiled by Numba, run by torch's own threads."""
+"""Kernels of a Llama step on a CPU, compiled by Numba and run by torch's threads."""

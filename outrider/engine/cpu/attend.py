@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, compiled. See `scalars` for the form."""
+"""The kernel of attention over paged keys and values; `scalars` explains its form."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -30,20 +30,19 @@ from outrider.engine.cpu.vectors import (
     store_sums,
 )
 
-QUERY_BLOCK = 8  # queries of a row that share one reading of its keys
-DIM_STEP = 2 * LANES  # what a head's width must be a multiple of
-_TILE = 4  # query heads, and keys, that are worked on together
+QUERY_BLOCK = 8  # queries of a row that share one read of its keys
+DIM_STEP = 2 * LANES  # divides the width of a head
+_TILE = 4  # query heads, and keys, at a time
 _KEYS = 32  # keys widened at a time
 
 
 def attend(arguments):
-    """Arguments: blocks, query, out, keys, values, block_table, query's stride, longest context,
-    kv_heads, group, dim, number of slots, width of block_table, page_size, window, visible,
-    scaling.
+    """Attend to the keys of one key head with a block of queries per item.
 
-    An item is a key head of a block of queries; blocks int64 [n, 5] hold row, first token, number
-    of tokens, place of the first in the row's slots, and where the row's tree begins there.
-    `visible` is that of `TreeMask`, read for the nodes of trees.
+    Arguments: blocks, query, out, keys, values, block_table, query's stride, longest context,
+    kv_heads, group, dim, number of slots, width of block_table, page_size, window, visible,
+    scaling. Blocks int64 [n, 5] hold row, first token, number of tokens, slot of the first token in
+    the row, and first slot of the row's tree. `visible` is that of `TreeMask`.
     """
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     query_stride, longest, kv_heads, group, dim = args[8], args[9], args[10], args[11], args[12]
@@ -70,7 +69,7 @@ def attend(arguments):
         values = array(args[6], kv_heads * pool_size, element)[kv_head * pool_size :]
         table = array(args[7], (row + 1) * table_width, np.int32)[row * table_width :]
 
-        for i in range(count):  # the heads of a token that share the key head lie side by side
+        for i in range(count):  # heads of a token that share the key head are adjacent
             at = (token + i) * query_stride + kv_head * group * dim
             for d in range(group * dim):
                 queries[i * group * dim + d] = widen(query[at + d]) * scaling
@@ -90,7 +89,7 @@ def attend(arguments):
                 nodes, lineage = seen[tree - begin :], visible[token + i // group]
                 position = tree + _hide(nodes, lineage, window, -np.inf) - 1
             _softmax(seen, max(0, min(position - window + 1, tree)) - begin, last + 1 - begin)
-            if last >= tree:  # its exp(-inf) is a little more than 0, and slow to multiply with
+            if last >= tree:  # exp(-inf) is a little more than 0, and slow to multiply with
                 _hide(nodes, lineage, window, 0)
         for first in range(begin, end, _KEYS):
             _gather(values, table, page_size, first, end, rows)
@@ -104,7 +103,7 @@ def attend(arguments):
 
 @loop
 def _gather(pool, table, page_size, first, end, rows):
-    """Widens keys first, first + 1, ... into rows [_KEYS * dim]; zeros from `end` on."""
+    """Widen keys first, first + 1, ... into rows [_KEYS * dim], with zeros from `end` on."""
     dim = len(rows) // _KEYS
     page = first // page_size
     offset = first - page * page_size
@@ -113,7 +112,7 @@ def _gather(pool, table, page_size, first, end, rows):
         for d in range(0, dim, LANES):
             if j < _KEYS:
                 store(rows, j * dim + d, load(pool, at + d))
-            else:  # the next block's: they come while this one is worked on
+            else:  # keys of the next block
                 prefetch(pool, at + d)
         offset += 1
         if offset == page_size:
@@ -124,7 +123,7 @@ def _gather(pool, table, page_size, first, end, rows):
 
 @loop
 def _score(queries, rows, scores, width, count, keys):
-    """scores[i, j] = queries[i] . rows[j]; scores is `width` wide, `keys` is rounded up."""
+    """Set scores[i, j] = queries[i] . rows[j], scores being `width` wide, for `keys` rounded up."""
     dim = len(rows) // _KEYS
     zero = splat(queries.dtype.type(0))
     for i in range(0, count, 2):
@@ -142,9 +141,9 @@ def _score(queries, rows, scores, width, count, keys):
 
 @loop
 def _hide(scores, lineage, window, value):
-    """Put `value` where scores are of nodes that one does not see; its level, the first being 1.
+    """Put `value` in the scores of hidden nodes, and return the token's level, from 1.
 
-    `window`: levels that it sees, its own included.
+    The token sees `window` levels, its own included.
     """
     levels = 0
     for node in range(len(scores) - 1, -1, -1):
@@ -168,7 +167,7 @@ def _highest(scores):
 
 @loop
 def _softmax(scores, begin, end):
-    """In place over [begin, end); zero elsewhere."""
+    """Apply softmax in place over [begin, end), and set the rest to zero."""
     for k in range(begin):
         scores[k] = 0
     for k in range(end, len(scores)):
@@ -186,7 +185,7 @@ def _softmax(scores, begin, end):
 
 @loop
 def _weigh(scores, width, rows, sums, count, keys):
-    """sums[i] += the sum of scores[i, j] * rows[j] over j < keys."""
+    """Add the sum of scores[i, j] * rows[j] over j < keys to sums[i]."""
     dim = len(rows) // _KEYS
     for i in range(0, count, _TILE):
         weight = i * width

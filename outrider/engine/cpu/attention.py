@@ -1,7 +1,4 @@
-"""Attention that reads keys and values in their pages, by a compiled kernel.
-
-A block of a row's queries, with all heads that share a key head, reads each key once.
-"""
+"""Attention that reads keys and values in their pages, by a compiled kernel."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from outrider.engine.cpu import attend
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache.pools import LayerPool
 
-_TEAM_SIZE = 1 << 10  # scores per call from which waking the other threads pays
+_TEAM_SIZE = 1 << 10  # scores per call from which a team of threads is faster
 
 
 class NumbaAttention:
     """Implements `StepAttention` over a `HeadMajorPool` whose keys are as wide as its values.
 
-    The width is a multiple of `attend.DIM_STEP`; softcap and sinks are not supported.
+    The width is a multiple of `attend.DIM_STEP`. Softcap and sinks are not supported.
     """
 
     def __init__(self, batch: PackedBatch, kernel: Kernel) -> None:
@@ -32,7 +29,7 @@ class NumbaAttention:
 
     @staticmethod
     def backend(dtype: torch.dtype) -> AttentionBackend:
-        """Compiles the kernel, or loads what was compiled before."""
+        """Compile the kernel, or load it from the cache."""
         kernel = Kernel(attend.attend, "16qd", dtype)
         return lambda batch: NumbaAttention(batch, kernel)
 
@@ -67,7 +64,7 @@ class NumbaAttention:
 
 
 def _blocks(batch: PackedBatch) -> tuple[NDArray[np.int64], int]:
-    """The kernel's blocks [n, 5], and how many pairs of query and key there are."""
+    """Return the kernel's blocks [n, 5] and the number of query-key pairs."""
     blocks = []
     pairs = first = 0
     trees = batch.context_lens if batch.trees is None else batch.trees.starts.tolist()

@@ -1,6 +1,6 @@
-"""What lies between the products of a Llama layer, compiled. See `scalars` for the form.
+"""The operations between the products of a Llama layer; `scalars` explains their form.
 
-Rounds where `TorchOps` rounds.
+They round where `TorchOps` rounds.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -23,7 +23,7 @@ from outrider.engine.cpu.scalars import (
 
 
 def rms_norm(arguments):
-    """Arguments: x, weight, out, hidden, eps; an item is a token."""
+    """Norm a token per item. Arguments: x, weight, out, hidden, eps."""
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     tokens, hidden, eps = args[1], args[5], wide(bits(args[6]))
     x = array(args[2], tokens * hidden, element)
@@ -43,7 +43,10 @@ def rms_norm(arguments):
 
 
 def qk_norm(arguments):
-    """Arguments: qkv, weight, stride of a token, heads, dim, eps; an item is a token."""
+    """Norm the heads of a token per item.
+
+    Arguments: qkv, weight, stride of a token, heads, dim, eps.
+    """
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     tokens, stride, heads, dim, eps = args[1], args[4], args[5], args[6], wide(bits(args[7]))
     qkv = array(args[2], tokens * stride, element)
@@ -65,7 +68,10 @@ def qk_norm(arguments):
 
 
 def rotate_and_store(arguments):
-    """Arguments: qkv, rope, slots, keys, values, heads, kv_heads, dim, number of slots."""
+    """Rotate a token per item, and store its keys and values.
+
+    Arguments: qkv, rope, slots, keys, values, heads, kv_heads, dim, number of slots.
+    """
     args, element = values_of(arguments), element_of(arguments)
     tokens, heads, kv_heads, dim, num_slots = args[1], args[7], args[8], args[9], args[10]
     stride, half, pool_size = (heads + 2 * kv_heads) * dim, dim // 2, kv_heads * num_slots * dim
@@ -83,10 +89,10 @@ def rotate_and_store(arguments):
             first, second = qkv[start : start + half], qkv[start + half : start + dim]
             for i in range(half):
                 a, b = widen(first[i]), widen(second[i])
-                turned_a = widen(narrow(a * widen(cos[i]), element))
-                turned_b = widen(narrow(b * widen(cos[half + i]), element))
-                first[i] = narrow(turned_a + b * widen(sin[i]), element)
-                second[i] = narrow(turned_b + a * widen(sin[half + i]), element)
+                rotated_a = widen(narrow(a * widen(cos[i]), element))
+                rotated_b = widen(narrow(b * widen(cos[half + i]), element))
+                first[i] = narrow(rotated_a + b * widen(sin[i]), element)
+                second[i] = narrow(rotated_b + a * widen(sin[half + i]), element)
         for head in range(kv_heads):
             key = token * stride + (heads + head) * dim
             value = key + kv_heads * dim
@@ -98,7 +104,7 @@ def rotate_and_store(arguments):
 
 
 def silu_mul(arguments):
-    """Arguments: gate_up, out, width; an item is a token."""
+    """Compute silu(gate) * up of a token per item. Arguments: gate_up, out, width."""
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     tokens, width = args[1], args[4]
     gate_up = array(args[2], tokens * 2 * width, element)

@@ -1,4 +1,4 @@
-"""`LlamaOps` by compiled kernels: one call of a microsecond or two each."""
+"""`LlamaOps` by compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from outrider.engine.cpu import elementwise
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache.pools import LayerPool
-from outrider.engine.model.ops import LlamaOps
+from outrider.engine.layers.ops import LlamaOps
 
-_TEAM_SIZE = 1 << 14  # elements from which waking the other threads pays
+_TEAM_SIZE = 1 << 14  # elements from which a team of threads is faster
 
 
 class NumbaOps(LlamaOps):
-    """Rounds where `TorchOps` does. Compiles, or loads what was compiled before, when made."""
+    """Rounds where `TorchOps` does; compiles its kernels, or loads them from the cache."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._rms_norm = Kernel(elementwise.rms_norm, "4qd", dtype)
@@ -57,6 +57,6 @@ class NumbaOps(LlamaOps):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)
-        team = tokens * width * 4 >= _TEAM_SIZE  # an exponential each
+        team = tokens * width * 4 >= _TEAM_SIZE  # exponentials are slow
         self._silu_mul(team, tokens, gate_up.data_ptr(), out.data_ptr(), width)
         return out

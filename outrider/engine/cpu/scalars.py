@@ -1,11 +1,11 @@
-"""What every compiled loop is made of: its arguments, its element types, and `exp`.
+"""The parts of every compiled kernel: its arguments, its element types, and `exp`.
 
-A kernel is a C function of one pointer, because that is what a team of OpenMP threads can run (see
-`team`). The pointer leads to int64 arguments: the first counts the items taken so far, the second
-is their number, tensors are addresses. Threads take items until none is left.
+A kernel is a C function of one pointer, which OpenMP threads can run (see `team`). The pointer
+leads to int64 arguments. The first counts the items taken so far, the second is their number, and
+tensors are addresses. Threads take items until none is left.
 
 Elements are float32, float64, or uint16 for bfloat16, which is the upper half of a float32. Sums
-run in the "wide" type: float32 for bfloat16, else the element's own.
+have the "wide" type: float32 for bfloat16, else the element's own.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-untyped"
@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 from numba.np.numpy_support import as_dtype
 
-# Sums may be reordered, else nothing vectorises. NaN and infinity keep their meaning.
+# Vectorising needs sums in any order. NaN and infinity keep their meaning.
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "arcp", "nsz"},
     "error_model": "numpy",
@@ -33,13 +33,13 @@ OPTIONS: dict[str, Any] = {
 loop = njit(**OPTIONS)
 _as_written = njit(fastmath={"contract"}, error_model="numpy")
 
-# Numba keeps compiled code as long as the file of the kernel itself is unchanged, no matter what
-# it calls. With this in its type a kernel is compiled anew after any change in this folder.
+# Numba's cache compares only the file of the kernel itself. With this number in its type a kernel
+# is compiled again after any change in this folder.
 _VERSION = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 class Arguments(types.Type):
-    """The pointer that a kernel gets; it stands for the tensors' element type as well."""
+    """The type of a kernel's pointer, which names the tensors' element type, too."""
 
     def __init__(self, element: Any) -> None:
         self.element = element
@@ -54,13 +54,13 @@ class _ArgumentsModel(models.PrimitiveModel):
 
 @intrinsic
 def values_of(_context, arguments):
-    """The arguments as a pointer that can be indexed."""
+    """Return the arguments as a pointer that can be indexed."""
     return types.CPointer(types.int64)(arguments), lambda _, __, ___, args: args[0]
 
 
 @intrinsic
 def take(_context, arguments):
-    """The number of the next item; each goes to one thread."""
+    """Return the number of the next item, for this thread alone."""
 
     def generate(_, builder, __, args):
         one = ir.Constant(ir.IntType(64), 1)
@@ -70,7 +70,7 @@ def take(_context, arguments):
 
 
 def element_of(arguments: Any) -> Any:
-    """The type of the tensors' elements."""
+    """Return the type of the tensors' elements."""
     raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ def _element_of(arguments):
 
 
 def wide_of(arguments: Any) -> Any:
-    """The type of sums."""
+    """Return the type of sums."""
     raise NotImplementedError
 
 
@@ -102,13 +102,13 @@ def _pointer(_context, address):
 
 @loop
 def array(address, size, dtype):
-    """The memory at an address."""
+    """View the memory at an address."""
     return carray(_pointer(address), (size,), dtype)
 
 
 @intrinsic
 def bits(_context, x):
-    """float32 as uint32, uint32 as float32, int64 as float64, bit by bit."""
+    """Reinterpret float32 as uint32, uint32 as float32, or int64 as float64."""
     target = {types.float32: types.uint32, types.uint32: types.float32, types.int64: types.float64}
 
     def generate(context, builder, _, args):
@@ -118,7 +118,7 @@ def bits(_context, x):
 
 
 def widen(x: Any) -> Any:
-    """An element as a number to count with."""
+    """Convert an element to the type of sums."""
     raise NotImplementedError
 
 
@@ -130,7 +130,7 @@ def _widen(x):
 
 
 def narrow(x: Any, element: Any) -> Any:
-    """A number as an element: the nearest one, the even one of two."""
+    """Round a number to the nearest element, ties to even."""
     raise NotImplementedError
 
 
@@ -148,7 +148,7 @@ def _narrow(x, element):
 
 
 def exp(x: Any) -> Any:
-    """In float32 within 1.4 units in the last place, and in a form that vectorises."""
+    """Exponentiate; in float32 within 1.4 units in the last place, vectorised."""
     raise NotImplementedError
 
 
@@ -161,7 +161,7 @@ def _exp(x):
 
 @_as_written
 def _exp32(x):
-    """Cephes' expf: exp(x) = 2**n * exp(r) with |r| <= log(2) / 2, and a polynomial for exp(r)."""
+    """Compute Cephes' expf: exp(x) = 2**n * exp(r), |r| <= log(2) / 2, exp(r) by a polynomial."""
     x = min(max(x, np.float32(-87.0)), np.float32(89.0))  # exp(89) becomes infinite
     shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)  # 1.5 * 2**23: rounds
     n = shifted - np.float32(12582912.0)

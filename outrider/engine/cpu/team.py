@@ -1,7 +1,6 @@
-"""Runs compiled kernels on the calling thread, or on the OpenMP threads that torch already has.
+"""Run compiled kernels on the calling thread, or on torch's own OpenMP threads.
 
-A second pool would fight with torch's for the cores: its threads spin for a while after each
-product, and that is also why waking them costs little here.
+A second pool of threads would compete with torch's for the cores.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ELEMENTS = {
 
 @lru_cache(maxsize=1)
 def _openmp() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel(function, argument, threads, flags)` of the library that torch runs on."""
+    """Return `GOMP_parallel(function, argument, threads, flags)` of torch's OpenMP library."""
     for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"):
         try:
             parallel: Any = ctypes.CDLL(str(path)).GOMP_parallel
@@ -45,22 +44,22 @@ def _openmp() -> Callable[[int, int, int, int], None] | None:
 
 
 class Kernel:
-    """A compiled loop for one dtype. Not for two threads at a time."""
+    """A compiled kernel for one dtype, for one calling thread at a time."""
 
     def __init__(self, entry: Callable[..., None], layout: str, dtype: torch.dtype) -> None:
-        """`layout`: the arguments' types as in `struct`, q or d."""
+        """Compile `entry`; `layout` is the arguments' types as in `struct`, q or d."""
         self._compiled = _compile(entry, _ELEMENTS[dtype])
         packing = struct.Struct("qq" + layout)
         self._arguments = ctypes.create_string_buffer(packing.size)
         self._pack = packing.pack_into
         self._at = ctypes.addressof(self._arguments)
         self._address = self._compiled.address
-        # Holds the interpreter lock: short runs would lose more by waiting for it again.
+        # Holds the interpreter lock, because short runs would lose more by waiting for it again.
         self._run_alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._address)
         self._openmp = _openmp()
 
     def __call__(self, team: bool, items: int, *arguments: float) -> None:
-        """Run all items; `team`: worth sharing among torch's threads."""
+        """Run all items, on torch's threads if `team`."""
         self._pack(self._arguments, 0, 0, items, *arguments)
         if team and self._openmp is not None:
             self._openmp(self._address, self._at, torch.get_num_threads(), 0)
@@ -74,7 +73,7 @@ def _compile(entry: Callable[[Any], None], element: Any) -> Any:
     signature = types.void(Arguments(element))
     try:
         compiled = cfunc(signature, cache=True, **OPTIONS)(entry)
-    except RuntimeError:  # there is no folder that a cache could be written to
+    except RuntimeError:  # no folder for the cache is writable
         compiled = cfunc(signature, **OPTIONS)(entry)
     took = time.perf_counter() - began
     if took > _NOTEWORTHY_S:

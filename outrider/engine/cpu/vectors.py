@@ -1,4 +1,4 @@
-"""Vectors of 16 numbers inside Numba functions: what its compiler does not find by itself."""
+"""Vectors of 16 numbers inside Numba functions, which do not vectorise by themselves."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-untyped"
 # ruff: noqa: ARG001, E501
@@ -29,7 +29,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _at(context, builder, array_type, array, index):
-    """A pointer to a vector of elements; arrays are only as aligned as their elements."""
+    """Return a pointer to a vector of elements, aligned as one element."""
     data = context.make_array(array_type)(context, builder, array).data
     pointer = builder.gep(data, [index])
     element = context.get_data_type(array_type.dtype)
@@ -42,7 +42,7 @@ def _alignment(context, array_type):
 
 @intrinsic
 def load(_context, array, index):
-    """array[index : index + 16], widened if it is of bfloat16."""
+    """Load array[index : index + 16], widened if it is bfloat16."""
     bfloat16 = array.dtype == types.uint16
     vector = Vector(types.float32 if bfloat16 else array.dtype)
 
@@ -60,7 +60,7 @@ def load(_context, array, index):
 
 @intrinsic
 def store(_context, array, index, vector):
-    """array[index : index + 16] = vector."""
+    """Store a vector in array[index : index + 16]."""
 
     def generate(context, builder, _, args):
         stored = builder.store(args[2], _at(context, builder, array, args[0], args[1]))
@@ -70,8 +70,8 @@ def store(_context, array, index, vector):
     return types.none(array, types.intp, vector), generate
 
 
-def request(builder, pointer):
-    """Asks for the line of a pointer, for reading, into all caches."""
+def prefetch_line(builder, pointer):
+    """Prefetch the line of a pointer to all caches."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -80,10 +80,10 @@ def request(builder, pointer):
 
 @intrinsic
 def prefetch(_context, array, index):
-    """Asks for array[index] before it is needed."""
+    """Prefetch array[index]."""
 
     def generate(context, builder, _, args):
-        request(builder, _at(context, builder, array, args[0], args[1]))
+        prefetch_line(builder, _at(context, builder, array, args[0], args[1]))
         return context.get_dummy_value()
 
     return types.none(array, types.intp), generate
@@ -91,18 +91,15 @@ def prefetch(_context, array, index):
 
 @intrinsic
 def splat(_context, x):
-    """16 times x."""
+    """Fill a vector with x."""
     vector = Vector(x)
 
     def generate(context, builder, _, args):
-        return _shuffle(builder, _first(context, builder, vector, args[0]), [0] * LANES)
+        empty = ir.Constant(context.get_value_type(vector), ir.Undefined)
+        first = builder.insert_element(empty, args[0], ir.Constant(ir.IntType(32), 0))
+        return _shuffle(builder, first, [0] * LANES)
 
     return vector(x), generate
-
-
-def _first(context, builder, vector, x):
-    empty = ir.Constant(context.get_value_type(vector), ir.Undefined)
-    return builder.insert_element(empty, x, ir.Constant(ir.IntType(32), 0))
 
 
 def _shuffle(builder, vector, lanes, other=None):
@@ -113,7 +110,7 @@ def _shuffle(builder, vector, lanes, other=None):
 
 @intrinsic
 def fma(_context, a, b, c):
-    """A * b + c."""
+    """Return a * b + c."""
 
     def generate(_, builder, __, args):
         x, y, z = args
@@ -128,7 +125,7 @@ def _larger(builder, x, y):
 
 @intrinsic
 def larger(_context, a, b):
-    """The larger of each pair of lanes."""
+    """Return the larger of each pair of lanes."""
 
     def generate(_, builder, __, args):
         return _larger(builder, *args)
@@ -138,7 +135,7 @@ def larger(_context, a, b):
 
 @intrinsic
 def largest(_context, vector):
-    """The largest lane."""
+    """Return the largest lane."""
 
     def generate(_, builder, __, args):
         (x,) = args
@@ -151,7 +148,7 @@ def largest(_context, vector):
 
 
 def _meet(builder, x, y, width):
-    """Lanes in blocks of `width`, x's and y's in turn, each added to its neighbour."""
+    """Add neighbouring blocks of `width` lanes, and interleave those of x and y."""
     from_x = [i // width % 2 == 0 for i in range(LANES)]
     first = [i if own else i - width + LANES for i, own in enumerate(from_x)]
     second = [i + width if own else i + LANES for i, own in enumerate(from_x)]
@@ -160,7 +157,7 @@ def _meet(builder, x, y, width):
 
 @intrinsic
 def store_sums(_context, array, index, a, b, c, d):
-    """array[index : index + 4] = the sums of a, b, c and d over their lanes."""
+    """Store the sums of a, b, c and d over their lanes in array[index : index + 4]."""
 
     def generate(context, builder, _, args):
         a, b, c, d = args[2:]

@@ -1,1 +1,1 @@
-"""What runs only on a CUDA device. Imported only there: needs `triton`, which torch brings."""
+"""Code for CUDA devices, imported only there, because it needs `triton`."""

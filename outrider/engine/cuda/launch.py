@@ -1,27 +1,20 @@
-"""How kernels are launched one after another, and how long that takes."""
+"""Launch kernels one after another, and time them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
-
-_PLAIN: dict[str, Any] = {"PDL": False}
-_EARLY: dict[str, Any] = {"PDL": True, "launch_pdl": True}
-
 
 def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Microseconds per call, by the fastest of some replays of all calls in a row; compiles before.
+    """Return the microseconds per call in the fastest of some replays of all calls in a row.
 
-    Replays are enqueued while the ones before run: what the host takes to launch one, which differs
-    from one to the next by more than ways of computing do, does not count if together the calls
-    take the device longer. Another process on the device only slows replays.
+    Replays are enqueued while the ones before run, so that the host's time does not count. The
+    fastest replay is the one that other processes on the device disturb least.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -45,68 +38,18 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
 
 
 def row_warps(block: int) -> int:
-    """Of a program that holds a row of so many numbers: 16 a thread, at most 16 warps."""
+    """Return the warps of a program that holds a row of so many numbers, 16 a thread."""
     return max(1, min(16, block // 512))
 
 
 @cache
 def launch_options() -> dict[str, Any]:
-    """Arguments of every launch of a kernel with a constant `PDL`, as measured on this device.
+    """Return the launch arguments of a kernel with a constant `PDL`.
 
     With PDL (programmatic dependent launch, from compute capability 9.0) a kernel starts while the
-    one before still runs and waits for its results itself. All of ours say at once that the next
-    may start, and wait before they read what another kernel writes and before they write; so a
+    one before still runs and waits for its results itself. Each of our kernels lets the next start
+    at once, and waits before it reads another kernel's results and before it writes. So a
     kernel's end is also the end of all before it.
     """
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        return _PLAIN
-    try:
-        early = _early_launches_help()
-    except Exception as error:  # whatever it is, plain launches always work
-        logger.warning("kernels are launched one after another: %s", error)
-        return _PLAIN
-    return _EARLY if early else _PLAIN
-
-
-@torch.inference_mode()
-def _early_launches_help() -> bool:
-    """Run a chain of small products, each of which needs the one before, both ways."""
-    from outrider.engine.cuda.kernels.products import strip_kernel
-
-    size, count, times_each = 2048, 16, 16
-    weights = torch.randn(count, size, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
-    states = torch.randn(count + 1, 1, size, dtype=torch.bfloat16, device="cuda")
-    results, times = [], []
-    for options in (_PLAIN, _EARLY):
-        states[1:] = 0.0
-        calls = [
-            partial(
-                strip_kernel[(size // 4,)],
-                states[i],
-                weights[i],
-                states[i],
-                states[i + 1],
-                1,
-                size,
-                size,
-                0.0,
-                False,
-                False,
-                False,
-                1,
-                4,
-                size,
-                num_warps=4,
-                **options,
-            )
-            for i in range(count)
-        ]
-        times.append(graph_us(calls * times_each))
-        results.append(states.clone())
-    equal = torch.equal(*results)
-    logger.info(
-        "a chain of small products: %.1f us each, %.1f us with early launches%s",
-        *times,
-        "" if equal else ", and wrong",
-    )
-    return equal and times[1] < times[0]
+    early = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}

@@ -1,4 +1,4 @@
-"""`LlamaOps` as Triton kernels: one launch each, no allocation but the results'."""
+"""`LlamaOps` as Triton kernels, one launch each."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from outrider.engine.cuda.kernels.pointwise import (
 )
 from outrider.engine.cuda.launch import launch_options, row_warps
 from outrider.engine.kv_cache.pools import LayerPool, PageMajorPool
-from outrider.engine.model.linear import Linear
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import LlamaOps, Use
 
 _HEADS_PER_PROGRAM = 4  # 512 numbers per program at 128 a head: a warp with 16 numbers a thread
 _SILU_BLOCK = 1024
-_EPS = 1e-5  # while measuring: it makes no difference to the time
+_EPS = 1e-5  # of norms while the autotuner measures
 
 
 class TritonOps(LlamaOps):
-    """Implements `LlamaOps` over page-major pools. Safe to capture in a CUDA graph.
+    """Implements `LlamaOps` over page-major pools. A CUDA graph can capture it.
 
-    A token whose slot is negative stores no key and no value: padding rows are inert. `int8`:
-    where that is faster, weights are read as int8.
+    A token with a negative slot, such as padding, stores no key and no value. With `int8` weights
+    are read as int8 where that is faster.
     """
 
     def __init__(self, *, int8: bool = False) -> None:
@@ -43,34 +43,17 @@ class TritonOps(LlamaOps):
         tokens, hidden = x.shape
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = triton.next_power_of_2(hidden)
+        sizes = (x.stride(0), hidden, eps, block)
         rms_norm_kernel[(tokens,)](
-            x,
-            weight,
-            out,
-            x.stride(0),
-            hidden,
-            eps,
-            block,
-            num_warps=row_warps(block),
-            **launch_options(),
+            x, weight, out, *sizes, num_warps=row_warps(block), **launch_options()
         )
         return out
 
     def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
         heads, dim = weight.shape
         grid = (len(qkv), triton.cdiv(heads, _HEADS_PER_PROGRAM))
-        qk_norm_kernel[grid](
-            qkv,
-            weight,
-            qkv.stride(0),
-            heads,
-            eps,
-            dim,
-            triton.next_power_of_2(dim),
-            _HEADS_PER_PROGRAM,
-            num_warps=1,
-            **launch_options(),
-        )
+        sizes = (qkv.stride(0), heads, eps, dim, triton.next_power_of_2(dim), _HEADS_PER_PROGRAM)
+        qk_norm_kernel[grid](qkv, weight, *sizes, num_warps=1, **launch_options())
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
         assert isinstance(pool, PageMajorPool)
@@ -78,18 +61,10 @@ class TritonOps(LlamaOps):
         kv_heads, dim, _ = pool.shape
         heads = width // dim - 2 * kv_heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM))
+        half = dim // 2
         rotate_and_store_kernel[grid](
-            qkv,
-            rope,
-            slots,
-            pool.keys,
-            pool.values,
-            qkv.stride(0),
-            heads,
-            kv_heads,
-            dim // 2,
-            triton.next_power_of_2(dim // 2),
-            _HEADS_PER_PROGRAM,
+            *(qkv, rope, slots, pool.keys, pool.values, qkv.stride(0), heads, kv_heads),
+            *(half, triton.next_power_of_2(half), _HEADS_PER_PROGRAM),
             num_warps=1,
             **launch_options(),
         )
@@ -122,22 +97,22 @@ class TritonOps(LlamaOps):
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
     ) -> Tensor:
-        if isinstance(linear, FewRowsLinear) and (way := linear.choice(len(x))) is not None:
+        if isinstance(linear, FewRowsLinear) and (tiling := linear.choice(len(x))) is not None:
             if out is None:
                 out = x.new_empty(len(x), linear.out_features)
-            return self._fused(linear, way, x, norm, eps, out)
+            return self._fused(linear, tiling, x, norm, eps, out)
         return super().norm_linear(x, norm, eps, linear, out)
 
     def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        if isinstance(gate_up, FewRowsLinear) and (way := gate_up.choice(len(x))) is not None:
+        if isinstance(gate_up, FewRowsLinear) and (tiling := gate_up.choice(len(x))) is not None:
             out = x.new_empty(len(x), gate_up.out_features // 2)
-            return self._fused(gate_up, way, x, norm, eps, out, gated=True)
+            return self._fused(gate_up, tiling, x, norm, eps, out, gated=True)
         return super().norm_gated(x, norm, eps, gate_up)
 
     def _fused(
         self,
         linear: FewRowsLinear,
-        way: Tiling,
+        tiling: Tiling,
         x: Tensor,
         norm: Tensor,
         eps: float,
@@ -145,15 +120,15 @@ class TritonOps(LlamaOps):
         *,
         gated: bool = False,
     ) -> Tensor:
-        if way.norms:
-            return linear.fused(way, x, out, norm, eps, gated=gated)
-        return linear.fused(way, self.rms_norm(x, norm, eps), out, gated=gated)
+        if tiling.norms:
+            return linear.fused(tiling, x, out, norm, eps, gated=gated)
+        return linear.fused(tiling, self.rms_norm(x, norm, eps), out, gated=gated)
 
     def tune(self, uses: Sequence[Use]) -> None:
         tune(uses, self.product, int8=self._int8)
 
     def product(self, use: Use, x: Tensor, out: Tensor) -> Tensor:
-        """As a step computes it: of x [rows, in]; may write to `out` [rows, out]."""
+        """Compute a product of x [rows, in] as a step does; may write to `out` [rows, out]."""
         if use.norm is None:
             return use.linear(x, out) if use.alone else use.linear.add(x, out)
         if use.gated:

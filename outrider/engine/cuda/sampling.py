@@ -1,4 +1,4 @@
-"""`sample` on the device: cuts without a sort, and no noise stored."""
+"""Sample and verify on the device, without a sort and without storing noise."""
 
 from __future__ import annotations
 
@@ -16,44 +16,37 @@ from outrider.engine.cuda.kernels.topk_topp import choose_row_kernel, verify_row
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch
 
-_BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
+_BLOCK = 1024  # tokens per program, so that one row fills a GPU
 _WARPS = 2
-_LANES, _ROW_WARPS = 8192, 16  # of a row, which one program goes through
+_LANES, _ROW_WARPS = 8192, 16  # of the program of a row
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The token each row draws, as `outrider.engine.sampling.coupled.sample` does: int64 [n].
+    """Sample a token per row as `outrider.engine.sampling.coupled.sample` does: int64 [n].
 
-    logits [n, vocab], any dtype; of `batch` only the tensors are read. Of equal scores the lowest
-    token wins. The hash has the same bits as on a CPU; its logarithm may differ in the last bit of
-    a float64, and a sum of weights that cuts in that of a float32. Safe to capture in a CUDA graph.
+    logits [n, vocab] in any dtype. Only the tensors of `batch` are read, so that a CUDA graph can
+    capture it. Of equal scores the lowest token wins. Noise may differ from a CPU's in the last bit
+    of a float64, and sums of weights in that of a float32.
     """
     return _chosen(logits, batch, repeat=1, ahead=0)
 
 
 def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
-    """As `outrider.engine.sampling.verify.choose_and_verify`, drawing as `sample` does.
+    """Sample and verify as `outrider.engine.sampling.verify.choose_and_verify` does.
 
-    All tensors contiguous. Safe to capture in a CUDA graph.
+    All tensors are contiguous. A CUDA graph can capture it.
     """
     rows, width = batch.input_ids.shape
     chosen = _chosen(logits, batch.sampling, repeat=width, ahead=1)
-    verify_row_kernel[(rows,)](
-        chosen,
-        batch.input_ids,
-        batch.draft_lens,
-        out,
-        width,
-        triton.next_power_of_2(width),
-        num_warps=1,
-    )
+    sizes = (width, triton.next_power_of_2(width))
+    verify_row_kernel[(rows,)](chosen, batch.input_ids, batch.draft_lens, out, *sizes, num_warps=1)
 
 
 def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) -> Tensor:
-    """The token each row draws: int64 [n].
+    """Sample a token per row: int64 [n].
 
-    `repeat` rows of logits share a row of `batch` but for positions; each draws the token `ahead`
-    of its position.
+    `repeat` rows of logits share a row of `batch` except for positions. Each row samples the token
+    `ahead` of its position.
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -61,40 +54,17 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
     best = torch.empty((n, blocks), dtype=torch.float32, device=logits.device)
     token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
+    noise = (batch.seed, batch.position)
     choose_block_kernel[(n, blocks)](
-        logits,
-        batch.temperature,
-        batch.seed,
-        batch.position,
-        best,
-        token,
-        logits.stride(0),
-        vocab,
-        repeat,
-        ahead,
-        _BLOCK,
-        logits.is_cuda,
+        *(logits, batch.temperature, *noise, best, token),
+        *(logits.stride(0), vocab, repeat, ahead, _BLOCK, logits.is_cuda),
         num_warps=_WARPS,
     )
+    limits = (batch.top_k, batch.top_p, batch.min_p)
     choose_row_kernel[(n,)](
-        logits,
-        batch.temperature,
-        batch.top_k,
-        batch.top_p,
-        batch.min_p,
-        batch.seed,
-        batch.position,
-        best,
-        token,
-        chosen,
-        logits.stride(0),
-        vocab,
-        blocks,
-        repeat,
-        ahead,
-        triton.next_power_of_2(blocks),
-        _BLOCK,
-        min(_LANES, triton.next_power_of_2(vocab)),
+        *(logits, batch.temperature, *limits, *noise, best, token, chosen),
+        *(logits.stride(0), vocab, blocks, repeat, ahead),
+        *(triton.next_power_of_2(blocks), _BLOCK, min(_LANES, triton.next_power_of_2(vocab))),
         logits.is_cuda,
         num_warps=_ROW_WARPS,
     )
@@ -104,13 +74,12 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
 def choose_top(
     logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The `count` tokens of highest score per row, and how far each is from the best.
+    """Return the `count` best tokens per row, best first, and their distances from the best.
 
     temperature float32 [n], 0: greedy; keys int64 [n, 2] and positions int64 [n] as in
-    `SamplingBatch`. The first of them is `sample`'s without cuts, but where scores differ by less
-    than float32 tells apart. Returns int64 [n, count], best first, and float32 [n, count]; where it
-    is infinite, the token is none (its logit is -inf, or the vocabulary ends). Safe to capture in a
-    CUDA graph.
+    `SamplingBatch`. The first token is that of `sample` without top_k, top_p and min_p, unless
+    float32 cannot tell scores apart. Returns int64 [n, count] and float32 [n, count], infinite
+    where there is no further token. A CUDA graph can capture it.
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -118,16 +87,8 @@ def choose_top(
     scores = blocks * count
     best = torch.empty((n, scores), dtype=torch.int64, device=logits.device)
     top_block_kernel[(n, blocks)](
-        logits,
-        temperature,
-        keys,
-        positions,
-        best,
-        logits.stride(0),
-        vocab,
-        count,
-        _BLOCK,
-        logits.is_cuda,
+        *(logits, temperature, keys, positions, best),
+        *(logits.stride(0), vocab, count, _BLOCK, logits.is_cuda),
         num_warps=_WARPS,
     )
     chosen = torch.empty((n, count), dtype=torch.int64, device=logits.device)
@@ -141,10 +102,10 @@ def choose_top(
 def noised(
     logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, ahead: int
 ) -> Tensor:
-    """`logits` [n, m, vocab] plus temperature times noise, which m places share: float32.
+    """Add temperature times noise to `logits` [n, m, vocab], equally for the m rows: float32.
 
-    The noise is that of `positions` + `ahead`; the others are as `choose_top` takes them. Safe to
-    capture in a CUDA graph.
+    The noise is that of `positions` + `ahead`. The other arguments are those of `choose_top`. A
+    CUDA graph can capture it.
     """
     n, repeat, vocab = logits.shape
     logits = logits.contiguous()

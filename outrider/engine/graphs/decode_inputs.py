@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts
-from outrider.engine.attention.tree_mask import TreeMask
 from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.staging import PinnedMirror, picked
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.step import ScheduledRow
+from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th

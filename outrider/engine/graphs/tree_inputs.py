@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.attention.tree_mask import depths, lineages
 from outrider.engine.batch import RowSlice
+from outrider.engine.tree_mask import depths, lineages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,1 +1,1 @@
-"""Pages of the KV cache: their pool, their tensors, hidden states kept beside them."""
+"""The KV cache: its block pool, its tensors, and hidden states in the same pages."""

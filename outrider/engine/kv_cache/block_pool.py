@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who uses them, and which of them hold a known prefix."""
+"""The pages of the KV cache: reference counts, and the cache of known prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT_HASH: PageHash = b""
 
 
 def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
-    """The key of a full page: its tokens and, through `parent`, every token before it."""
+    """Hash the tokens of a full page and, through `parent`, all tokens before it."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
@@ -24,8 +24,9 @@ def extend_hashes(
     page_size: int,
     lead: int = 0,
 ) -> None:
-    """Append what is missing of the keys of the first `num_pages` pages of a text, whose row p is
-    a function of the tokens up to p + `lead`.
+    """Append the missing hashes of the first `num_pages` pages of a text.
+
+    Row p of a page depends on the tokens up to p + `lead`.
     """
     root = page_hash(ROOT_HASH, token_ids[:lead]) if lead else ROOT_HASH
     for i in range(len(hashes), num_pages):
@@ -37,9 +38,9 @@ def extend_hashes(
 class BlockPool:
     """Reference-counted pages with prefix sharing.
 
-    A page is either used (referenced by sequences) or free. A free page may still be *cached*:
-    it keeps its hash and contents until it is needed, least recently used first. Pages are
-    immutable once published: sequences share only full pages and write behind them.
+    A page is either used (referenced by sequences) or free. A free page may still be *cached*. It
+    then keeps its hash and contents until it is the least recently used one and a page is needed.
+    Published pages are immutable, because sequences share only full pages and write behind them.
     """
 
     def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True) -> None:
@@ -52,11 +53,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can hand out, cached ones included."""
+        """Pages that `allocate` can return, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     def allocate(self) -> int:
-        """A page with one reference and undefined contents. Check `num_free` first."""
+        """Return a page with one reference and undefined contents. Check `num_free` first."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -66,7 +67,7 @@ class BlockPool:
         return page
 
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
-        """The cached pages of the longest known prefix; takes no reference."""
+        """Return the cached pages of the longest known prefix, without a reference."""
         pages: list[int] = []
         for key in hashes:
             page = self._page_of.get(key)
@@ -76,7 +77,7 @@ class BlockPool:
         return pages
 
     def num_unused(self, pages: Iterable[int]) -> int:
-        """How many of `pages` are free: sharing them takes them out of `num_free`."""
+        """Count the free ones of `pages`; sharing them lowers `num_free`."""
         return sum(self._refs[page] == 0 for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
@@ -87,18 +88,18 @@ class BlockPool:
             self._refs[page] += 1
 
     def publish(self, page: int, key: PageHash) -> None:
-        """Make a full page findable. Only after the forward that wrote it was committed.
+        """Let `match` find a full page, once the forward that wrote it was committed.
 
-        If another page has the same contents already, this one stays private.
+        A page whose contents another page has already stays private.
         """
         if self._caching and key not in self._page_of and page not in self._hash_of:
             self._page_of[key] = page
             self._hash_of[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference to each page of a block table.
+        """Drop a reference to each page of a block table, the last page first.
 
-        From the last page to the first, so that a prefix outlives its continuations.
+        So a prefix stays cached longer than its continuations.
         """
         for page in reversed(pages):
             self._refs[page] -= 1
@@ -109,7 +110,7 @@ class BlockPool:
                     self._blank.append(page)
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise `AssertionError` unless the books agree with the sequences' block tables."""
+        """Raise `AssertionError` unless the counts agree with the sequences' block tables."""
         references = Counter(page for table in block_tables for page in table)
         free = self._blank + list(self._cached)
         assert len(free) == len(set(free)), "a page is free twice"

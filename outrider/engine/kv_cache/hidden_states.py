@@ -1,7 +1,6 @@
-"""The target's hidden states, kept by position in the same pages and slots as keys and values.
+"""The target's hidden states, kept in the same pages and slots as keys and values.
 
-A forward writes them where it writes the keys and values of the same tokens, so all that holds for
-those holds for them: a prefix found in the cache has them, a rejected draft's are written over.
+A cached prefix has its hidden states, and those of a rejected draft are overwritten.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.kv_cache.memory import move, zeros
+from outrider.engine.kv_cache.memory import zeros
 from outrider.features import FeatureSpec
 
 
 class HiddenStatePool:
-    """One row of states per slot, bfloat16; slot = page * page_size + offset."""
+    """One bfloat16 row of states per slot; slot = page * page_size + offset."""
 
     def __init__(
         self, spec: FeatureSpec, num_pages: int, page_size: int, device: torch.device
@@ -26,7 +25,7 @@ class HiddenStatePool:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Hold `num_pages` pages from now on, of zeros."""
+        """Hold `num_pages` pages of zeros from now on."""
         self.rows = zeros(
             num_pages * self.page_size,
             self.spec.captured_width,
@@ -36,36 +35,28 @@ class HiddenStatePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one token takes."""
+        """Bytes of one token."""
         return self.spec.row_bytes
 
     def enter(self, layer: int, slots: Tensor, hidden: Tensor) -> None:
-        """Keep `hidden` [n, hidden_size], which enters `layer`, in `slots` [n], if it is asked."""
+        """Keep the inputs `hidden` [n, hidden_size] of a captured layer in `slots` [n]."""
         column = self._columns.get(layer)
         if column is not None:
             self._write(column, slots, hidden)
 
     def final(self, slots: Tensor, normed: Tensor) -> None:
-        """Keep what left the final norm, [n, hidden_size], in `slots` [n]."""
+        """Keep the outputs of the final norm, [n, hidden_size], in `slots` [n]."""
         assert self.spec.final_norm
         self._write(len(self._columns) * self.spec.hidden_size, slots, normed)
 
     def read(self, slots: Tensor, spec: FeatureSpec, projection: Tensor | None) -> Tensor:
-        """Rows [n, spec.width] of `slots` int64 [n], with the states of `spec`, projected."""
+        """Read the states of `spec` from `slots` int64 [n], projected: [n, spec.width]."""
         rows = self.rows.index_select(0, slots)
         if spec.states != self.spec.states:
             size, kept = self.spec.hidden_size, self.spec.states
             starts = [kept.index(state) * size for state in spec.states]
             rows = torch.cat([rows[:, start : start + size] for start in starts], dim=1)
         return rows if projection is None else torch.nn.functional.linear(rows, projection)
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Make pages `target` int64 [n] hold what `source` [n] held before."""
-        move(self.rows.view(1, -1, self.page_size * self.spec.captured_width), source, target)
-
-    def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Make slots `target` int64 [n] hold what `source` [n] held before."""
-        move(self.rows[None], source, target)
 
     def _write(self, column: int, slots: Tensor, hidden: Tensor) -> None:
         place = self.rows[:, column : column + self.spec.hidden_size]

@@ -1,4 +1,4 @@
-"""Memory of the pools of keys, values and hidden states: taken, moved, and told if it lacks."""
+"""Allocate and move the memory of the pools, and report where it does not suffice."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from outrider.errors import ConfigError
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch's. Raises `torch.OutOfMemoryError` on a CPU, too."""
+    """Return `torch.zeros`; raise `torch.OutOfMemoryError` on a CPU, too."""
     try:
         return torch.zeros(shape, dtype=dtype, device=device)
-    except (RuntimeError, TypeError) as error:  # TypeError: a number of more than 64 bits
+    except (RuntimeError, TypeError) as error:  # TypeError: a size of more than 64 bits
         if device.type != "cpu":
             raise
         raise torch.OutOfMemoryError(str(error)) from error
 
 
 def move(units: Tensor, source: Tensor, target: Tensor) -> None:
-    """Make units `target` int64 [n] hold what `source` [n] held before: [parts, count, numbers].
+    """Copy units `source` int64 [n] to `target` [n] in a tensor [parts, count, numbers].
 
-    What moves numbers takes its time by how many they are, not how wide: 67 MB of bfloat16 220 us
-    on an H200, as numbers of 16 bytes 79.
+    All units are read before any is written. The kernel's time follows the number of elements, so
+    the widest elements are moved.
     """
     size = units.shape[-1] * units.element_size()
     wide = next((x for x in (torch.complex128, torch.int64) if size % x.itemsize == 0), units.dtype)
@@ -35,9 +35,9 @@ def move(units: Tensor, source: Tensor, target: Tensor) -> None:
 
 @contextlib.contextmanager
 def fitting(what: str, kv_cache_memory: int | None) -> Iterator[None]:
-    """Raise `ConfigError` if `what` is loaded within and does not fit into the device's memory.
+    """Turn running out of memory while loading `what` into a `ConfigError`.
 
-    `kv_cache_memory` MiB are what its pools were told to take; None: they take what is left.
+    `kv_cache_memory` is the MiB that its pools take, or None if they take the rest.
     """
     try:
         yield

@@ -1,23 +1,19 @@
-"""The paged KV pools, and the `transformers` Cache that writes to them.
+"""The paged KV pools.
 
-Multi-head latent attention stores its latents the same way (one "head" each, of different widths).
+Multi-head latent attention stores its latents as one "head" each, of different widths.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.kv_cache.memory import move, zeros
 from outrider.features import FeatureSpec
-
-if TYPE_CHECKING:
-    from outrider.engine.attention.base import LatentAttention, StepAttention
 
 
 class LayerPool(ABC):
@@ -45,11 +41,11 @@ class LayerPool(ABC):
 
     @abstractmethod
     def resize(self, num_pages: int, joint: Tensor | None = None) -> None:
-        """Hold `num_pages` pages of zeros from now on, in `joint` if it is given."""
+        """Hold `num_pages` pages of zeros from now on, or `joint` if it is given."""
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one token takes in this layer."""
+        """Bytes of one token in this layer."""
         heads, key_dim, value_dim = self.shape
         return heads * (key_dim + value_dim) * self._dtype.itemsize
 
@@ -59,18 +55,18 @@ class LayerPool(ABC):
 
     @abstractmethod
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy of the keys [heads, n, key_dim] and values [.., value_dim] in `slots` [n]."""
+        """Copy the keys [heads, n, key_dim] and values [.., value_dim] of `slots` [n]."""
 
     def _zeros(self, *shape: int) -> Tensor:
-        # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
+        # Slots past a row's end are read and masked, and 0 * garbage could be NaN.
         return zeros(*shape, dtype=self._dtype, device=self._device)
 
 
 class HeadMajorPool(LayerPool):
-    """Keys [num_kv_heads, num_slots, key_dim] and values [.., value_dim]: the layout on CPU.
+    """Keys [num_kv_heads, num_slots, key_dim] and values [.., value_dim], for a CPU.
 
-    What a gather brings back is contiguous per head, as batched products want it. Where both are
-    equally wide they are the halves of `joint` [2 * num_kv_heads, num_slots, dim].
+    A gather is contiguous per head, as batched products need it. Keys and values of equal width
+    are the halves of `joint` [2 * num_kv_heads, num_slots, dim].
     """
 
     joint: Tensor | None
@@ -99,7 +95,7 @@ class HeadMajorPool(LayerPool):
 
 
 class PageMajorPool(LayerPool):
-    """Keys [num_pages, page_size, num_kv_heads, key_dim], values alike: what GPU kernels read.
+    """Keys and values [num_pages, page_size, num_kv_heads, dim], for GPU kernels.
 
     They are the halves of `joint` [2, num_pages, ...], if it is given.
     """
@@ -125,9 +121,9 @@ class PageMajorPool(LayerPool):
 class KVPools:
     """One `LayerPool` per layer, allocated when the layer's shapes are first known.
 
-    `page_major` chooses the layout; None: by device. If `num_layers` is given, the layers are so
-    many, of one shape, with keys as wide as values: they share one tensor, in which a page of all
-    layers is copied at once. `features` are hidden states to keep in the same slots.
+    `page_major` chooses the layout, by default that of the device. Given `num_layers`, all layers
+    have one shape, with keys as wide as values, and share one tensor, so that a page is copied in
+    all layers at once. `features` are hidden states to keep in the same slots.
     """
 
     def __init__(
@@ -147,20 +143,20 @@ class KVPools:
         self._device = device
         self._page_major = device.type == "cuda" if page_major is None else page_major
         self._num_layers = num_layers
-        self._joint: Tensor | None = None  # [num_layers, ...] of the layers' own joint tensors
+        self._joint: Tensor | None = None  # [num_layers, ...]
         self._layers: dict[int, LayerPool] = {}
         self.features = (
             None if features is None else HiddenStatePool(features, num_pages, page_size, device)
         )
 
     def layer(self, layer_idx: int) -> LayerPool:
-        """The pool of a layer that has been allocated."""
+        """Return the pool of a layer that has been allocated."""
         return self._layers[layer_idx]
 
     def allocate(
         self, layer_idx: int, num_kv_heads: int, key_dim: int, value_dim: int
     ) -> LayerPool:
-        """The layer's pool, new or (with the same shapes) as it is."""
+        """Return the layer's pool, allocated at the first call."""
         shape = (num_kv_heads, key_dim, value_dim)
         pool = self._layers.get(layer_idx)
         if pool is None:
@@ -172,10 +168,10 @@ class KVPools:
         return pool
 
     def resize(self, num_pages: int) -> None:
-        """Give every layer `num_pages` pages, of zeros, in place of those it has."""
+        """Give every layer `num_pages` pages of zeros in place of its own."""
         self._joint = None
         for pool in self._layers.values():
-            pool.resize(0)  # all of them first: old and new must not need room at once
+            pool.resize(0)  # frees the old pages before the new ones are allocated
         if self.features is not None:
             self.features.resize(0)
         if self._device.type == "cuda":
@@ -187,35 +183,30 @@ class KVPools:
             self.features.resize(num_pages)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Make pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
+        """Copy pages `source` int64 [n] to pages `target` [n], in every layer."""
         self._move(self.num_pages, source, target)
-        if self.features is not None:
-            self.features.copy_pages(source, target)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Make slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+        """Copy slots `source` int64 [n] to slots `target` [n], in every layer.
 
         Where two targets are the same, so are their sources.
         """
         self._move(self.num_pages * self.page_size, source, target)
-        if self.features is not None:
-            self.features.move_slots(source, target)
 
     def _move(self, count: int, source: Tensor, target: Tensor) -> None:
-        """Of the `count` units that each part of a tensor has."""
-        for tensor in self._tensors():
-            move(tensor.view(self._parts(tensor), count, -1), source, target)
+        for tensor, parts in self._tensors():
+            move(tensor.view(parts, count, -1), source, target)
 
-    def _tensors(self) -> list[Tensor]:
+    def _tensors(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield each tensor, and the product of its dimensions before the pages."""
         if self._joint is not None:
-            return [self._joint]
-        return [part for pool in self._layers.values() for part in (pool.keys, pool.values)]
-
-    def _parts(self, tensor: Tensor) -> int:
-        """What comes before the pages in the layout of `tensor`: layers, and more by layout."""
-        if self._page_major:
-            return 2 * len(tensor) if tensor is self._joint else 1
-        return tensor.shape[:-2].numel()
+            yield self._joint, self._joint.shape[:2].numel()
+        else:
+            for pool in self._layers.values():
+                for part in (pool.keys, pool.values):
+                    yield part, 1 if self._page_major else len(part)
+        if self.features is not None:
+            yield self.features.rows, 1
 
     def _joint_of(self, layer_idx: int, shape: tuple[int, int, int]) -> Tensor | None:
         if self._num_layers is None:
@@ -233,50 +224,7 @@ class KVPools:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes that one page takes in all allocated layers, features included."""
+        """Bytes of one page in all allocated layers, hidden states included."""
         features = 0 if self.features is None else self.features.bytes_per_slot
         layers = sum(pool.bytes_per_slot for pool in self._layers.values())
         return self.page_size * (layers + features)
-
-
-class PagedCache(Cache):  # type: ignore[misc]
-    """What the modules of `transformers` see as `past_key_values` during one forward.
-
-    `update` writes the new keys and values by `slot_mapping`. Attention reads the pool itself, so
-    what is returned is what came in, except for latent attention (`latent=True`), whose modules
-    expand what `update` returns into heads: they get the gathered latents.
-    """
-
-    def __init__(self, pools: KVPools, *, latent: bool) -> None:
-        super().__init__(layers=[])
-        self._pools = pools
-        self._latent = latent
-        self._attention: StepAttention | None = None
-
-    def begin(self, attention: StepAttention) -> None:
-        """Points the cache at the step that is about to run."""
-        self._attention = attention
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write keys [1, heads, T, key_dim] and values [1, heads, T, value_dim] of the step."""
-        assert self._attention is not None, "begin() comes first"
-        heads, key_dim, value_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
-        pool = self._pools.allocate(layer_idx, heads, key_dim, value_dim)
-        slots = self._attention.batch.slot_mapping
-        pool.write(slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
-        if not self._latent:
-            return key_states, value_states
-        keys, values = pool.gather(cast("LatentAttention", self._attention).all_slots)
-        return keys[None], values[None]
-
-    # Positions come from the batch; these answers only have to be harmless.
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        return 0

@@ -1,13 +1,14 @@
-"""A hand-fused step for the Llama family: few operations per layer, the same logits.
+"""A fused step for the Llama family: few operations per layer, the same logits.
 
-For q = 1 a small model's time is the number of operations, a large one's is reading the weights
-once. So q, k and v come from one product and gate and up from another, the residual is added inside
-the product, and what lies between the products is a few fused operations (`LlamaOps`).
+q, k and v are one product, and so are gate and up. The residual is added inside a product. A few
+fused operations (`LlamaOps`) lie between the products.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.kv_cache.pools import KVPools, LayerPool
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import LlamaOps, Use
 from outrider.engine.model.config_sizes import head_dim, num_kv_heads
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.model.pack import pack_linear
 from outrider.engine.model.parallel.shards import WHOLE, Sharding, local
 
 
@@ -39,7 +41,7 @@ _FITTING = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether `FusedLlama` computes exactly this model."""
+    """Return whether `FusedLlama` computes exactly this model."""
     config: Any = model.config
     rope: Any = config.rope_parameters if hasattr(config, "rope_parameters") else None
     return (
@@ -52,14 +54,17 @@ def fits(model: nn.Module) -> bool:
 
 
 def _sliding_window(attention: Any) -> int | None:
-    """Mistral reads it from the config for every layer, the others keep it on the layer."""
-    holder = attention if hasattr(attention, "sliding_window") else attention.config
+    """Return the layer's window: on the layer, or in the config for Mistral, or none.
+
+    Llama ignores a `sliding_window` in its config.
+    """
+    holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
     window: int | None = getattr(holder, "sliding_window", None)
     return window
 
 
-def _joined(*modules: Any) -> Linear:
-    """Layers of one input as one, their outputs side by side; of sharded ones this rank's."""
+def _concatenated(*modules: Any) -> Linear:
+    """Concatenate the outputs of layers with one input; of sharded layers this rank's part."""
     weight = torch.cat([local(module.weight) for module in modules])
     if modules[0].bias is None:
         return pack_linear(weight, None)
@@ -67,7 +72,7 @@ def _joined(*modules: Any) -> Linear:
 
 
 class FusedLlama:
-    """The layers of a loaded Llama, Mistral or Qwen2 model, over the pools it allocates."""
+    """The layers of a loaded model of the Llama family, over the pools that it allocates."""
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class FusedLlama:
             ).detach()
         input_norm = layer.input_layernorm.weight.detach()
         post_norm = layer.post_attention_layernorm.weight.detach()
-        qkv, gate_up = _joined(q, k, v), _joined(gate, up)
+        qkv, gate_up = _concatenated(q, k, v), _concatenated(gate, up)
         o, down = self._local(attention.o_proj), self._local(mlp.down_proj)
         self._uses += [Use(qkv, input_norm), Use(o), Use(gate_up, post_norm, True), Use(down)]
         return _Layer(
@@ -131,12 +136,12 @@ class FusedLlama:
         )
 
     def _local(self, module: Any) -> Linear:
-        """This rank's part of a layer whose outputs are summed over ranks."""
+        """Return this rank's part of a layer whose outputs are summed over ranks."""
         bias = module.bias if self._sharding.rank == 0 else None
         return pack_linear(local(module.weight), None if bias is None else local(bias))
 
     def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
-        """[positions, 2, 2, head_dim / 2]: cosines for both halves, then sines as -sin, sin."""
+        """Return [positions, 2, 2, head_dim / 2]: the cosines of both halves, then -sin, sin."""
         positions = torch.arange(max_model_len, device=self._embedding.device)[None]
         with torch.inference_mode():
             cos, sin = rotary(self._embedding[:1], positions)
@@ -145,13 +150,28 @@ class FusedLlama:
         sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
         return torch.stack((cos, sin), dim=1).contiguous()
 
+    @contextmanager
+    def windows_at_most(self, length: int) -> Iterator[None]:
+        """Shorten sliding windows to `length` keys within the context."""
+        before = self._layers
+        self._layers = [
+            replace(layer, params=replace(layer.params, sliding_window=min(window, length)))
+            if (window := layer.params.sliding_window) is not None
+            else layer
+            for layer in before
+        ]
+        try:
+            yield
+        finally:
+            self._layers = before
+
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
-        """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
+        """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
         x, index = self.hidden(attention), attention.batch.logits_index
         return self.head(x if len(index) == len(x) else x.index_select(0, index), out)
 
     def hidden(self, attention: StepAttention) -> Tensor:
-        """What the layers make of every token: [tokens, hidden], not normed yet."""
+        """Return the outputs of the last layer, not normed yet: [tokens, hidden]."""
         batch, ops, eps = attention.batch, self._ops, self._eps
         x = F.embedding(batch.input_ids, self._embedding)
         rope = self._rope.index_select(0, batch.positions)
@@ -172,5 +192,5 @@ class FusedLlama:
         return x
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [n, vocab_size] of rows of `hidden` [n, hidden], in `out` if given."""
+        """Return logits [n, vocab_size] of `hidden` [n, hidden], in `out` if given."""
         return self._ops.norm_linear(hidden, self._norm, self._eps, self._head, out)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import chain_parents
-from outrider.engine.attention.tree_mask import depths
 from outrider.engine.sampling.verify import verify_trees
 from outrider.engine.step import ScheduledRow
+from outrider.engine.tree_mask import depths
 
 
 class Walk(NamedTuple):

@@ -11,7 +11,7 @@ from outrider.params import SamplingParams
 from tests.support.tiny_pair import save_pair
 
 
-def test_every_rule_runs_and_coupled_changes_nothing(tmp_path: Path) -> None:
+def test_pair_runs_every_rule_and_coupled_keeps_the_text(tmp_path: Path) -> None:
     pair = Pair(*save_pair(tmp_path, eps=0.1), k=3)
     prompt, sampling = tuple(range(2, 30)), SamplingParams(0.8, seed=4)
     samples = {name: [pair.run(prompt, sampling, 24, name)] for name in RULES}
@@ -27,5 +27,5 @@ def test_every_rule_runs_and_coupled_changes_nothing(tmp_path: Path) -> None:
         assert one.tokens_per_round == 24 / stats.rounds > 1
     sent = {name: rows[name].bytes_per_round or 0 for name in RULES[1:]}
     assert sent["rejection"] > 10 * sent["coupled"] > 0
-    lines = document(list(rows.values()), {"cpu": "this"}, {"k": 3})
+    lines = document(list(rows.values()), "command", {"cpu": "this", "k": 3})
     assert sum(line.startswith("| 0.8 ") for line in lines) == len(RULES)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from benchmarks.feature_path import hidden_features
-from benchmarks.feature_rows import IN_PROCESS, NONE, Sample, Sent, Spread, document, row
-from benchmarks.records import Completion, Run
-from outrider.errors import ConfigError
+from benchmarks.lib.feature_rows import (
+    IN_SCORER,
+    NONE,
+    Row,
+    Sample,
+    Samples,
+    Sent,
+    Spread,
+    document,
+    rows_of,
+)
+from benchmarks.lib.records import Completion, Run
 
 WAY = "colocated"
 TEXT = tuple(range(9))
@@ -34,30 +41,40 @@ def sample(
     return Sample(Run((completion,), wall_s), sent, prompt_tokens=10)
 
 
+PLAIN = [sample(2.0, gap_s=0.01), sample(8.0, gap_s=0.04, text=(*TEXT[:-1], 0))]
 SAMPLES = {
     # The machine slowed down fourfold in the second repetition.
-    IN_PROCESS: [
-        sample(1.0, gap_s=0.02, propose_ms=8.0, network_ms=0.0, rows=18),
-        sample(4.0, gap_s=0.08, propose_ms=32.0, network_ms=0.0, rows=18),
-    ],
-    WAY: [
-        sample(1.0, gap_s=0.03, propose_ms=8.0, network_ms=4.0, rows=18),
-        sample(4.0, gap_s=0.12, propose_ms=32.0, network_ms=16.0, rows=18),
-    ],
-    NONE: [sample(2.0, gap_s=0.01), sample(8.0, gap_s=0.04, text=(*TEXT[:-1], 0))],
+    IN_SCORER: Samples(
+        [
+            sample(1.0, gap_s=0.02, propose_ms=8.0, network_ms=0.0, rows=18),
+            sample(4.0, gap_s=0.08, propose_ms=32.0, network_ms=0.0, rows=18),
+        ],
+        PLAIN,
+    ),
+    WAY: Samples(
+        [
+            sample(1.0, gap_s=0.03, propose_ms=8.0, network_ms=4.0, rows=18),
+            sample(4.0, gap_s=0.12, propose_ms=32.0, network_ms=16.0, rows=18),
+        ],
+        PLAIN,
+    ),
 }
 
 
-def test_ratios_are_taken_within_a_repetition() -> None:
-    found = row(3, 1, WAY, SAMPLES)
+def row(way: str) -> Row:
+    return next(each for each in rows_of(3, 1, SAMPLES) if each.way == way)
+
+
+def test_rows_of_pairs_ratios_within_a_repetition() -> None:
+    found = row(WAY)
     assert found.drafting_ratio == Spread(1.5, 1.5, 1.5)
     assert found.round_ratio is not None
     assert found.round_ratio.highest == pytest.approx(1.5)
     assert found.speed_up == Spread(2.0, 2.0, 2.0)
 
 
-def test_times_are_per_round_with_a_draft_and_spread_over_repetitions() -> None:
-    found = row(3, 1, WAY, SAMPLES)
+def test_rows_of_times_are_per_round_with_a_draft() -> None:
+    found = row(WAY)
     assert found.draft_ms == Spread(5.0, 2.0, 8.0)
     assert found.way_ms == Spread(2.5, 1.0, 4.0)
     assert found.wait_ms == Spread(1.0, 1.0, 1.0)
@@ -68,33 +85,33 @@ def test_times_are_per_round_with_a_draft_and_spread_over_repetitions() -> None:
     assert found.hit_rate == 0.5
 
 
-def test_a_repetition_says_at_once_where_its_time_went() -> None:
-    line = SAMPLES[WAY][0].line()
+def test_sample_line_tells_the_parts_of_a_round() -> None:
+    line = SAMPLES[WAY].drafting[0].line()
     assert line == "9.0 tok/s; ms: round 30.00, score 10.00, draft 2.00, way 1.00, wait 1.00"
 
 
-def test_the_prompts_features_are_apart() -> None:
-    found = row(3, 1, WAY, SAMPLES)
+def test_rows_of_counts_the_prompts_features_apart() -> None:
+    found = row(WAY)
     assert found.bytes_per_token == 100.0
     assert found.prompt_bytes == 1000.0
     assert found.bytes_per_round == 200.0  # 8 rows in 4 rounds
     assert found.sending_us == pytest.approx(3000.0)
 
 
-def test_no_speculation_drafts_nothing() -> None:
-    found = row(3, 1, NONE, SAMPLES)
+def test_rows_of_no_speculation_has_no_drafts() -> None:
+    found = row(NONE)
     assert found.speed_up == Spread(1.0, 1.0, 1.0)
     assert found.draft_ms is found.round_ratio is found.hit_rate is found.sending_us is None
 
 
-def test_texts_are_compared_with_no_speculation() -> None:
-    assert row(3, 1, WAY, SAMPLES).equal == 0.5
-    assert row(3, 1, NONE, SAMPLES).equal == 1.0
+def test_rows_of_compares_texts_with_no_speculation() -> None:
+    assert row(WAY).equal == 0.5
+    assert row(NONE).equal == 1.0
 
 
-def test_the_report_has_two_tables_for_each_k_and_number_of_requests() -> None:
-    rows = [row(k, at_once, way, SAMPLES) for k in (3, 5) for at_once in (1, 8) for way in SAMPLES]
-    lines = document(rows, "command", {"cpu": "this"}, {"method": "eagle3"})
+def test_document_has_two_tables_for_each_k_and_number_of_requests() -> None:
+    rows = [row for k in (3, 5) for at_once in (1, 8) for row in rows_of(k, at_once, SAMPLES)]
+    lines = document(rows, "command", {"cpu": "this", "method": "eagle3"})
     assert [line for line in lines if line.startswith("## ")] == [
         *("## K = 3, 1 at once", "## K = 3, 8 at once"),
         *("## K = 5, 1 at once", "## K = 5, 8 at once"),
@@ -104,13 +121,8 @@ def test_the_report_has_two_tables_for_each_k_and_number_of_requests() -> None:
     json.dumps([asdict(each) for each in rows])
 
 
-def test_scorers_keep_what_the_module_reads(tmp_path: Path) -> None:
-    folder = tmp_path / "head"
-    folder.mkdir()
-    with pytest.raises(ConfigError, match="no config"):
-        hidden_features("eagle3", str(folder))
-    (folder / "config.json").write_text("{}")
-    assert hidden_features("mtp", "embedded") == "final"
-    assert hidden_features("eagle3", str(folder)) == "eagle3"
-    (folder / "config.json").write_text('{"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}')
-    assert hidden_features("eagle3", str(folder)) == "2,4,9"
+def test_rows_of_without_the_in_scorer_way_has_no_ratios_to_it() -> None:
+    way, none = rows_of(3, 1, {WAY: SAMPLES[WAY]})
+    assert (way.round_ratio, way.drafting_ratio) == (None, None)
+    assert way.speed_up == Spread(2.0, 2.0, 2.0)
+    assert none.way == NONE

@@ -13,9 +13,9 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks import prompts
 from benchmarks.hidden_states import Bench, draft_model
-from benchmarks.replay import Capture, replay
+from benchmarks.lib import prompts
+from benchmarks.lib.replay import Capture, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
@@ -92,7 +92,7 @@ def lengths(recordings: dict[float, list[Capture]]) -> Callable[[str, str], tupl
 
 
 @pytest.mark.parametrize(("method", "shape"), GOLDEN)
-def test_as_much_is_accepted_as_when_it_was_recorded(
+def test_acceptance_is_at_least_that_of_the_record(
     lengths: Callable[[str, str], tuple[float, float]], method: str, shape: str
 ) -> None:
     greedy, drawn = lengths(method, shape)
@@ -102,7 +102,7 @@ def test_as_much_is_accepted_as_when_it_was_recorded(
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_eagle3_beats_the_draft_model_and_its_tree_its_chain(
+def test_eagle3_accepts_more_than_the_draft_model_and_its_tree_than_its_chain(
     lengths: Callable[[str, str], tuple[float, float]], temperature: int
 ) -> None:
     draft, chain, tree = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine_step import EngineSteps
-from outrider.engine.model.loader import build_paged_model
+from benchmarks.lib.engine_step import EngineSteps
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 
 
-def test_every_size_is_timed_and_the_loop_decodes() -> None:
+def test_engine_steps_times_every_size_and_the_loop_decodes() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,
@@ -21,7 +21,7 @@ def test_every_size_is_timed_and_the_loop_decodes() -> None:
         max_position_embeddings=512,
     )
     model = build_paged_model(
-        LlamaForCausalLM(config), page_size=16, num_pages=3 * 24, max_model_len=384
+        LlamaForCausalLM(config), ModelOptions(page_size=16, num_pages=3 * 24, max_model_len=384)
     )
     steps = EngineSteps(model, [(1, 1), (3, 1), (3, 5)])
     for rows, query_len in ((1, 1), (3, 5)):

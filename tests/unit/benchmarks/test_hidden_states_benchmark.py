@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.hidden_states import Bench, Contender, document, heads, row
-from benchmarks.replay import replay
+from benchmarks.lib.replay import replay
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints
 from tests.support.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
@@ -56,7 +56,7 @@ def eagle3(folder: Path, hidden: int, vocab_size: int) -> Path:
     return eagle_checkpoints.save_head(folder, tensors, config)
 
 
-def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> None:
+def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) -> None:
     target, _ = save_pair(tmp_path, eps=0.5)
     greedy = SamplingParams(0.0)
     plain = Bench(target, [], 1).run(PROMPT, greedy, OUTPUT, NONE)
@@ -85,7 +85,7 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
             assert samples[0].token_ids == alone[0].token_ids
             assert one.proposer is not None
             found = replay(texts, one.proposer, one.k)
-            assert found.rounds == 2 * (len(samples[0].draft_s) + 1), "as many as the engine's"
+            assert found.rounds == 2 * len(samples[0].draft_s), "as many as the engine's"
             rows.append(row(sampling.temperature, one, found, samples, alone))
     for known in rows[:2]:
         assert known.length is not None
@@ -96,10 +96,10 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
     assert rows[1].drafted is not None
     assert rows[0].drafted <= K < rows[1].drafted
     assert rows[0].state_bytes == 2 * config.hidden_size
-    lines = document(rows, {"cpu": "this"}, {"k": K})
+    lines = document(rows, "command", {"cpu": "this", "k": K})
     assert sum(line.startswith("| 0 medusa") for line in lines) == 2
 
 
-def test_refuses_a_method_that_reads_no_states(tmp_path: Path) -> None:
+def test_heads_with_a_method_that_reads_no_states_raises(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="ngram reads no hidden states"):
         heads({"ngram": "x"}, str(tmp_path), [K], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import prompts
-from benchmarks.inflate import Inflation, ShapeError, divergences
+from benchmarks.inflate import Inflation, ShapeError
+from benchmarks.lib import prompts
+from benchmarks.lib.records import TokenIds, first_divergence
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams
@@ -52,6 +54,30 @@ def small(tied: bool = True) -> Any:
     return model
 
 
+def built(plan: Inflation) -> Any:
+    """The large model, without a detour over a disk."""
+    large = LlamaForCausalLM(plan.config).to(plan.dtype)
+    for state in plan.tensors():
+        large.load_state_dict(state, strict=False)
+    large.generation_config = plan.small.generation_config
+    return large.eval()
+
+
+@torch.inference_mode()
+def divergences(
+    small: Any, large: Any, prompts: Sequence[TokenIds], length: int
+) -> list[int | None]:
+    """Per prompt, where the large model's greedy choices leave the small one's text."""
+    found: list[int | None] = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        text = small.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=length)
+        chosen = large(text).logits[0].argmax(-1)[len(prompt) - 1 : -1].tolist()
+        found.append(first_divergence(text[0, len(prompt) :].tolist(), chosen))
+    return found
+
+
 def inflation(model: Any, **shape: Any) -> Inflation:
     return Inflation.plan(model, {**LARGE, **shape}, torch.device("cpu"), torch.float64)
 
@@ -60,11 +86,11 @@ def inflation(model: Any, **shape: Any) -> Inflation:
 @pytest.mark.parametrize(
     ("tied_before", "tied_after"), [(True, False), (True, True), (False, False)]
 )
-def test_logits_are_the_small_models_and_extra_tokens_never_win(
+def test_inflated_logits_equal_the_small_models_and_extra_tokens_lose(
     tied_before: bool, tied_after: bool
 ) -> None:
     model = small(tied_before)
-    large = inflation(model, tie_word_embeddings=tied_after).build()
+    large = built(inflation(model, tie_word_embeddings=tied_after))
     tokens = torch.randint(0, VOCAB, (3, 120))
     expected = model(tokens).logits
     found = large(tokens).logits
@@ -77,9 +103,9 @@ def test_logits_are_the_small_models_and_extra_tokens_never_win(
 
 
 @torch.inference_mode()
-def test_sampled_tokens_are_the_same() -> None:
+def test_inflated_model_samples_the_same_tokens() -> None:
     model = small()
-    large = inflation(model).build()
+    large = built(inflation(model))
     tokens = torch.randint(0, VOCAB, (1, 100))
     params = [SamplingParams(temperature=1.0, top_p=0.95, seed=5)] * 100
     drawn = [
@@ -90,7 +116,7 @@ def test_sampled_tokens_are_the_same() -> None:
     assert drawn[0].tolist() != model(tokens).logits[0].argmax(-1).tolist()
 
 
-def test_the_folder_loads_and_says_the_same(tmp_path: Path) -> None:
+def test_saved_folder_loads_and_generates_the_same_text(tmp_path: Path) -> None:
     model = small()
     (tmp_path / "source").mkdir()
     model.save_pretrained(tmp_path / "source")
@@ -115,7 +141,7 @@ def test_the_folder_loads_and_says_the_same(tmp_path: Path) -> None:
         {"num_hidden_layers": 1},
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shape: dict[str, int]) -> None:
+def test_plan_with_a_shape_that_does_not_fit_raises(shape: dict[str, int]) -> None:
     with pytest.raises(ShapeError):
         inflation(small(), **shape)
 
@@ -129,16 +155,15 @@ def test_shapes_that_do_not_fit_are_refused(shape: dict[str, int]) -> None:
         ("draft", {"hidden_size": 640, "num_hidden_layers": 4, "intermediate_size": 1024}),
     ],
 )
-def test_the_embedded_pair_says_the_same_when_inflated(
+def test_inflated_embedded_pair_generates_the_same_texts(
     role: Literal["target", "draft"], shape: dict[str, int]
 ) -> None:
     folder = resolve_model("embedded", role)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     heads = {"num_attention_heads": 16 if role == "draft" else 32, "num_key_value_heads": 8}
     rest = {"head_dim": 128, "vocab_size": 16384, "tie_word_embeddings": role == "draft"}
-    large = Inflation.plan(
-        model, {**shape, **heads, **rest}, torch.device("cpu"), torch.float32
-    ).build()
+    sizes = {**shape, **heads, **rest}
+    large = built(Inflation.plan(model, sizes, torch.device("cpu"), torch.float32))
     file = folder.parent / "heldout_prompts.jsonl"
     held_out = prompts.load(file, folder, count=4, max_prompt_tokens=64)
-    assert divergences(model, large, [list(p) for p in held_out.token_ids], 32) == [None] * 4
+    assert divergences(model, large, held_out.token_ids, 32) == [None] * 4

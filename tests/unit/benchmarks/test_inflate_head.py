@@ -14,9 +14,9 @@ from benchmarks.inflate import ShapeError
 from benchmarks.inflate_head import inflate
 from outrider.drafting.hidden_states.forward import HeadForward
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from tests.support import eagle_checkpoints as made
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def logits(folder: Path, target: Path, features: Tensor) -> Tensor:
     """Of four greedy steps after made-up tokens: [4, vocab]."""
     head = load_eagle3(folder, target, torch.float64, CPU)
     head.bind(KVPools(8, 4, head.dtype, CPU))
-    backend = choose_backend("sdpa", head.attention_traits(4), CPU)
+    backend = choose_backend("sdpa", head.attention_traits(), CPU)
     found: list[Tensor] = []
     with torch.inference_mode():
         forward = HeadForward(head, backend, 4, features)
@@ -66,7 +66,7 @@ def logits(folder: Path, target: Path, features: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("draft_vocab", "own_head"), [(40, True), (None, True), (None, False)])
-def test_logits_are_the_small_modules(
+def test_inflated_head_logits_equal_the_small_modules(
     tmp_path: Path, draft_vocab: int | None, own_head: bool
 ) -> None:
     root = folders(tmp_path, draft_vocab, own_head)
@@ -85,7 +85,7 @@ def test_logits_are_the_small_modules(
     assert extra.max() < -1e6
 
 
-def test_another_layout_is_refused(tmp_path: Path) -> None:
+def test_inflate_with_another_layout_raises(tmp_path: Path) -> None:
     target = made.save_target(tmp_path / "target")
     tensors = made.eagle3_tensors(layer="layers.0.")
     head = made.save_head(tmp_path / "head", tensors, made.LLAMA)

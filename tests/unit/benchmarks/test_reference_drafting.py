@@ -1,4 +1,4 @@
-"""The benchmark of copying methods: its traces, its forced target, its report."""
+"""The benchmark of copying methods: its traces and its forced target."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 
 import pytest
 
-from benchmarks.edit_traces import EDITS, agentic, edits
-from benchmarks.forced_target import ForcedTarget, replay
-from benchmarks.reference_report import Row, bars
+from benchmarks.lib.edit_traces import EDITS, agentic, edits
+from benchmarks.lib.forced_target import ForcedTarget, replay, request_of
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.proposer import Proposer
 from outrider.engine.policy.base import Policy
@@ -33,7 +32,7 @@ TEXT = """def f(a, b):
         ("delete a branch", TEXT.replace("    if a:\n        b += b\n", "")),
     ],
 )
-def test_an_edit_is_what_it_says(kind: str, edited: str) -> None:
+def test_edits_change_what_their_kind_says(kind: str, edited: str) -> None:
     if kind == "add an argument":
         edited = edited.replace(
             "Adds.'''\n", "Adds.'''\n    if verbose:\n        print('called')\n"
@@ -44,7 +43,7 @@ def test_an_edit_is_what_it_says(kind: str, edited: str) -> None:
     assert EDITS[kind](TEXT) == edited
 
 
-def test_traces_are_the_same_every_time_and_edits_of_real_code() -> None:
+def test_traces_are_deterministic_and_edit_real_code() -> None:
     traces = edits(limit=8)
     assert traces == edits(limit=8)
     assert {trace.kind for trace in traces} == set(EDITS)
@@ -55,29 +54,16 @@ def test_traces_are_the_same_every_time_and_edits_of_real_code() -> None:
     assert all(trace.prompt.startswith("You are") for trace in turns)
 
 
-def test_a_forced_target_says_its_text_with_and_without_drafts() -> None:
+def test_forced_target_with_and_without_drafts_emits_its_text() -> None:
     prompt, output = (1, 2, 3), tuple(range(10, 60))
     advice = Advice(token_ids=(*output[:20], 5, *output[20:]), edit=True)
     rounds = []
     proposers: tuple[Proposer | None, ...] = (None, DeterministicProposer())
     for session, proposer in enumerate(proposers):
         target = ForcedTarget(64, 100)
-        run = replay(target, Policy(128), session, prompt, output, proposer, advice, 128)
-        assert run.output_tokens == 50
+        request = request_of(session, prompt, output, advice, 128)
+        run = replay(target, Policy(128), request, output, proposer, 128)
+        assert len(run.token_ids) == 50
         rounds.append(run.stats.rounds)
     assert rounds[0] == 50
     assert rounds[1] <= 4
-
-
-def test_bars_say_what_was_missed() -> None:
-    rows = [
-        Row("edits", "all", "deterministic", 100, 4, 0, 0, 25.0),
-        Row("edits", "all", "suffix", 100, 10, 0, 0, 10.0),
-        Row("agentic", "agentic", "suffix", 100, 20, 0, 0, 5.0),
-        Row("agentic", "agentic", "ngram", 100, 25, 0, 0, 4.0),
-        Row("agentic", "all", "arctic", 100, 25, 0, 0, 4.0),
-    ]
-    found = bars(rows, {"ngram": {"draft_us": 60.0}})
-    assert [line.split(":")[0] for line in found] == [
-        *("- reached", "- MISSED", "- MISSED", "- reached"),
-    ]

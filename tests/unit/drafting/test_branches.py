@@ -25,7 +25,7 @@ from outrider.drafting.draft_model.chains import Forks, ReadyRow, draft_chains
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.params import SamplingParams
 from tests.support.hash_model import HashModel
@@ -54,7 +54,7 @@ def llama() -> BranchingModel:
         max_position_embeddings=256,
     )
     model = LlamaForCausalLM(config).double()
-    return build_paged_model(model, page_size=4, num_pages=NUM_PAGES, self_test=False)
+    return build_paged_model(model, ModelOptions(page_size=4, num_pages=NUM_PAGES, self_test=False))
 
 
 @dataclass

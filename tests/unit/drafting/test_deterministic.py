@@ -59,18 +59,18 @@ def edited(*changes: tuple[int, int, tuple[int, ...]]) -> tuple[int, ...]:
         ((95, 100, ()), 2),
     ],
 )
-def test_an_edit_costs_the_rounds_of_what_is_new_and_few_more(
+def test_edit_cursor_after_an_edit_recovers_in_few_rounds(
     change: tuple[int, int, tuple[int, ...]], most: int
 ) -> None:
     assert rounds(TEXT, edited(change)) <= most
 
 
-def test_several_edits_are_followed_one_after_the_other() -> None:
+def test_edit_cursor_follows_several_edits() -> None:
     output = edited((10, 11, (1,)), (30, 30, (2, 3)), (50, 55, ()), (80, 82, (4, 5, 6)))
     assert rounds(TEXT, output) <= 2 + 2 + 4 + 3 + 6
 
 
-def test_a_replacement_is_expected_where_it_occurs_again() -> None:
+def test_edit_cursor_expects_a_replacement_to_recur() -> None:
     body = [tuple(range(i, i + 9)) for i in range(100, 300, 20)]
     original = tuple(token for part in body for token in (7, 8, *part))
     renamed = tuple(token for part in body for token in (9, *part))  # 7 8 became 9
@@ -83,14 +83,14 @@ def test_a_replacement_is_expected_where_it_occurs_again() -> None:
     assert cursor.guess(4) == [7, 8, *body[3][:2]]
 
 
-def test_an_insertion_is_expected_again_when_another_begins_as_it_did() -> None:
+def test_edit_cursor_expects_an_insertion_to_recur() -> None:
     inserted = (1, 2, 3, 4, 5, 6, 7, 8)
     once = edited((20, 20, inserted))
     twice = edited((20, 20, inserted), (60, 60, inserted))
     assert rounds(TEXT, twice) <= rounds(TEXT, once) + 2
 
 
-def test_a_place_that_proves_wrong_is_given_up_for_the_right_one() -> None:
+def test_edit_cursor_at_a_wrong_place_finds_the_right_one() -> None:
     lure = (1, 2, 3)
     original = (*range(100, 120), *lure, *range(300, 340))
     # "1 2" is written where the original had nothing of the kind, then the original goes on.
@@ -98,7 +98,7 @@ def test_a_place_that_proves_wrong_is_given_up_for_the_right_one() -> None:
     assert rounds(original, output) <= 8
 
 
-def test_the_cursor_does_not_go_back_to_an_earlier_occurrence() -> None:
+def test_edit_cursor_does_not_go_back() -> None:
     block = (1, 2, 3, 4)
     original = (*block, *range(100, 130), *block, *range(200, 230), *block, 7, 8, 9)
     cursor = EditCursor(Original(original))
@@ -109,7 +109,7 @@ def test_the_cursor_does_not_go_back_to_an_earlier_occurrence() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_unrelated_output_is_survived(seed: int) -> None:
+def test_edit_cursor_survives_unrelated_output(seed: int) -> None:
     rng = random.Random(seed)
     original = tuple(rng.randrange(6) for _ in range(200))
     output = tuple(rng.randrange(6) for _ in range(400))
@@ -121,7 +121,7 @@ def test_unrelated_output_is_survived(seed: int) -> None:
         cursor.follow((token,))
 
 
-def test_without_edit_it_goes_on_after_the_longest_match() -> None:
+def test_deterministic_without_edit_continues_the_longest_match() -> None:
     proposer = DeterministicProposer()
     advice = Advice(token_ids=(1, 2, 3, 9, 1, 2, 4, 5, 2, 4, 6))
     proposer.open(1, SessionStart([4, 5], GREEDY, 128, 1000, advice=advice))
@@ -134,7 +134,7 @@ def test_without_edit_it_goes_on_after_the_longest_match() -> None:
     assert draft(proposer, 1) == []
 
 
-def test_with_edit_the_advice_is_what_the_output_begins_with() -> None:
+def test_deterministic_with_edit_begins_with_the_advice() -> None:
     proposer = DeterministicProposer()
     start = SessionStart(list(TEXT), GREEDY, 128, 1000, advice=Advice(token_ids=TEXT, edit=True))
     proposer.open(1, start)
@@ -145,7 +145,7 @@ def test_with_edit_the_advice_is_what_the_output_begins_with() -> None:
     assert draft(proposer, 1) == list(TEXT[5:])
 
 
-def test_a_session_that_is_opened_anew_goes_on_where_its_output_was() -> None:
+def test_deterministic_when_reopened_continues_the_output() -> None:
     proposer = DeterministicProposer()
     start = SessionStart(
         [5, 6, *TEXT[:30]],
@@ -159,7 +159,7 @@ def test_a_session_that_is_opened_anew_goes_on_where_its_output_was() -> None:
     assert draft(proposer, 1) == list(TEXT[30:])
 
 
-def test_a_long_output_that_was_lost_is_caught_up_with_over_several_rounds() -> None:
+def test_deterministic_when_reopened_catches_up_over_several_rounds() -> None:
     chance = random.Random(3)
     written = [*chance.choices(range(50), k=3 * MAX_SEARCHES), *TEXT[:9]]
     proposer = DeterministicProposer()
@@ -178,7 +178,7 @@ def test_a_long_output_that_was_lost_is_caught_up_with_over_several_rounds() -> 
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_memory_does_not_grow_with_the_length_of_a_match(size: int) -> None:
+def test_deterministic_memory_does_not_grow_with_the_match(size: int) -> None:
     text = tuple(range(10_000))
     tracemalloc.start()
     try:
@@ -189,13 +189,13 @@ def test_memory_does_not_grow_with_the_length_of_a_match(size: int) -> None:
     assert original.places(text[:500]) == [499]
 
 
-def test_without_advice_there_is_no_guess() -> None:
+def test_deterministic_without_advice_drafts_nothing() -> None:
     proposer = DeterministicProposer()
     proposer.open(1, SessionStart([1, 2, 1, 2], GREEDY, 128, 1000))
     assert draft(proposer, 1) == []
 
 
-def test_ahead_goes_on_with_the_advice() -> None:
+def test_deterministic_ahead_continues_the_advice() -> None:
     proposer = DeterministicProposer()
     proposer.open(1, SessionStart([1], GREEDY, 10, 1000, advice=Advice(token_ids=TEXT, edit=True)))
     assert draft(proposer, 1) == list(TEXT[:10])
@@ -205,7 +205,7 @@ def test_ahead_goes_on_with_the_advice() -> None:
     assert proposer.draft([1]).at_hand == [1]
 
 
-def test_drafting_ahead_of_a_long_copy_follows_its_tokens_few_times(
+def test_deterministic_ahead_of_a_long_copy_follows_tokens_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     followed: list[int] = []
@@ -223,7 +223,7 @@ def test_drafting_ahead_of_a_long_copy_follows_its_tokens_few_times(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_alternatives_are_the_same_in_any_order(seed: int) -> None:
+def test_deterministic_alternatives_do_not_depend_on_order(seed: int) -> None:
     chance = random.Random(seed)
     advice = Advice(tuple(chance.choices(range(6), k=80)), edit=True)
     written = list(advice.token_ids[:20]) + chance.choices(range(6), k=5)
@@ -244,7 +244,7 @@ def test_alternatives_are_the_same_in_any_order(seed: int) -> None:
             kept.commit()
 
 
-def test_advice_beyond_the_memory_is_cut() -> None:
+def test_deterministic_advice_beyond_the_memory_is_cut() -> None:
     proposer = DeterministicProposer(max_tokens=20)
     start = SessionStart([1] * 5, GREEDY, 128, 1000, advice=Advice(token_ids=TEXT, edit=True))
     proposer.open(1, start)

@@ -19,7 +19,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams, VerificationRule
@@ -279,7 +279,7 @@ def llama() -> tuple[LlamaForCausalLM, DraftModelProposer]:
     )
     reference, model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config)
     model.load_state_dict(reference.state_dict())
-    paged = build_paged_model(model, page_size=8, num_pages=64, self_test=False)
+    paged = build_paged_model(model, ModelOptions(page_size=8, num_pages=64, self_test=False))
     return reference, DraftModelProposer(paged, name="llama", prefill_budget=40)
 
 

@@ -42,7 +42,7 @@ def drafted(round_: DraftRound, session: int) -> tuple[int, list[int]]:
     return round_.methods.get(key, 0), list(tree.token_ids)
 
 
-def test_it_is_all_of_its_methods() -> None:
+def test_hybrid_traits_cover_all_of_its_methods() -> None:
     traits = hybrid().traits
     assert (traits.method, traits.model, traits.vocab_size) == ("deterministic", "hash", 32)
     assert traits.methods == ("deterministic", "ngram", "draft_model")
@@ -51,7 +51,7 @@ def test_it_is_all_of_its_methods() -> None:
 
 
 @pytest.mark.parametrize("children", [[], [NgramProposer()], [NgramProposer(), NgramProposer()]])
-def test_several_different_methods_make_a_hybrid(children: list[NgramProposer]) -> None:
+def test_hybrid_without_different_methods_is_refused(children: list[NgramProposer]) -> None:
     with pytest.raises(ConfigError, match="--method"):
         HybridProposer(children)
 
@@ -67,7 +67,7 @@ def test_several_different_methods_make_a_hybrid(children: list[NgramProposer]) 
         ({"methods": ("ngram", "deterministic"), "advice": ADVICE}, [5, 6], 0),
     ],
 )
-def test_the_first_wanted_method_with_a_guess_drafts(
+def test_hybrid_drafts_with_the_first_wanted_method_that_guesses(
     hints: dict[str, Any], prefix: list[int], method: int
 ) -> None:
     proposer = hybrid()
@@ -77,20 +77,20 @@ def test_the_first_wanted_method_with_a_guess_drafts(
     assert len(tokens) >= 1
 
 
-def test_a_method_that_is_named_twice_is_asked_once() -> None:
+def test_hybrid_with_a_method_named_twice_asks_it_once() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 4, 100, methods=("ngram", "ngram")))
     assert drafted(proposer.draft([1]), 1) == (1, [3, 1, 2, 3])
 
 
-def test_nobody_that_is_wanted_has_a_guess() -> None:
+def test_hybrid_without_any_guess_drafts_an_empty_tree() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("deterministic", "ngram")))
     assert drafted(proposer.draft([1]), 1) == (0, [])
     assert proposer.ahead([1], NO_PACE).trees == []
 
 
-def test_methods_that_were_passed_over_have_followed() -> None:
+def test_hybrid_methods_that_were_passed_over_follow_commits() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 4, 100))
     assert drafted(proposer.draft([1]), 1) == (1, [3, 1, 2, 3])
@@ -101,7 +101,7 @@ def test_methods_that_were_passed_over_have_followed() -> None:
     assert drafted(proposer.draft([1]), 1) == (2, list(tree.token_ids))
 
 
-def test_a_draft_that_another_replaced_is_sent_again() -> None:
+def test_hybrid_sends_a_replaced_draft_again() -> None:
     """The n-gram's tree still holds the draft, but the scorer has the advice's by now."""
     proposer = hybrid()
     advice = Advice(token_ids=(3, 1, 8), edit=False)
@@ -119,7 +119,7 @@ def test_a_draft_that_another_replaced_is_sent_again() -> None:
     assert (who, tokens[0]) == (1, 3)
 
 
-def test_ahead_asks_who_drafted() -> None:
+def test_hybrid_ahead_asks_the_method_that_drafted() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
     proposer.draft([1])
@@ -129,7 +129,7 @@ def test_ahead_asks_who_drafted() -> None:
     assert proposer.draft([1]).at_hand == [1]
 
 
-def test_a_draft_outlives_a_round_for_which_none_is_wanted() -> None:
+def test_hybrid_keeps_a_draft_over_an_unwanted_round() -> None:
     """Its method keeps it, and says later that it is at hand."""
     proposer = HybridProposer([NgramProposer(), DraftModelProposer(HashModel(), name="hash")])
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("draft_model",)))
@@ -140,7 +140,7 @@ def test_a_draft_outlives_a_round_for_which_none_is_wanted() -> None:
     assert drafted(proposer.draft([1]), 1) == (1, tokens[2:])
 
 
-def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -> None:
+def test_hybrid_session_lost_by_one_method_is_reopened() -> None:
     proposer = hybrid(max_tokens=12)
     proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
     start = SessionStart([5, 6, 7, 5, 6, 7, 5, 6], GREEDY, 2, 100)
@@ -153,7 +153,7 @@ def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -
     assert drafted(proposer.draft([2]), 2) == (1, [7, 5]), "given to ngram again"
 
 
-def test_a_method_that_loses_again_and_again_is_left_alone() -> None:
+def test_hybrid_method_that_keeps_losing_is_not_reopened() -> None:
     proposer = HybridProposer([NgramProposer(max_tokens=9), SuffixProposer(max_tokens=9)])
     for session in (1, 2):
         proposer.open(session, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
@@ -166,7 +166,7 @@ def test_a_method_that_loses_again_and_again_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_session_that_is_asked_for_gets_one_answer(seed: int) -> None:
+def test_hybrid_answers_every_session_once(seed: int) -> None:
     """Also where methods lose sessions, to each other's room, while drafts are made."""
     chance = random.Random(seed)
     children = [
@@ -204,9 +204,7 @@ def test_every_session_that_is_asked_for_gets_one_answer(seed: int) -> None:
 @pytest.mark.parametrize(
     ("first", "prompt"), [("ngram", [1, 2, 3, 4, 5]), ("medusa", [1, 2, 3, 1, 2])]
 )
-def test_a_session_that_its_reader_lost_is_given_to_no_method_again(
-    first: str, prompt: list[int]
-) -> None:
+def test_hybrid_session_lost_by_its_reader_is_lost(first: str, prompt: list[int]) -> None:
     """Its features must all come again, after another Open: until then nobody would close it."""
     reader = OneShotProposer(medusa(torch.float32, torch.device("cpu")), method="medusa", name="")
     lookup = NgramProposer(max_tokens=12)
@@ -221,7 +219,7 @@ def test_a_session_that_its_reader_lost_is_given_to_no_method_again(
     assert [child.num_sessions for child in (proposer, *children)] == [0] * 3
 
 
-def test_a_response_is_remembered_once_however_often_its_session_was_lost() -> None:
+def test_hybrid_response_of_a_lost_session_is_remembered_once() -> None:
     reader = OneShotProposer(medusa(torch.float32, torch.device("cpu")), method="medusa", name="")
     suffix = SuffixProposer()
     proposer = HybridProposer([suffix, reader])
@@ -239,7 +237,7 @@ def test_a_response_is_remembered_once_however_often_its_session_was_lost() -> N
     assert len(suffix.responses) == 1
 
 
-def test_it_holds_no_more_sessions_than_it_says() -> None:
+def test_hybrid_holds_at_most_max_sessions() -> None:
     small = [NgramProposer(max_sessions=2), SuffixProposer(max_sessions=2)]
     proposer = HybridProposer(small)
     for session in (1, 2):
@@ -250,7 +248,7 @@ def test_it_holds_no_more_sessions_than_it_says() -> None:
     assert proposer.num_sessions == 2
 
 
-def test_a_gap_loses_the_session_once_and_for_all_methods() -> None:
+def test_hybrid_with_a_gap_loses_the_session_once() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     proposer.commit(1, 9, [4], 4)
@@ -259,7 +257,7 @@ def test_a_gap_loses_the_session_once_and_for_all_methods() -> None:
     assert proposer.num_sessions == 0
 
 
-def test_a_long_prompt_is_unfinished_only_where_nobody_else_has_a_guess() -> None:
+def test_hybrid_long_prompt_is_unfinished_only_without_another_guess() -> None:
     model = DraftModelProposer(HashModel(num_pages=64), name="hash", prefill_budget=4)
     proposer = HybridProposer([NgramProposer(), model])
     proposer.open(1, SessionStart(list(range(30)), GREEDY, 2, 100))
@@ -270,7 +268,7 @@ def test_a_long_prompt_is_unfinished_only_where_nobody_else_has_a_guess() -> Non
     assert (round_.unfinished, drafted(round_, 2)) == ([], (0, [3, 4]))
 
 
-def test_unknown_sessions_are_ignored() -> None:
+def test_hybrid_ignores_unknown_sessions() -> None:
     proposer = hybrid()
     proposer.commit(7, 0, [1], 4)
     proposer.close(7)

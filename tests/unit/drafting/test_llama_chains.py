@@ -32,7 +32,7 @@ from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.coupled import SamplingBatch, sample, seed_keys
 from outrider.params import SamplingParams
@@ -88,7 +88,7 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def load(folder: Path) -> tuple[PagedModel, LlamaChains]:
-    paged = load_model(folder, dtype=torch.float32, page_size=8, num_pages=64)
+    paged = load_model(folder, ModelOptions(page_size=8, num_pages=64), dtype=torch.float32)
     chains = LlamaChains.load(folder, paged.pools, paged.max_model_len)
     assert chains is not None
     return paged, chains
@@ -96,7 +96,7 @@ def load(folder: Path) -> tuple[PagedModel, LlamaChains]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("build", [llama, llama3, qwen2])
-def test_several_rows_over_scattered_pages(
+def test_llama_chains_over_scattered_pages_equal_the_model(
     build: Callable[[], PreTrainedModel], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Rows of other lengths, catch-ups, drafts wanted and sampling; from either's own cache."""
@@ -120,7 +120,9 @@ def test_several_rows_over_scattered_pages(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS[1]], ids=["greedy", "sampled"])
-def test_rounds_of_a_proposer(sampling: SamplingParams, tmp_path: Path) -> None:
+def test_llama_chains_in_a_proposer_give_the_same_drafts(
+    sampling: SamplingParams, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     save(llama(), tmp_path, torch.bfloat16)
     taken: list[list[int]] = []
@@ -165,7 +167,7 @@ def test_rounds_of_a_proposer(sampling: SamplingParams, tmp_path: Path) -> None:
     assert len(taken) == 7
 
 
-def test_draws_what_sample_draws() -> None:
+def test_llama_kernels_draw_the_tokens_of_sample() -> None:
     rng = np.random.default_rng(0)
     keeps = itertools.product((0, 1, 3, 40, 5000), (1.0, 0.95, 0.5, 0.01), (0.0, 0.001, 0.3, 1.0))
     for i, (top_k, top_p, min_p) in enumerate(keeps):
@@ -194,7 +196,7 @@ def test_draws_what_sample_draws() -> None:
             assert draw(logits, draws, 0, position) == int(expected)
 
 
-def test_building_a_proposer_compiles_all_that_it_will_run() -> None:
+def test_build_proposer_compiles_all_kernels() -> None:
     proposer, _ = build_proposer((DraftModelConfig(kv_cache_memory=16),), 256, print)
     kernels = (llama_kernels.draft, llama_kernels.draw)
     before = [list(kernel.signatures) for kernel in kernels]
@@ -208,7 +210,7 @@ def test_building_a_proposer_compiles_all_that_it_will_run() -> None:
     assert [list(kernel.signatures) for kernel in kernels] == before
 
 
-def test_compiles_where_nothing_can_be_cached() -> None:
+def test_compiled_without_a_cache_folder_compiles() -> None:
     names: dict[str, Callable[[int], int]] = {}
     exec("def twice(x):\n    return 2 * x", names)  # no file, so no folder beside it
     assert compiled(names["twice"])(21) == 42
@@ -224,20 +226,20 @@ def test_compiles_where_nothing_can_be_cached() -> None:
     ],
     ids=["sliding window", "biases", "norms of heads", "another architecture"],
 )
-def test_leaves_other_models_to_torch(model: torch.nn.Module) -> None:
+def test_llama_chains_leave_other_models_to_torch(model: torch.nn.Module) -> None:
     assert not can_run(model, 64)
 
 
-def test_leaves_large_models_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_chains_leave_large_models_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.drafting.cpu.llama_chains._MAX_WEIGHTS", 1000)
     assert not can_run(llama(), 64)
 
 
-def test_leaves_tensors_of_other_names_to_torch(tmp_path: Path) -> None:
+def test_llama_chains_leave_other_tensor_names_to_torch(tmp_path: Path) -> None:
     """A checkpoint of the model without its head: `transformers` adds the prefix."""
     base = llama().model
     base.save_pretrained(tmp_path)
     config = LlamaConfig(**SIZES, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
-    paged = load_model(tmp_path, dtype=torch.float32, page_size=8, num_pages=8)
+    paged = load_model(tmp_path, ModelOptions(page_size=8, num_pages=8), dtype=torch.float32)
     assert LlamaChains.load(tmp_path, paged.pools, 64) is None

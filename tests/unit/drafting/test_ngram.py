@@ -46,7 +46,7 @@ def draft(proposer: NgramProposer, session: int) -> tuple[int, list[int]]:
     wanted=st.integers(1, 6),
     overlap=st.integers(0, 5),
 )
-def test_guesses_equal_the_definition(
+def test_ngram_guesses_equal_the_definition(
     prefix: list[int],
     commits: list[list[int]],
     sizes: tuple[int, int],
@@ -66,7 +66,7 @@ def test_guesses_equal_the_definition(
         text += tokens
 
 
-def test_a_long_text_is_gone_through_in_parts_and_others_are_drafted_for_meanwhile() -> None:
+def test_ngram_with_a_long_text_reads_it_in_parts() -> None:
     document = tuple(range(100, 5100))
     proposer = NgramProposer()
     proposer.open(1, SessionStart([5, 6, 7, 5, 6], GREEDY, 2, 100))
@@ -80,7 +80,7 @@ def test_a_long_text_is_gone_through_in_parts_and_others_are_drafted_for_meanwhi
     assert draft(proposer, 2) == (5002, [102, 103, 104])
 
 
-def test_many_newcomers_delay_a_draft_by_no_more_than_their_share() -> None:
+def test_ngram_with_many_newcomers_delays_drafts_little() -> None:
     proposer = NgramProposer(max_sessions=40)
     proposer.open(99, SessionStart([5, 6, 7, 5, 6], GREEDY, 2, 100))
     for key in range(32):
@@ -94,19 +94,19 @@ def test_many_newcomers_delay_a_draft_by_no_more_than_their_share() -> None:
     assert rounds <= 32 * 3000 / 4096 + 1
 
 
-def test_overlapping_copy_continues_a_period() -> None:
+def test_ngram_overlapping_copy_continues_a_period() -> None:
     proposer = NgramProposer()
     proposer.open(1, SessionStart([5, 6, 5, 6, 5, 6], GREEDY, 7, 100))
     assert draft(proposer, 1) == (6, [5, 6, 5, 6, 5, 6, 5])
 
 
-def test_no_match_is_an_empty_tree() -> None:
+def test_ngram_without_match_drafts_an_empty_tree() -> None:
     proposer = NgramProposer()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     assert draft(proposer, 1) == (3, [])
 
 
-def test_never_guesses_past_the_end() -> None:
+def test_ngram_near_max_len_stops_at_the_end() -> None:
     proposer = NgramProposer()
     proposer.open(1, SessionStart([1, 1, 1, 1, 1], GREEDY, 4, 8))
     assert draft(proposer, 1) == (5, [1, 1])  # the third token comes with the verification
@@ -115,7 +115,7 @@ def test_never_guesses_past_the_end() -> None:
 
 
 @pytest.mark.parametrize("base_len", [4, 2**32 - 1])
-def test_a_gap_loses_the_session(base_len: int) -> None:
+def test_ngram_with_a_gap_loses_the_session(base_len: int) -> None:
     proposer = NgramProposer()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     proposer.commit(1, base_len, [4], 4)
@@ -125,14 +125,14 @@ def test_a_gap_loses_the_session(base_len: int) -> None:
     assert proposer.draft([1]).lost == []  # said once
 
 
-def test_contradicting_tokens_lose_the_session() -> None:
+def test_ngram_with_contradicting_tokens_loses_the_session() -> None:
     proposer = NgramProposer()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     proposer.commit(1, 1, [9, 3, 4], 4)
     assert proposer.draft([1]).lost == [1]
 
 
-def test_without_room_newcomers_are_lost_and_not_sessions_that_are_drafted_for() -> None:
+def test_ngram_without_room_loses_newcomers() -> None:
     clock = Clock()
     proposer = NgramProposer(max_sessions=2, clock=clock)
     for session in (1, 2):
@@ -149,7 +149,7 @@ def test_without_room_newcomers_are_lost_and_not_sessions_that_are_drafted_for()
     assert proposer.num_sessions == 2
 
 
-def test_the_least_recently_drafted_gives_way_when_it_is_idle() -> None:
+def test_ngram_without_room_evicts_the_least_recently_drafted_idle_session() -> None:
     clock = Clock()
     proposer = NgramProposer(max_sessions=3, clock=clock)
     for session in (1, 2, 3):
@@ -167,7 +167,7 @@ def test_the_least_recently_drafted_gives_way_when_it_is_idle() -> None:
     assert proposer.draft([]).lost == [1]
 
 
-def test_memory_is_bounded_in_tokens() -> None:
+def test_ngram_memory_is_bounded_in_tokens() -> None:
     clock = Clock()
     proposer = NgramProposer(max_tokens=10, clock=clock)
     proposer.open(1, SessionStart([1] * 6, GREEDY, 4, 100))
@@ -180,7 +180,7 @@ def test_memory_is_bounded_in_tokens() -> None:
     assert proposer.draft([]).lost == [1]
 
 
-def test_a_session_that_grows_too_long_falls_silent() -> None:
+def test_ngram_session_beyond_max_len_falls_silent() -> None:
     proposer = NgramProposer(max_model_len=6)
     proposer.open(1, SessionStart([1] * 5, GREEDY, 4, 100))
     proposer.commit(1, 5, [1, 1], 4)
@@ -196,7 +196,7 @@ def test_a_session_that_grows_too_long_falls_silent() -> None:
 
 
 @pytest.mark.parametrize("prefer", ["recent", "frequent"])
-def test_a_session_that_fell_silent_takes_no_memory(prefer: Prefer) -> None:
+def test_ngram_silent_session_takes_no_memory(prefer: Prefer) -> None:
     """It counts for nothing, so there may be as many as sessions are."""
     proposer = NgramProposer(prefer=prefer, max_model_len=5000)
     advice = Advice(references=(tuple(range(4000)),))
@@ -213,14 +213,14 @@ def test_a_session_that_fell_silent_takes_no_memory(prefer: Prefer) -> None:
     assert silent - held < 300_000
 
 
-def test_unknown_sessions_are_ignored() -> None:
+def test_ngram_ignores_unknown_sessions() -> None:
     proposer = NgramProposer()
     proposer.commit(7, 0, [1], 4)
     proposer.close(7)
     assert proposer.draft([7]).drafts == []
 
 
-def test_the_most_frequent_continuation_can_be_preferred() -> None:
+def test_ngram_when_frequent_preferred_drafts_the_most_frequent() -> None:
     text = [1, 2, 5, 10, 1, 2, 5, 11, 1, 2, 6, 12, 1, 2]
     for prefer, guess in (("recent", [6, 12]), ("frequent", [5, 11])):
         proposer = NgramProposer(prefer=prefer)  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_the_most_frequent_continuation_can_be_preferred() -> None:
         assert draft(proposer, 1) == (14, guess)
 
 
-def test_references_are_looked_up_like_the_prompt_but_not_across_their_ends() -> None:
+def test_ngram_references_are_looked_up_up_to_their_ends() -> None:
     references = ((1, 2, 3, 4), (5, 6, 7))
     proposer = NgramProposer()
     proposer.open(1, SessionStart([8, 1, 2], GREEDY, 4, 100, advice=Advice(references=references)))
@@ -241,7 +241,7 @@ def test_references_are_looked_up_like_the_prompt_but_not_across_their_ends() ->
     assert draft(proposer, 1) == (10, [9, 5, 6, 4]), "the text is more recent than a reference"
 
 
-def test_references_count_as_memory() -> None:
+def test_ngram_references_count_as_memory() -> None:
     proposer = NgramProposer(max_tokens=10)
     start = SessionStart(
         [1, 2], GREEDY, 4, 100, advice=Advice(references=((1, 2, 3), (1, 2, 3, 4, 5, 6, 7)))
@@ -252,6 +252,6 @@ def test_references_count_as_memory() -> None:
     assert proposer.draft([]).lost == [2]
 
 
-def test_bad_limits_are_refused() -> None:
+def test_ngram_with_bad_limits_is_refused() -> None:
     with pytest.raises(ConfigError, match="prompt_lookup_min"):
         NgramProposer(prompt_lookup_min=3, prompt_lookup_max=2)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafting.copying import suffix_index
-from outrider.drafting.copying.suffix import Responses, SuffixProposer
-from outrider.drafting.copying.suffix_index import SuffixIndex
+from outrider.drafting.copying import suffix
+from outrider.drafting.copying.suffix import Responses, SuffixIndex, SuffixProposer
+from outrider.drafting.copying.suffix_kernels import END
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import SessionStart
 from outrider.drafting.sessions import IDLE_S
@@ -61,7 +61,7 @@ def definition(
     min_prob=st.sampled_from((0.0, 0.1, 0.6)),
     dropped=st.integers(0, 2),
 )
-def test_drafts_equal_the_definition(
+def test_suffix_index_drafts_equal_the_definition(
     texts: list[list[int]],
     context: list[int],
     wanted: int,
@@ -71,38 +71,40 @@ def test_drafts_equal_the_definition(
 ) -> None:
     index = SuffixIndex()
     for text in texts:
-        index.append(text)
-        index.end_document()
+        index.append([*text, END])
     kept = texts[dropped:]
     index.drop(sum(len(text) + 1 for text in texts[:dropped]))
     score, tokens = definition(kept, context, wanted, factor, min_prob)
-    found = index.draft(np.array(context, np.int32), wanted, factor=factor, min_prob=min_prob)
+    found = index.draft(
+        np.array(context, np.int32),
+        wanted,
+        SuffixSettings(max_spec_factor=factor, min_token_prob=min_prob),
+    )
     assert found.token_ids == tokens
     assert found.score == pytest.approx(score)
 
 
-def test_an_index_that_grows_and_shrinks_finds_the_same() -> None:
+def test_suffix_index_that_grows_and_shrinks_finds_the_same() -> None:
     index = SuffixIndex()
     for i in range(400):
-        index.append([i, i + 1, i + 2])
-        index.end_document()
+        index.append([i, i + 1, i + 2, END])
         if i >= 10:
             index.drop(4)
     context = np.array([399, 400], np.int32)
-    assert index.draft(context, 4, factor=1.0, min_prob=0.1).token_ids == [401]
+    assert index.draft(context, 4, SuffixSettings()).token_ids == [401]
     assert index.next_tokens(context, 3) == [401]
     gone = np.array([380, 381], np.int32)
-    assert index.draft(gone, 4, factor=1.0, min_prob=0.1).token_ids == []
+    assert index.draft(gone, 4, SuffixSettings()).token_ids == []
     assert len(index) == 40
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_equal_the_definition_wherever_the_text_lies(
+def test_suffix_index_anywhere_in_its_room_equals_the_definition(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it goes round its room, gets more and less of it, and comes to the last place."""
-    monkeypatch.setattr(suffix_index, "_SMALLEST", 8)
-    monkeypatch.setattr(suffix_index, "_MAX_PLACE", 500)
+    monkeypatch.setattr(suffix, "_SMALLEST", 8)
+    monkeypatch.setattr(suffix, "_MAX_PLACE", 500)
     chance = random.Random(seed)
     index, texts = SuffixIndex(), list[list[int]]()
     for i in range(400):
@@ -110,30 +112,29 @@ def test_drafts_equal_the_definition_wherever_the_text_lies(
         while len(texts) >= most:
             index.drop(len(texts.pop(0)) + 1)
         texts.append(chance.choices(range(3), k=chance.randrange(12)))
-        index.append(texts[-1])
-        index.end_document()
+        index.append([*texts[-1], END])
         context = chance.choices(range(3), k=chance.randrange(1, 10))
         score, tokens = definition(texts, context, 6, 1.0, 0.1)
-        found = index.draft(np.array(context, np.int32), 6, factor=1.0, min_prob=0.1)
+        found = index.draft(np.array(context, np.int32), 6, SuffixSettings())
         assert found.token_ids == tokens
         assert found.score == pytest.approx(score)
 
 
-def test_an_index_that_forgets_as_much_as_it_learns_moves_nothing() -> None:
+def test_suffix_index_of_constant_size_moves_nothing() -> None:
     index = SuffixIndex(range(1000))
-    links = index._links
+    links = index._text.links
     for _ in range(200):
         index.drop(40)
         index.append(range(40))
-    assert index._links is links
+    assert index._text.links is links
 
 
-def test_an_index_has_room_for_at_most_four_times_what_it_holds() -> None:
+def test_suffix_index_room_is_at_most_four_times_its_tokens() -> None:
     index = SuffixIndex()
     for added, dropped in ((200, 0), (5000, 200), (10, 4900), (0, 100), (3, 3), (20_000, 19_990)):
         index.append(range(added))
         index.drop(dropped)
-        assert len(index._tokens) <= max(256, 4 * len(index))
+        assert len(index._text.tokens) <= max(256, 4 * len(index))
 
 
 def draft(proposer: SuffixProposer, session: int) -> list[int]:
@@ -148,19 +149,19 @@ def answered(proposer: SuffixProposer, session: int, tokens: list[int], tenant: 
     proposer.close(session)
 
 
-def test_a_draft_is_as_long_as_its_match() -> None:
+def test_suffix_draft_is_as_long_as_its_match() -> None:
     proposer = SuffixProposer()
     proposer.open(1, SessionStart([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4], GREEDY, 8, 100))
     assert draft(proposer, 1) == [5, 6, 7]
 
 
-def test_a_copy_of_its_own_text_continues_a_period() -> None:
+def test_suffix_copy_of_its_own_text_continues_a_period() -> None:
     proposer = SuffixProposer()
     proposer.open(1, SessionStart([5, 6, 5, 6, 5, 6], GREEDY, 8, 100))
     assert draft(proposer, 1) == [5, 6, 5, 6]
 
 
-def test_earlier_responses_are_drafts_and_losses_are_not() -> None:
+def test_suffix_remembers_responses_but_not_lost_sessions() -> None:
     clock = Clock()
     proposer = SuffixProposer(max_sessions=1, clock=clock)
     answered(proposer, 1, [1, 2, 3, 4, 5])
@@ -174,7 +175,7 @@ def test_earlier_responses_are_drafts_and_losses_are_not() -> None:
     assert len(proposer.responses) == 1, "nothing was generated"
 
 
-def test_a_resumed_request_is_remembered_from_its_first_output_on() -> None:
+def test_suffix_resumed_request_is_remembered_from_its_first_output() -> None:
     proposer = SuffixProposer()
     proposer.open(1, SessionStart([1] * 20 + [2, 3], GREEDY, 8, 100, num_output_tokens=2))
     proposer.commit(1, 22, [4], 8)
@@ -182,7 +183,7 @@ def test_a_resumed_request_is_remembered_from_its_first_output_on() -> None:
     assert proposer.responses.num_tokens == 8 + 3 + 1  # some of the prompt, the output, an end
 
 
-def test_what_one_tenant_was_answered_is_no_draft_for_another() -> None:
+def test_suffix_keeps_tenants_apart() -> None:
     for shared in (False, True):
         proposer = SuffixProposer(SuffixSettings(shared_across_tenants=shared))
         answered(proposer, 1, [1, 2, 3, 4, 5], tenant="a")
@@ -192,7 +193,7 @@ def test_what_one_tenant_was_answered_is_no_draft_for_another() -> None:
         assert draft(proposer, 3) == [4, 5]
 
 
-def test_the_oldest_responses_are_forgotten_first() -> None:
+def test_suffix_responses_when_full_forget_the_oldest() -> None:
     responses = Responses(SuffixSettings(max_cached_requests=2, max_cached_tokens=20))
     responses.add("a", [1] * 3)
     responses.add("b", [2] * 3)
@@ -206,7 +207,7 @@ def test_the_oldest_responses_are_forgotten_first() -> None:
     assert responses.num_tokens == 20, "too long to be remembered at all"
 
 
-def test_a_tenant_that_had_all_of_the_memory_gives_it_back() -> None:
+def test_suffix_tenant_with_all_memory_gives_it_back() -> None:
     responses = Responses(SuffixSettings(max_cached_tokens=20_000))
     tenants = "abcdefghij"
     tracemalloc.start()
@@ -222,7 +223,7 @@ def test_a_tenant_that_had_all_of_the_memory_gives_it_back() -> None:
         tracemalloc.stop()
 
 
-def test_memory_of_sessions_is_bounded_in_tokens() -> None:
+def test_suffix_memory_is_bounded_in_tokens() -> None:
     clock = Clock()
     proposer = SuffixProposer(max_tokens=10, clock=clock)
     proposer.open(1, SessionStart([1] * 6, GREEDY, 4, 100))
@@ -235,7 +236,7 @@ def test_memory_of_sessions_is_bounded_in_tokens() -> None:
     assert proposer.draft([]).lost == [1]
 
 
-def test_tokens_of_no_vocabulary_silence_a_session() -> None:
+def test_suffix_session_with_impossible_tokens_falls_silent() -> None:
     proposer = SuffixProposer()
     proposer.open(1, SessionStart([2**32 - 1, 1, 1], GREEDY, 4, 100))
     proposer.commit(1, 3, [1], 4)
@@ -254,6 +255,6 @@ def test_tokens_of_no_vocabulary_silence_a_session() -> None:
         {"max_cached_tokens": -1},
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, float]) -> None:
+def test_suffix_with_bad_settings_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="suffix_decoding_"):
         SuffixSettings(**settings)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from proposer_service.__main__ import parse
 
 
-def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
+def test_choose_dtype_unless_set_is_the_fastest() -> None:
     on_cpu = DraftModelConfig()
     assert choose_dtype(on_cpu, on_cpu=torch.float32) is torch.float32
     on_cuda = replace(on_cpu, device="cuda")
@@ -25,7 +25,7 @@ def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
     assert choose_dtype(told, on_cpu=torch.bfloat16) is torch.float32
 
 
-def test_weights_are_quantized_where_there_are_kernels_for_it() -> None:
+def test_model_config_quantizes_where_there_are_kernels() -> None:
     on_cpu = DraftModelConfig()
     on_cuda = replace(on_cpu, device="cuda")
     assert on_cuda.int8_weights
@@ -42,7 +42,7 @@ def test_weights_are_quantized_where_there_are_kernels_for_it() -> None:
     assert method.int8_weights
 
 
-def test_a_model_that_no_method_reads_is_refused() -> None:
+def test_take_methods_with_an_unread_model_is_refused() -> None:
     argv = ["--scorer", "127.0.0.1:1", "--model", "embedded", "--method"]
     for methods in ("ngram", "suffix,deterministic"):
         with pytest.raises(ConfigError, match=f"no use with --method {methods}: leave it out, or"):
@@ -53,7 +53,7 @@ def test_a_model_that_no_method_reads_is_refused() -> None:
         assert config.methods[-1].model == "embedded"
 
 
-def test_a_gpu_s_eagle3_lets_the_scorer_project() -> None:
+def test_head_config_on_cuda_projects_features() -> None:
     on_cpu = HeadConfig(name="eagle3")
     on_cuda = replace(on_cpu, device="cuda")
     assert on_cuda.projects_features
@@ -63,7 +63,7 @@ def test_a_gpu_s_eagle3_lets_the_scorer_project() -> None:
     assert not HeadConfig(name="mtp", device="cuda").projects_features
 
 
-def test_memory_that_holds_nothing_is_told() -> None:
+def test_build_proposer_with_too_little_memory_is_refused() -> None:
     method = DraftModelConfig(kv_cache_memory=1)
     assert count_pages(method.kv_cache_memory, 2**18) == 4
     with pytest.raises(ConfigError, match="--kv-cache-memory 1 holds not one page"):
@@ -78,7 +78,7 @@ def test_memory_that_holds_nothing_is_told() -> None:
 
 
 @pytest.mark.parametrize("method", [DraftModelConfig(), HeadConfig(name="eagle3")])
-def test_a_cache_larger_than_the_memory_is_refused(method: ModelConfig) -> None:
+def test_build_proposer_with_too_large_a_cache_is_refused(method: ModelConfig) -> None:
     method = replace(method, kv_cache_memory=10**8)
     with pytest.raises(ConfigError, match="--kv-cache-memory 100000000 do not fit"):
         build_proposer((method,), 256, print)

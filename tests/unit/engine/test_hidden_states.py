@@ -18,7 +18,13 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
-from outrider.engine.model.loader import build_paged_model, kv_bytes_per_page, read_features
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.loader import (
+    ModelOptions,
+    build_paged_model,
+    kv_bytes_per_page,
+    read_features,
+)
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Runner, StepRunner
@@ -91,7 +97,7 @@ def test_hidden_states_equal_those_of_transformers(name: str, fused: bool) -> No
     tokens = torch.randint(0, vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(1))
     states = expected(source, spec, tokens)
     model = build_paged_model(
-        source, page_size=PAGE_SIZE, num_pages=NUM_PAGES, fused=fused, features=spec
+        source, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, fused=fused, features=spec)
     )
     pool_of(model).rows.fill_(float("nan"))
     for start, end in pairwise(EDGES):
@@ -119,13 +125,15 @@ def test_hidden_states_read_only_the_spec_in_order() -> None:
 
 
 def test_hidden_states_move_with_keys_and_values() -> None:
-    spec = FeatureSpec(2, (0,))
-    pool = HiddenStatePool(spec, 3, 2, torch.device("cpu"))
-    pool.rows.copy_(torch.arange(12.0).view(6, 2))
-    pool.move_slots(torch.tensor([1, 2]), torch.tensor([0, 1]))
-    assert pool.rows[:, 0].tolist() == [2, 4, 4, 6, 8, 10]
-    pool.copy_pages(torch.tensor([0]), torch.tensor([2]))
-    assert pool.rows[:, 0].tolist() == [2, 4, 4, 6, 2, 4]
+    features = FeatureSpec(2, (0,))
+    pools = KVPools(3, 2, torch.float32, torch.device("cpu"), features=features)
+    assert pools.features is not None
+    rows = pools.features.rows
+    rows.copy_(torch.arange(12.0).view(6, 2))
+    pools.move_slots(torch.tensor([1, 2]), torch.tensor([0, 1]))
+    assert rows[:, 0].tolist() == [2, 4, 4, 6, 8, 10]
+    pools.copy_pages(torch.tensor([0]), torch.tensor([2]))
+    assert rows[:, 0].tolist() == [2, 4, 4, 6, 2, 4]
 
 
 def make_step(vocab_size: int) -> Step:
@@ -151,7 +159,7 @@ def test_hidden_states_of_captured_step_equal_eager_ones() -> None:
     """What fills its rows up is captured on the scratch page, which belongs to nobody."""
     source = random_model(ARCHITECTURES["llama"], torch.float64)
     model = build_paged_model(
-        source, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec_of(source)
+        source, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec_of(source))
     )
     graphs = DecodeGraphs(model, [Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify)
     step, rows = make_step(model.vocab_size), pool_of(model).rows
@@ -175,7 +183,9 @@ def test_engine_sends_the_hidden_states_of_the_model(recorded: bool) -> None:
     matrix = torch.randn(6, spec.captured_width, generator=torch.Generator().manual_seed(2))
     matrix = matrix.to(torch.bfloat16)
     asked = replace(spec, projection_dim=6, projection_sha256=bytes(32))
-    model = build_paged_model(copy.deepcopy(source), page_size=4, num_pages=64, features=spec)
+    model = build_paged_model(
+        copy.deepcopy(source), ModelOptions(page_size=4, num_pages=64, features=spec)
+    )
     runner: StepRunner = Runner(model)
     if recorded:
         runner = DecodeGraphs(
@@ -194,12 +204,11 @@ def test_memory_counts_hidden_states() -> None:
     spec = spec_of(source)
     plain = build_paged_model(
         random_model(ARCHITECTURES["llama"], torch.float32),
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        self_test=False,
+        ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, self_test=False),
     )
     model = build_paged_model(
-        source, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec, self_test=False
+        source,
+        ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec, self_test=False),
     )
     more = model.kv_bytes_per_page - plain.kv_bytes_per_page
     assert more == PAGE_SIZE * 4 * spec.hidden_size * 2
@@ -214,7 +223,8 @@ def test_page_bytes_follow_from_the_model_folder(tmp_path: Path) -> None:
     assert spec == FeatureSpec(source.config.hidden_size, (1,), final_norm=True)
     told = kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=PAGE_SIZE, features=spec)
     model = build_paged_model(
-        source, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec, self_test=False
+        source,
+        ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec, self_test=False),
     )
     assert told == model.kv_bytes_per_page
 
@@ -264,4 +274,6 @@ def test_hooks_on_model_without_layer_list_refuse() -> None:
     spec = spec_of(source)
     source.model.more = nn.ModuleList(nn.Identity() for _ in source.model.layers)
     with pytest.raises(UnsupportedModelError, match="--hidden-features"):
-        build_paged_model(source, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec)
+        build_paged_model(
+            source, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec)
+        )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.output import OutputAssembler, OutputToken
 from gateway.stop_strings import StopStringMatcher
+from outrider.models.detokenizer import ByteLevelDetokenizer, byte_alphabet
 from outrider.types import TokenKind
 
 STOP = st.text(alphabet="ab", min_size=1, max_size=6)  # two letters: ends often begin it again
@@ -168,3 +170,101 @@ def test_matchers_of_the_same_stop_string_share_what_is_built_from_it() -> None:
     assert (one.pending, other.pending) == (10, 0)
     for first, second in zip(one._automata, other._automata, strict=True):
         assert first._fallback is second._fallback
+
+
+SPELLED = "<|user|>"
+
+
+CHAR_OF = {byte: char for char, byte in byte_alphabet().items()}
+
+
+def bytes_to_token(data: bytes) -> str:
+    return "".join(CHAR_OF[byte] for byte in data)
+
+
+@st.composite
+def byte_tokens(draw: st.DrawFn) -> list[bytes | None]:
+    """Tokens of a text cut between any two bytes, with special tokens (None) between characters."""
+    tokens: list[bytes | None] = []
+    for part in draw(st.lists(st.text(alphabet="ab日本", max_size=8), max_size=4)):
+        data = part.encode()
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, len(data) - 1)), max_size=10)))
+        bounds = [0, *(c for c in cuts if c < len(data)), len(data)]
+        tokens += [data[a:b] for a, b in pairwise(bounds) if a < b]
+        tokens.append(None)
+    return tokens[:-1]
+
+
+def reference(tokens: list[bytes | None], stops: list[str], *, spelled: bool) -> list[int] | None:
+    """The tokens that begin before the first stop string, by decoding everything at each token."""
+    texts = [token or (SPELLED.encode() if spelled else b"") for token in tokens]
+    for end in range(1, len(tokens) + 1):
+        text = b"".join(texts[:end]).decode(errors="ignore")
+        cut_text = search(text, stops)
+        if cut_text != text or any(text.endswith(stop) for stop in stops):
+            kept, at, size = [], 0, len(cut_text.encode())
+            whole = b"".join(texts)
+            for index in range(end):
+                begin = at
+                while begin and 0x80 <= whole[begin] < 0xC0 and texts[index]:
+                    begin -= 1  # the character's first byte
+                if begin < size or (not texts[index] and at <= size):
+                    kept.append(index)
+                at += len(texts[index])
+            return kept
+    return None
+
+
+@given(
+    tokens=byte_tokens(),
+    stops=st.lists(st.text(alphabet="ab日本", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_output_of_characters_in_several_tokens_drops_whole_characters(
+    tokens: list[bytes | None], stops: list[str]
+) -> None:
+    expected = reference(tokens, stops, spelled=False)
+    names = {index: bytes_to_token(token) for index, token in enumerate(tokens) if token}
+    assembler = OutputAssembler(ByteLevelDetokenizer(names.get, lambda _: ""), stops)
+    kept: list[OutputToken] = []
+    for index in range(len(tokens)):
+        kept += assembler.push(index, TokenKind.PLAIN)
+        if assembler.stopped:
+            break
+    kept += assembler.finish()
+    assert [token.id for token in kept] == (
+        list(range(len(tokens))) if expected is None else expected
+    )
+    assert assembler.stopped == (expected is not None)
+    assert assembler.released == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept", "text"),
+    [
+        ("<|user|>", 2, "ab"),
+        ("b<|user|>", 1, "a"),
+        ("<|user|>c", 2, "ab"),
+        ("user|>c", 4, "abcd"),
+        ("bc", 1, "a"),
+    ],
+)
+def test_output_stops_at_special_tokens_that_a_stop_string_spells(
+    stop: str, kept: int, text: str
+) -> None:
+    """The text is "ab", a special token, "cd"; a stop string without the token sees "abcd"."""
+    pieces = {0: "a", 1: "b", 3: "c", 4: "d"}
+    spelled = SPELLED in stop
+    assembler = OutputAssembler(
+        ByteLevelDetokenizer(pieces.get, lambda _: ""),
+        () if spelled else (stop,),
+        spelled_stops=(stop,) if spelled else (),
+        spell_special=lambda token: SPELLED if token == 2 else "",
+    )
+    tokens: list[OutputToken] = []
+    for token in range(5):
+        tokens += assembler.push(token, TokenKind.PLAIN)
+        if assembler.stopped:
+            break
+    tokens += assembler.finish()
+    assert "".join(token.text for token in tokens) == text
+    assert len(tokens) == (5 if text == "abcd" else kept)

@@ -19,7 +19,7 @@ from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, DecodeSizes, make_buckets
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
 from outrider.engine.rounds import Drafting
@@ -76,9 +76,7 @@ def count_launches(runner: DecodeGraphs) -> list[Step]:
 def model() -> PagedModel:
     paged = build_paged_model(
         random_model(ARCHITECTURES["llama"], torch.float64),
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        max_model_len=MAX_MODEL_LEN,
+        ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=MAX_MODEL_LEN),
     )
     fill_pools(paged, seed=0)
     return paged

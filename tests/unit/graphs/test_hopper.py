@@ -1,4 +1,4 @@
-"""What `bulk_tiles.cu` is compiled for; that it computes the right thing only a device can tell."""
+"""The variants of the GEMM kernel for Hopper; only a device can test their results."""
 
 import itertools
 import re
@@ -17,18 +17,18 @@ _UNIT = 128  # in which they are handed out
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("groups", "resident"), [(2, 1), (2, 2), (4, 1)])
-def test_blocks_and_sums_fit_into_shared_memory(groups: int, resident: int, int8: bool) -> None:
+def test_variant_of_any_size_fits_shared_memory(groups: int, resident: int, int8: bool) -> None:
     for rows in range(8, 97 if int8 else 161, 8):
         variant = Variant(rows, groups, resident, 3, False, True, int8)
         block = 128 * (64 * groups + rows * (2 if int8 else 1))
-        assert variant.stages >= 2  # one on its way while the other is multiplied
+        assert variant.stages >= 2  # one in flight while the other is multiplied
         assert variant.shared_bytes >= max(variant.stages * block, rows * 4 * 64 * groups)
         taken = variant.shared_bytes + 2 * 8 * variant.stages  # barriers: full, and empty
         assert taken <= _PROGRAM
         assert resident * (-(-taken // _UNIT) * _UNIT + _SYSTEM) <= _MULTIPROCESSOR
 
 
-def test_tensor_cores_are_told_of_every_sum() -> None:
+def test_variant_source_names_every_sum() -> None:
     for rows, int8 in itertools.product((8, 40, 96), (False, True)):
         source = Variant(rows, 2, 1, 1, False, False, int8).source()
         columns = 2 * rows if int8 else rows  # two planes
@@ -40,7 +40,7 @@ def test_tensor_cores_are_told_of_every_sum() -> None:
         assert f"%{columns // 2 + 1}, p" in source  # its two operands come behind them
 
 
-def test_variants_differ_in_their_source() -> None:
+def test_variant_source_differs_by_every_field() -> None:
     first = Variant(40, 2, 1, 3, False, True, False)
     for other in (
         Variant(48, 2, 1, 3, False, True, False),
@@ -54,7 +54,7 @@ def test_variants_differ_in_their_source() -> None:
         assert other.source() != first.source()
 
 
-def test_what_fails_to_load_is_said_once_and_left_out(
+def test_available_with_failing_kernel_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:
@@ -70,7 +70,7 @@ def test_what_fails_to_load_is_said_once_and_left_out(
         assert not hopper.available()
         assert not hopper.available()
         assert [record.getMessage() for record in caplog.records] == [
-            "products are computed without bulk copies: CUDA: no binary for this driver"
+            "The Hopper GEMM kernel is not used: CUDA: no binary for this driver"
         ]
         monkeypatch.setattr(hopper, "_function", lambda *_: None)
         hopper.available.cache_clear()

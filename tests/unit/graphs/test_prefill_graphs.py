@@ -19,7 +19,7 @@ from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
 from outrider.engine.sampling.verify import choose_and_verify
@@ -36,10 +36,9 @@ BUCKETS = [PrefillBucket(n, rows) for n in (8, 24, 70) for rows in (2, 6)]
 def make_model(architecture: str = "llama", fused: bool = True) -> PagedModel:
     model = build_paged_model(
         random_model(ARCHITECTURES[architecture], torch.float64),
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        max_model_len=MAX_MODEL_LEN,
-        fused=fused,
+        ModelOptions(
+            page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=MAX_MODEL_LEN, fused=fused
+        ),
     )
     model._backend = by_tensors
     return model

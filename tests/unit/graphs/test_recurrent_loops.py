@@ -24,11 +24,11 @@ from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.attention.backends import choose_backend
-from outrider.engine.attention.tree_mask import MAX_TREE_NODES
 from outrider.engine.graphs.capture import Record
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.linear import Linear, PackedLinear
+from outrider.engine.layers.linear import Linear, PackedLinear
+from outrider.engine.model.attention_backends import choose_backend
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from tests.support import eagle_checkpoints, mtp_checkpoints
 from tests.support.recordable import Counted, MetaAttention, rerun_strictly
@@ -83,7 +83,7 @@ def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> 
     return RecurrentProposer(
         head,
         KVPools(200 + (record is not None), PAGE_SIZE, head.dtype, CPU),
-        choose_backend("sdpa", head.attention_traits(PAGE_SIZE), CPU),
+        choose_backend("sdpa", head.attention_traits(), CPU),
         method="eagle",
         name="tiny",
         max_model_len=MAX_LEN,

@@ -22,9 +22,9 @@ from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from outrider.models.modules import shared_files
 from outrider.params import SamplingParams
@@ -62,7 +62,7 @@ def _drafted(head: RecurrentHead, rows: Tensor, num_steps: int) -> tuple[list[in
     """A greedy draft after `TOKENS`, and the logits of its steps [vocab]."""
     pools = KVPools(8, PAGE_SIZE, head.dtype, CPU)
     head.bind(pools)
-    backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
     table = [6, 1, 4, 0]  # pages in no order
     drafted: list[int] = []
     logits: list[Tensor] = []
@@ -99,7 +99,9 @@ def _check(
 
 @pytest.mark.parametrize("write", [made.save_bin, made.save_safetensors])
 @pytest.mark.parametrize("bias", [True, False])
-def test_eagle(tmp_path: Path, target: Target, bias: bool, write: made.Write) -> None:
+def test_eagle_equals_the_formula(
+    tmp_path: Path, target: Target, bias: bool, write: made.Write
+) -> None:
     tensors = made.eagle_tensors(bias=bias)
     folder = made.save_head(tmp_path / "head", tensors, made.LLAMA, write)
     head = load_eagle(folder, target.folder, torch.float64, CPU)
@@ -108,7 +110,7 @@ def test_eagle(tmp_path: Path, target: Target, bias: bool, write: made.Write) ->
     _check(head, run, lambda rows: rows)
 
 
-def test_eagle_of_two_layers_and_its_own_rope_for_a_target_with_tied_weights(
+def test_eagle_with_two_layers_and_tied_target_equals_the_formula(
     tmp_path: Path,
 ) -> None:
     target = _target(tmp_path / "target", tied=True)
@@ -119,7 +121,7 @@ def test_eagle_of_two_layers_and_its_own_rope_for_a_target_with_tied_weights(
     _check(head, reference.eagle(tensors, target.embedding, target.head, config), lambda rows: rows)
 
 
-def test_eagle_without_what_it_was_trained_for(tmp_path: Path, target: Target) -> None:
+def test_eagle_with_unfitting_tensors_is_refused(tmp_path: Path, target: Target) -> None:
     tensors = made.eagle_tensors()
     for change, message in (
         ({"fc.weight": None}, "no tensor fc.weight"),
@@ -161,7 +163,7 @@ def _target_ids(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("root", ["", "model."])
-def test_eagle3_as_its_authors_publish_it(tmp_path: Path, target: Target, root: str) -> None:
+def test_eagle3_as_published_equals_the_formula(tmp_path: Path, target: Target, root: str) -> None:
     tensors = made.eagle3_tensors()
     ends = ("lm_head.weight", "d2t", "t2d")
     stored = {name if name in ends else root + name: t for name, t in tensors.items()}
@@ -172,7 +174,7 @@ def test_eagle3_as_its_authors_publish_it(tmp_path: Path, target: Target, root: 
     _check(head, run, _fc(tensors), _target_ids(tensors))
 
 
-def test_eagle3_with_the_head_of_its_target(tmp_path: Path, target: Target) -> None:
+def test_eagle3_with_the_targets_head_equals_the_formula(tmp_path: Path, target: Target) -> None:
     tensors = made.eagle3_tensors(draft_vocab=None)
     del tensors["lm_head.weight"]
     folder = made.save_head(tmp_path / "head", tensors, made.LLAMA)
@@ -184,7 +186,7 @@ def test_eagle3_with_the_head_of_its_target(tmp_path: Path, target: Target) -> N
     )
 
 
-def test_eagle3_narrower_than_its_target(tmp_path: Path) -> None:
+def test_eagle3_narrower_than_its_target_equals_the_formula(tmp_path: Path) -> None:
     target = _target(tmp_path / "target", hidden_size=48)
     tensors = made.eagle3_tensors(target_hidden=48, embedding=True)
     config = {**made.LLAMA, "target_hidden_size": 48}
@@ -210,7 +212,7 @@ def _speculators(**settings: Any) -> Config:
 
 @pytest.mark.parametrize("norm_before_residual", [True, False])
 @pytest.mark.parametrize("norm_output", [True, False])
-def test_eagle3_of_speculators(
+def test_eagle3_of_speculators_equals_the_formula(
     tmp_path: Path, target: Target, norm_before_residual: bool, norm_output: bool
 ) -> None:
     flags = {"norm_before_residual": norm_before_residual, "norm_output": norm_output}
@@ -234,7 +236,9 @@ def test_eagle3_of_speculators(
 
 
 @pytest.mark.parametrize("said", [True, None])
-def test_norms_before_the_first_product(tmp_path: Path, target: Target, said: bool | None) -> None:
+def test_eagle3_with_norms_before_fc_equals_the_formula(
+    tmp_path: Path, target: Target, said: bool | None
+) -> None:
     """Of all states together, or of each; said in config.json, or seen from the tensors."""
     tensors = made.eagle3_tensors(layer="layers.0.", embedding=True)
     run = reference.eagle3(
@@ -267,7 +271,9 @@ def test_norms_before_the_first_product(tmp_path: Path, target: Target, said: bo
         _check(head, run, begin, _target_ids(tensors))
 
 
-def test_the_first_product_may_be_the_scorers(tmp_path: Path, target: Target) -> None:
+def test_eagle3_when_projected_by_the_scorer_equals_the_formula(
+    tmp_path: Path, target: Target
+) -> None:
     tensors = made.eagle3_tensors()
     tensors["fc.weight"] = tensors["fc.weight"].bfloat16().float()  # as it crosses the wire
     folder = made.save_head(tmp_path / "head", tensors, made.LLAMA)
@@ -298,14 +304,14 @@ def test_the_first_product_may_be_the_scorers(tmp_path: Path, target: Target) ->
         ({"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}, (0, 3, 7)),
     ],
 )
-def test_layers_are_numbered_by_inputs_or_outputs(
+def test_eagle3_aux_layers_are_numbered_by_inputs_or_outputs(
     tmp_path: Path, target: Target, config: Config, layers: tuple[int, ...]
 ) -> None:
     folder = made.save_head(tmp_path / "head", made.eagle3_tensors(), {**made.LLAMA, **config})
     assert load_eagle3(folder, target.folder, torch.float32, CPU).features.layers == layers
 
 
-def test_eagle3_absolute_draft_vocabulary(tmp_path: Path, target: Target) -> None:
+def test_eagle3_with_absolute_draft_ids_equals_the_formula(tmp_path: Path, target: Target) -> None:
     tensors = made.eagle3_tensors()
     ids = _target_ids(tensors)
     folder = made.save_head(tmp_path / "head", {**tensors, "d2t": ids}, made.LLAMA)
@@ -314,7 +320,7 @@ def test_eagle3_absolute_draft_vocabulary(tmp_path: Path, target: Target) -> Non
     _check(head, run, _fc(tensors), ids)
 
 
-def test_eagle3_without_what_it_was_trained_for(tmp_path: Path, target: Target) -> None:
+def test_eagle3_with_unfitting_tensors_is_refused(tmp_path: Path, target: Target) -> None:
     tensors = made.eagle3_tensors()
     twice = tensors["d2t"].clone()
     twice[1] = twice[0] - 1
@@ -351,7 +357,7 @@ def test_eagle3_without_what_it_was_trained_for(tmp_path: Path, target: Target) 
         _refused(tmp_path, tensors, change, config, message, load_eagle3, target)
 
 
-def test_files_that_are_none(tmp_path: Path, target: Target) -> None:
+def test_checkpoint_of_broken_files_is_refused(tmp_path: Path, target: Target) -> None:
     folder = made.save_head(tmp_path / "head", made.eagle3_tensors(), made.LLAMA)
     for content in (b"not a checkpoint", b"", b"\x80"):
         (folder / "pytorch_model.bin").write_bytes(content)
@@ -365,7 +371,7 @@ def test_files_that_are_none(tmp_path: Path, target: Target) -> None:
         load_eagle3(folder, target.folder, torch.float32, CPU)
 
 
-def test_groups_of_settings_may_be_null(tmp_path: Path, target: Target) -> None:
+def test_checkpoint_with_null_groups_is_read(tmp_path: Path, target: Target) -> None:
     path = target.folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": None}))
     nothing = dict.fromkeys(("transformer_layer_config", "eagle_config", "text_config"))
@@ -377,7 +383,7 @@ def test_groups_of_settings_may_be_null(tmp_path: Path, target: Target) -> None:
         load_eagle3(folder, target.folder, torch.float32, CPU)
 
 
-def test_what_a_target_s_config_leaves_out_is_its_kind_s_default(tmp_path: Path) -> None:
+def test_target_tensors_without_a_setting_take_the_kinds_default(tmp_path: Path) -> None:
     # As Gemma 3's makers publish it: without vocab_size.
     text = {"model_type": "gemma3_text", "hidden_size": 8, "num_hidden_layers": 9}
     config = {"model_type": "gemma3", "text_config": text}
@@ -394,7 +400,9 @@ def test_what_a_target_s_config_leaves_out_is_its_kind_s_default(tmp_path: Path)
         TargetTensors(tmp_path)
 
 
-def test_of_a_target_in_parts_only_some_are_needed(tmp_path: Path, target: Target) -> None:
+def test_shared_files_of_a_sharded_target_are_only_those_needed(
+    tmp_path: Path, target: Target
+) -> None:
     assert shared_files(target.folder) == ("*.safetensors",)
     parts = {
         "model.embed_tokens.weight": "model-1-of-3.safetensors",
@@ -418,7 +426,7 @@ def test_of_a_target_in_parts_only_some_are_needed(tmp_path: Path, target: Targe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_precisions_say_about_the_same(
+def test_eagle3_in_other_precisions_is_close(
     tmp_path: Path, target: Target, dtype: torch.dtype
 ) -> None:
     folder = made.save_head(tmp_path / "head", made.eagle3_tensors(), made.LLAMA)
@@ -436,7 +444,9 @@ def test_other_precisions_say_about_the_same(
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 12])
-def test_a_tree_holds_the_likeliest_nodes(tmp_path: Path, target: Target, num_nodes: int) -> None:
+def test_eagle3_tree_holds_the_likeliest_nodes(
+    tmp_path: Path, target: Target, num_nodes: int
+) -> None:
     """Of all that there are: found by the formula, best first, each path computed by itself."""
     tensors = made.eagle3_tensors()
     tensors["lm_head.weight"] *= 6  # sure enough for trees of some depth
@@ -466,7 +476,7 @@ def test_a_tree_holds_the_likeliest_nodes(tmp_path: Path, target: Target, num_no
     proposer = RecurrentProposer(
         head,
         KVPools(32, PAGE_SIZE, head.dtype, CPU),
-        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        choose_backend(None, head.attention_traits(), CPU),
         method="eagle3",
         name="tiny",
         tree_width=12,

@@ -15,8 +15,8 @@ from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
 from tests.support import mtp_reference as reference
 from tests.support.mtp_checkpoints import (
@@ -74,7 +74,7 @@ def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> Re
     return RecurrentProposer(
         head,
         KVPools(64, PAGE_SIZE, torch.float32, CPU),
-        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        choose_backend(None, head.attention_traits(), CPU),
         method="mtp",
         name="tiny",
         max_draft_tokens=num_draft_tokens,
@@ -85,7 +85,7 @@ def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> Re
 
 @pytest.mark.parametrize("tree_width", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_are_those_of_the_formula_whatever_was_rejected(
+def test_mtp_drafts_after_rejections_equal_the_formula(
     case: str, tree_width: int, tmp_path: Path
 ) -> None:
     make, as_reference = CASES[case]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.drafting.hidden_states.heads.block_fp8 import dequantise
+from outrider.drafting.hidden_states.checkpoints import dequantise
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from tests.support import mtp_reference as reference
 from tests.support.mtp_checkpoints import (
@@ -64,7 +64,7 @@ class Runner:
     def __init__(self, head: MtpHead) -> None:
         self.head = head
         self.pools = KVPools(8, PAGE_SIZE, head.dtype, CPU)
-        self.backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CPU)
+        self.backend = choose_backend(None, head.attention_traits(), CPU)
         head.bind(self.pools)
 
     def feed(
@@ -95,7 +95,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("case", FORMATS)
 @pytest.mark.parametrize("raw", [False, True])
-def test_logits_are_those_of_the_formula(case: str, raw: bool, tmp_path: Path) -> None:
+def test_mtp_logits_equal_the_formula(case: str, raw: bool, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]
     checkpoint = make()
     if raw:
@@ -127,7 +127,7 @@ def test_logits_are_those_of_the_formula(case: str, raw: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
-def test_a_tree_node_sees_its_ancestors_only(case: str, tmp_path: Path) -> None:
+def test_mtp_tree_node_sees_its_ancestors_only(case: str, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]
     checkpoint = make()
     expected = as_reference(checkpoint)
@@ -145,7 +145,7 @@ def test_a_tree_node_sees_its_ancestors_only(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
-def test_half_precision_says_much_the_same(case: str, tmp_path: Path) -> None:
+def test_mtp_in_half_precision_is_close(case: str, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]
     checkpoint = make()
     expected = as_reference(checkpoint)
@@ -160,7 +160,7 @@ def test_half_precision_says_much_the_same(case: str, tmp_path: Path) -> None:
     assert alike.median() > 0.995  # an expert more or less makes a row differ
 
 
-def test_raw_and_normed_feedback_differ() -> None:
+def test_mtp_raw_and_normed_feedback_differ() -> None:
     expected = reference.deepseek(deepseek())
     tokens, features = made_up(6)
     normed = expected.draft(tokens, features, 2)
@@ -169,7 +169,7 @@ def test_raw_and_normed_feedback_differ() -> None:
     assert not torch.allclose(normed[1], raw[1], atol=1e-2)
 
 
-def test_fp8_factors_multiply_blocks_and_those_at_the_edges() -> None:
+def test_dequantise_multiplies_blocks_also_at_the_edges() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)
@@ -291,7 +291,7 @@ REFUSED: list[tuple[Callable[[], MtpCheckpoint], Callable[[MtpCheckpoint], objec
 
 
 @pytest.mark.parametrize(("make", "break_it", "message"), REFUSED)
-def test_what_is_missing_or_unknown_is_refused_by_name(
+def test_mtp_with_unfitting_tensors_is_refused_by_name(
     make: Callable[[], MtpCheckpoint],
     break_it: Callable[[MtpCheckpoint], object],
     message: str,

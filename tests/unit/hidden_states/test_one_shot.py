@@ -20,7 +20,7 @@ from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHe
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.trees import TargetDraws
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.model.linear import Linear, PackedLinear
+from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError

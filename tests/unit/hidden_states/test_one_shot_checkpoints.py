@@ -65,12 +65,12 @@ def check(head: MedusaHead, tensors: Tensors, *, heads: int, lm_head: Tensor | N
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_1(tmp_path: Path, target: Path, file: str, layers: int) -> None:
+def test_medusa_1_equals_the_formula(tmp_path: Path, target: Path, file: str, layers: int) -> None:
     tensors = medusa(heads=5, layers=layers)
     check(load(save(tmp_path / "m", MEDUSA_CONFIG, tensors, file), target), tensors, heads=5)
 
 
-def test_medusa_2_inside_the_whole_model(tmp_path: Path, target: Path) -> None:
+def test_medusa_2_inside_the_model_equals_the_formula(tmp_path: Path, target: Path) -> None:
     tensors = medusa(heads=3)
     inside = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
     whole = {**inside, "lm_head.weight": -LM_HEAD, "model.norm.weight": random(HIDDEN, seed=1)}
@@ -79,7 +79,9 @@ def test_medusa_2_inside_the_whole_model(tmp_path: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_1_beside_the_whole_model(tmp_path: Path, target: Path, file: str) -> None:
+def test_medusa_1_beside_the_model_equals_the_formula(
+    tmp_path: Path, target: Path, file: str
+) -> None:
     tensors = medusa(heads=3)
     folder = save(tmp_path / "m", MEDUSA_CONFIG, tensors, file)
     whole = {"lm_head.weight": -LM_HEAD, "model.norm.weight": random(HIDDEN, seed=1)}
@@ -88,14 +90,16 @@ def test_medusa_1_beside_the_whole_model(tmp_path: Path, target: Path, file: str
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_vllm_names(tmp_path: Path, target: Path, prefix: str) -> None:
+def test_medusa_with_vllm_names_equals_the_formula(
+    tmp_path: Path, target: Path, prefix: str
+) -> None:
     tensors = medusa(heads=4)
     named = {prefix + name: tensor for name, tensor in medusa_vllm(tensors).items()}
     config = {"model_type": "medusa", "vocab_size": VOCAB, "truncated_vocab_size": VOCAB}
     check(load(save(tmp_path / "m", config, named, "model.safetensors"), target), tensors, heads=4)
 
 
-def test_vllm_without_biases(tmp_path: Path, target: Path) -> None:
+def test_medusa_without_biases_needs_none(tmp_path: Path, target: Path) -> None:
     tensors = medusa(heads=2)
     folder = save(tmp_path / "m", {}, medusa_vllm(tensors, bias=False), "model.safetensors")
     unbiased = {n: t * 0 if n.endswith("bias") else t for n, t in tensors.items()}
@@ -109,7 +113,7 @@ def test_vllm_without_biases(tmp_path: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("names", ["original", "vllm"])
 @pytest.mark.parametrize("stored", [None, "lm_heads.0.weight", "lm_head.weight"])
-def test_heads_that_share_one_output_layer(
+def test_medusa_with_one_output_layer_equals_the_formula(
     tmp_path: Path, target: Path, names: str, stored: str | None
 ) -> None:
     if names == "original" and stored == "lm_heads.0.weight":
@@ -125,7 +129,9 @@ def test_heads_that_share_one_output_layer(
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("cut", [False, True])
-def test_heads_that_know_some_tokens(tmp_path: Path, target: Path, shared: bool, cut: bool) -> None:
+def test_medusa_with_a_token_map_equals_the_formula(
+    tmp_path: Path, target: Path, shared: bool, cut: bool
+) -> None:
     """`token_map` names them; the file may hold the rows of all tokens or only theirs."""
     tensors = medusa(heads=3)
     known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:20]
@@ -172,7 +178,7 @@ BROKEN_MEDUSA: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], str]] =
 
 
 @pytest.mark.parametrize("fault", BROKEN_MEDUSA)
-def test_refuses_medusa_heads_that_do_not_fit(tmp_path: Path, target: Path, fault: str) -> None:
+def test_medusa_with_unfitting_tensors_is_refused(tmp_path: Path, target: Path, fault: str) -> None:
     config, changes, message = BROKEN_MEDUSA[fault]
     changed = {**medusa(heads=4), **changes}
     tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
@@ -184,7 +190,7 @@ def test_refuses_medusa_heads_that_do_not_fit(tmp_path: Path, target: Path, faul
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("n_predict", [2, 3])
-def test_mlp_speculator(
+def test_mlp_speculator_equals_the_formula(
     tmp_path: Path, target: Path, tied: bool, scaled: bool, n_predict: int
 ) -> None:
     config = mlp_config(n_predict=n_predict, tied=tied, scaled=scaled)
@@ -201,9 +207,7 @@ def test_mlp_speculator(
             torch.testing.assert_close(logits[row].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_mlp_speculator_without_prefix_and_with_tied_weights_written_twice(
-    tmp_path: Path, target: Path
-) -> None:
+def test_mlp_speculator_with_repeated_tied_weights_is_read(tmp_path: Path, target: Path) -> None:
     config = mlp_config(tied=True, scaled=True)
     tensors = mlp_speculator(config, prefix="")
     twice = {**tensors, "emb.1.weight": tensors["emb.0.weight"]}
@@ -233,7 +237,7 @@ BROKEN_MLP: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], str]] = {
 
 
 @pytest.mark.parametrize("fault", BROKEN_MLP)
-def test_refuses_an_mlp_speculator_that_does_not_fit(
+def test_mlp_speculator_with_unfitting_tensors_is_refused(
     tmp_path: Path, target: Path, fault: str
 ) -> None:
     settings, changes, message = BROKEN_MLP[fault]
@@ -246,7 +250,9 @@ def test_refuses_an_mlp_speculator_that_does_not_fit(
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_refuses_quantised_weights(tmp_path: Path, target: Path, dtype: torch.dtype) -> None:
+def test_one_shot_heads_with_quantised_weights_are_refused(
+    tmp_path: Path, target: Path, dtype: torch.dtype
+) -> None:
     """Their factors lie beside other tensors that are not read."""
     config = mlp_config(tied=True, scaled=False)
     tensors = mlp_speculator(config)
@@ -262,7 +268,7 @@ def test_refuses_quantised_weights(tmp_path: Path, target: Path, dtype: torch.dt
         load(folder, target)
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, target: Path) -> None:
+def test_checkpoint_of_a_pickle_with_code_is_refused(tmp_path: Path, target: Path) -> None:
     folder = save(tmp_path / "m", MEDUSA_CONFIG, {}, "medusa_lm_head.pt")
     torch.save({"0.0.linear.weight": Path}, folder / "medusa_lm_head.pt")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -270,7 +276,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, target: Path) -> Non
 
 
 @pytest.mark.parametrize("left", ["training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"])
-def test_what_trainers_leave_is_not_read(tmp_path: Path, target: Path, left: str) -> None:
+def test_checkpoint_ignores_training_state(tmp_path: Path, target: Path, left: str) -> None:
     tensors = medusa(heads=2)
     folder = save(tmp_path / "m", MEDUSA_CONFIG, tensors, "medusa_lm_head.bin")
     torch.save({"arguments": Path()}, folder / left)
@@ -282,7 +288,7 @@ def test_what_trainers_leave_is_not_read(tmp_path: Path, target: Path, left: str
         load(folder, target)
 
 
-def test_safetensors_are_preferred(tmp_path: Path, target: Path) -> None:
+def test_checkpoint_prefers_safetensors(tmp_path: Path, target: Path) -> None:
     tensors = medusa(heads=2)
     folder = save(tmp_path / "m", MEDUSA_CONFIG, medusa(heads=3), "medusa_lm_head.pt")
     save_file(tensors, folder / "medusa_lm_head.safetensors")

@@ -10,7 +10,7 @@ import torch
 
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import Model, RowSlice, pack
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.verify import verify_tree
 from outrider.errors import UnsupportedModelError
 from tests.support.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
@@ -108,19 +108,21 @@ def _serve(model: Model, prompts: list[list[int]], truth: list[list[int]]) -> li
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_says_what_generate_says(name: str) -> None:
+def test_architecture_when_served_equals_generate(name: str) -> None:
     prompts = _prompts()
     model = random_model(ARCHITECTURES[name], torch.float64)
     truth = [_generate(model, prompt) for prompt in prompts]
     assert len({token for tokens in truth for token in tokens}) > 5, "a text that says something"
     for fused in (True, False):
         again = random_model(ARCHITECTURES[name], torch.float64)
-        paged = build_paged_model(again, page_size=PAGE_SIZE, num_pages=NUM_PAGES, fused=fused)
+        paged = build_paged_model(
+            again, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, fused=fused)
+        )
         assert _serve(paged, prompts, truth) == truth
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses_with_the_reason(name: str) -> None:
+def test_build_paged_model_of_unsupported_architecture_gives_reason(name: str) -> None:
     build, reason = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=reason):
-        build_paged_model(build(), page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+        build_paged_model(build(), ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES))

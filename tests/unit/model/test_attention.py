@@ -118,7 +118,7 @@ def _both(
 
 @settings(max_examples=150, deadline=None)
 @given(rows_strategy, params_strategy, st.booleans())
-def test_any_mix_of_rows_equals_dense_attention(
+def test_sdpa_with_any_mix_of_rows_equals_dense(
     rows: list[tuple[int, int]], params: AttentionParams, page_major: bool
 ) -> None:
     paged, dense = _both(rows, params, torch.float64, page_major=page_major)
@@ -127,7 +127,7 @@ def test_any_mix_of_rows_equals_dense_attention(
 
 @settings(max_examples=100, deadline=None)
 @given(rows_strategy, unmodified_strategy, st.sampled_from([32, 64]))
-def test_compiled_attention_equals_dense_attention(
+def test_numba_attention_with_any_mix_of_rows_equals_dense(
     rows: list[tuple[int, int]], params: AttentionParams, dim: int
 ) -> None:
     backend = NumbaAttention.backend(torch.float64)
@@ -138,7 +138,7 @@ def test_compiled_attention_equals_dense_attention(
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("rows", [[(700, 5)], [(40, 1)] * 7, [(0, 300)], [(3, 8), (900, 1)]])
 @pytest.mark.parametrize("window", [None, 50])
-def test_compiled_attention_is_as_exact_as_its_elements(
+def test_numba_attention_for_dtype_is_as_exact_as_its_elements(
     dtype: torch.dtype, error: float, rows: list[tuple[int, int]], window: int | None
 ) -> None:
     params = AttentionParams(0.125, sliding_window=window)
@@ -149,15 +149,13 @@ def test_compiled_attention_is_as_exact_as_its_elements(
 
 @pytest.mark.parametrize("rows", [[(700, 5)], [(200, 1)] * 4, [(130, 5), (300, 1), (90, 3)]])
 @pytest.mark.parametrize("window", [None, 50])
-def test_bfloat16_products_equal_dense_attention(
-    rows: list[tuple[int, int]], window: int | None
-) -> None:
+def test_sdpa_in_bfloat16_equals_dense(rows: list[tuple[int, int]], window: int | None) -> None:
     paged, dense = _both(rows, AttentionParams(0.3, sliding_window=window), torch.bfloat16)
     torch.testing.assert_close(paged, dense, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_of_very_different_context_are_not_padded_to_the_longest(dtype: torch.dtype) -> None:
+def test_row_groups_of_different_context_are_split(dtype: torch.dtype) -> None:
     rows = [(30, 5), (900, 1), (20, 1), (35, 3), (2100, 5), (880, 2), (25, 1)]
     paged, dense = _both(rows, AttentionParams(0.3), dtype)
     tolerance = 0.02 if dtype is torch.bfloat16 else 1e-9
@@ -166,18 +164,18 @@ def test_rows_of_very_different_context_are_not_padded_to_the_longest(dtype: tor
     assert groups == [(0, 2, 3, 6), (1, 5), (4,)]
 
 
-def test_rows_of_similar_context_share_a_call() -> None:
+def test_row_groups_of_similar_context_share_a_call() -> None:
     assert split_by_context(range(4), [200, 260, 230, 300]) == [(0, 1, 2, 3)]
     assert split_by_context([], [7]) == []
 
 
-def test_values_of_another_width_than_keys() -> None:
+def test_sdpa_with_values_of_another_width_equals_dense() -> None:
     paged, dense = _both([(9, 5), (0, 20)], AttentionParams(0.4), torch.float64, value_dim=5)
     assert paged.shape[-1] == 5
     torch.testing.assert_close(paged, dense)
 
 
-def test_pages_count_their_bytes_and_keep_their_shape() -> None:
+def test_kv_pools_when_allocated_count_bytes_and_keep_shapes() -> None:
     pools = KVPools(3, PAGE_SIZE, torch.bfloat16, CPU)
     pool = pools.allocate(0, KV_HEADS, DIM, DIM)
     pools.allocate(1, 1, 12, 4)

@@ -5,25 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.engine.attention.backends import (
+from outrider.engine.attention.sdpa import SdpaAttention
+from outrider.engine.model.attention_backends import (
     BACKEND_NAMES,
     AttentionTraits,
     attention_traits,
     choose_backend,
     is_capturable,
 )
-from outrider.engine.attention.sdpa import SdpaAttention
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.errors import ConfigError
 from tests.support.architectures import ARCHITECTURES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA_8B = AttentionTraits(
-    frozenset({128}), 32, 8, 16, torch.bfloat16, softcap=False, sinks=False, latent=False
+    frozenset({128}), 32, 8, torch.bfloat16, softcap=False, sinks=False, latent=False
 )
 
 
-def test_a_cpu_gets_compiled_attention_where_that_knows_the_layer() -> None:
+def test_choose_backend_on_cpu_with_supported_layers_takes_numba() -> None:
     backend = choose_backend(None, LLAMA_8B, CPU)
     assert backend is not SdpaAttention
     assert not is_capturable(backend)
@@ -40,7 +40,7 @@ def test_a_cpu_gets_compiled_attention_where_that_knows_the_layer() -> None:
         {"dtype": torch.float16},
     ],
 )
-def test_a_cpu_gets_plain_torch_for_anything_else(change: dict[str, object]) -> None:
+def test_choose_backend_on_cpu_with_other_layers_takes_sdpa(change: dict[str, object]) -> None:
     traits = replace(LLAMA_8B, **change)  # type: ignore[arg-type]
     assert choose_backend(None, traits, CPU) is SdpaAttention
     with pytest.raises(ConfigError, match="'numba' cannot be used"):
@@ -48,18 +48,20 @@ def test_a_cpu_gets_plain_torch_for_anything_else(change: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name not in ("numba", "sdpa")])
-def test_a_gpu_backend_on_a_cpu_is_refused(name: str) -> None:
+def test_choose_backend_with_gpu_backend_on_cpu_raises(name: str) -> None:
     with pytest.raises(ConfigError, match="needs a CUDA device"):
         choose_backend(name, LLAMA_8B, CPU)
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+def test_choose_backend_with_unknown_name_lists_known_names() -> None:
     with pytest.raises(ConfigError, match=r"'paged'; there are flash, .*sdpa"):
         choose_backend("paged", LLAMA_8B, CPU)
 
 
-def test_what_is_missing_comes_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.attention.backends.find_spec", lambda _name: None)
+def test_choose_backend_without_package_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.engine.model.attention_backends.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[flashinfer\]'"):
         choose_backend("flashinfer", LLAMA_8B, CUDA)
 
@@ -68,22 +70,20 @@ def test_what_is_missing_comes_with_how_to_install_it(monkeypatch: pytest.Monkey
     ("name", "change", "reason"),
     [
         ("flash", {"dtype": torch.float32}, "not float32"),
-        ("flash_attn", {"page_size": 16}, "--page-size"),
-        ("flash_attn", {"sinks": True}, "sinks"),
         ("flashinfer", {"sinks": True}, "sinks"),
         ("flashinfer", {"head_dims": frozenset({128, 80})}, "80 dimensions"),
         ("triton", {"dtype": torch.float64}, "float32"),
         ("triton", {"latent": True}, "latents"),
     ],
 )
-def test_a_backend_that_cannot_do_a_layer_says_so(
+def test_choose_backend_with_unsupported_layer_gives_reason(
     name: str, change: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose_backend(name, replace(LLAMA_8B, **change), CUDA)  # type: ignore[arg-type]
 
 
-def test_latents_are_attended_by_plain_torch_even_on_a_gpu() -> None:
+def test_choose_backend_on_gpu_with_latents_takes_sdpa() -> None:
     assert choose_backend(None, replace(LLAMA_8B, latent=True), CUDA) is SdpaAttention
 
 
@@ -91,15 +91,16 @@ def test_latents_are_attended_by_plain_torch_even_on_a_gpu() -> None:
     ("architecture", "trait"),
     [("llama", None), ("gemma2", "softcap"), ("gpt_oss", "sinks"), ("deepseek_v3", "latent")],
 )
-def test_traits_are_read_from_the_model(architecture: str, trait: str | None) -> None:
-    traits = attention_traits(ARCHITECTURES[architecture](), 16)
-    assert (traits.num_heads, traits.page_size) == (4, 16)
+def test_attention_traits_of_model_name_its_extras(architecture: str, trait: str | None) -> None:
+    traits = attention_traits(ARCHITECTURES[architecture]())
+    assert traits.num_heads == 4
     for name in ("softcap", "sinks", "latent"):
         assert getattr(traits, name) == (name == trait)
 
 
-def test_a_model_is_not_loaded_with_a_backend_that_cannot_be_used() -> None:
+def test_build_paged_model_with_unusable_backend_raises() -> None:
     with pytest.raises(ConfigError, match="flash"):
         build_paged_model(
-            ARCHITECTURES["llama"](), page_size=4, num_pages=8, attention_backend="flash"
+            ARCHITECTURES["llama"](),
+            ModelOptions(page_size=4, num_pages=8, attention_backend="flash"),
         )

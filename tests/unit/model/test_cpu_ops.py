@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.engine.cpu.ops import NumbaOps
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.ops import TorchOps
+from outrider.engine.layers.ops import TorchOps
 
 HIDDEN, HEADS, KV_HEADS, DIM = 96, 6, 2, 16
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def _assert_same(ours: Tensor, plain: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 5, MANY])
-def test_rms_norm(dtype: torch.dtype, tokens: int) -> None:
+def test_rms_norm_compiled_equals_plain(dtype: torch.dtype, tokens: int) -> None:
     torch.manual_seed(tokens)
     x, weight = torch.randn(tokens, HIDDEN, dtype=dtype), torch.randn(HIDDEN, dtype=dtype)
     before = x.clone()
@@ -43,7 +43,7 @@ def test_rms_norm(dtype: torch.dtype, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 5, MANY])
-def test_silu_mul(dtype: torch.dtype, tokens: int) -> None:
+def test_silu_mul_compiled_equals_plain(dtype: torch.dtype, tokens: int) -> None:
     torch.manual_seed(tokens)
     gate_up = 6 * torch.randn(tokens, 2 * HIDDEN, dtype=dtype)
     gate_up[0, :4] = torch.tensor([-200, 200, 0, -90], dtype=dtype)
@@ -52,7 +52,7 @@ def test_silu_mul(dtype: torch.dtype, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 5, MANY])
-def test_norm_rotate_and_store(dtype: torch.dtype, tokens: int) -> None:
+def test_norm_rotate_and_store_compiled_equal_plain(dtype: torch.dtype, tokens: int) -> None:
     torch.manual_seed(tokens)
     qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM, dtype=dtype)
     weight = torch.randn(HEADS + KV_HEADS, DIM, dtype=dtype)
@@ -72,7 +72,7 @@ def test_norm_rotate_and_store(dtype: torch.dtype, tokens: int) -> None:
         _assert_same(ours, plain)
 
 
-def test_bfloat16_is_rounded_as_torch_does() -> None:
+def test_silu_mul_in_bfloat16_rounds_as_torch() -> None:
     """The products of all pairs of significands, ties among them."""
     significands = torch.arange(32, 64, 0.25)
     gate = significands.repeat_interleave(len(significands))  # silu(x) is x here
@@ -82,12 +82,12 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
     assert torch.equal(NumbaOps(torch.bfloat16).silu_mul(gate_up)[0], (gate * up).bfloat16())
 
 
-def test_nan_stays_nan() -> None:
+def test_silu_mul_of_nan_stays_nan() -> None:
     gate_up = torch.full((1, 8), float("nan"), dtype=torch.bfloat16)
     assert NumbaOps(torch.bfloat16).silu_mul(gate_up).isnan().all()
 
 
-def test_compiles_where_no_cache_can_be_written() -> None:
+def test_kernel_without_writable_cache_compiles() -> None:
     """A read-only container without a home."""
     program = (
         "import logging, torch; logging.basicConfig(level=logging.INFO)\n"

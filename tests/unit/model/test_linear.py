@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from outrider.engine.cpu.linear import CompiledLinear, fits
-from outrider.engine.model.linear import PackedLinear, pack_linear, prepack_linears
+from outrider.engine.layers.linear import PackedLinear
+from outrider.engine.model.pack import pack_linear, prepack_linears
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02}
 
@@ -17,7 +18,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02}
 @pytest.mark.parametrize("shape", [(1, 32), (5, 32), (2, 3, 32), (40, 32), (3, 30, 32), (96, 32)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @torch.inference_mode()
-def test_equals_plain_linear(dtype: torch.dtype, shape: tuple[int, ...], with_bias: bool) -> None:
+def test_packed_linear_for_any_shape_equals_plain_linear(
+    dtype: torch.dtype, shape: tuple[int, ...], with_bias: bool
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(48, 32).to(dtype)
     bias = torch.randn(48).to(dtype) if with_bias else None
@@ -36,7 +39,7 @@ def test_equals_plain_linear(dtype: torch.dtype, shape: tuple[int, ...], with_bi
 @pytest.mark.parametrize("shape", [*((n, 40) for n in range(1, 14)), (2, 3, 40), (100, 40)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @torch.inference_mode()
-def test_compiled_linear_rounds_once(shape: tuple[int, ...], with_bias: bool) -> None:
+def test_compiled_linear_of_exact_sums_rounds_once(shape: tuple[int, ...], with_bias: bool) -> None:
     torch.manual_seed(0)
     # Small integers: every sum is exact in float32, so that equality can be asked for.
     weight = torch.randint(-8, 9, (96, 40)).bfloat16()
@@ -50,13 +53,13 @@ def test_compiled_linear_rounds_once(shape: tuple[int, ...], with_bias: bool) ->
     assert torch.equal(compiled.add(x, residual.clone()), (exact + residual.float()).bfloat16())
 
 
-def test_only_weights_that_fit_are_compiled() -> None:
+def test_pack_linear_of_unfit_weight_falls_back() -> None:
     assert not fits(torch.ones(96, 40))
     assert not fits(torch.ones(97, 40, dtype=torch.bfloat16))
     assert isinstance(pack_linear(torch.ones(97, 40, dtype=torch.bfloat16), None), PackedLinear)
 
 
-def test_packing_a_model_keeps_its_tied_embedding() -> None:
+def test_prepack_linears_with_tied_embedding_keeps_outputs() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.memory_budget import (
+from outrider.engine.model.memory_budget import (
     MemoryBudget,
     claim_activations,
     estimate_graphs,
@@ -33,7 +33,7 @@ def budget(limit: int) -> MemoryBudget:
     )
 
 
-def test_the_cache_gets_what_nothing_else_needs() -> None:
+def test_memory_budget_with_room_gives_cache_the_rest() -> None:
     roomy = budget(40 * GIB)
     roomy.check(8192)
     shares = roomy.weights + roomy.activations + roomy.graphs + roomy.kv_cache
@@ -44,14 +44,14 @@ def test_the_cache_gets_what_nothing_else_needs() -> None:
 
 
 @pytest.mark.parametrize("limit", [17 * GIB, 19 * GIB])
-def test_a_cache_that_holds_no_request_says_what_to_change(limit: int) -> None:
+def test_memory_budget_without_room_says_what_to_change(limit: int) -> None:
     with pytest.raises(ConfigError) as caught:
         budget(limit).check(8192)
     for part in ("8192", "--gpu-memory-utilization", "--max-model-len", "weights", "15.00 GiB"):
         assert part in str(caught.value)
 
 
-def test_graphs_are_estimated_from_the_two_largest() -> None:
+def test_estimate_graphs_from_two_largest_covers_all() -> None:
     assert estimate_graphs([GIB, 3 * GIB, 3 * GIB + 10 * 2**20], 5) == 2 * GIB + 40 * 2**20
     assert estimate_graphs([GIB, 3 * GIB, 3 * GIB], 3) >= 2 * GIB
     assert estimate_graphs([GIB, 3 * GIB], 1) == 2 * GIB
@@ -60,7 +60,7 @@ def test_graphs_are_estimated_from_the_two_largest() -> None:
 @pytest.mark.parametrize(
     ("rows", "tokens", "length"), [(128, 2048, 4096), (3, 16, 8), (64, 8, 512)]
 )
-def test_the_largest_steps_reach_the_limits(rows: int, tokens: int, length: int) -> None:
+def test_largest_steps_for_limits_reach_them(rows: int, tokens: int, length: int) -> None:
     prompts, verification = largest_steps(rows, tokens, length, page_size=16)
     for step in (prompts, verification):
         assert 1 <= len(step) <= rows
@@ -92,7 +92,7 @@ class Counted:
         return torch.zeros(num_logits, 8)
 
 
-def test_what_the_largest_steps_take_is_claimed_at_start() -> None:
+def test_claim_activations_with_room_runs_largest_steps() -> None:
     model = Counted(most_logits=48)
     drawn_from: list[torch.dtype] = []
 
@@ -105,7 +105,7 @@ def test_what_the_largest_steps_take_is_claimed_at_start() -> None:
     assert drawn_from == [torch.float32, torch.bfloat16] * 2  # its kernels are compiled now
 
 
-def test_a_largest_step_that_does_not_fit_says_what_to_lower() -> None:
+def test_claim_activations_without_room_says_what_to_lower() -> None:
     model = Counted(most_logits=47)
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
         claim_activations(
@@ -113,13 +113,13 @@ def test_a_largest_step_that_does_not_fit_says_what_to_lower() -> None:
         )
 
 
-def test_a_step_has_a_token_for_each_of_its_rows() -> None:
+def test_resolve_with_fewer_tokens_than_rows_raises() -> None:
     assert resolve(["--max-num-seqs", "600", "--device", "cuda"])["max_num_batched_tokens"] == 2048
     with pytest.raises(ConfigError, match="to 600 at least, or lower --max-num-seqs"):
         resolve(["--max-num-seqs", "600"])
 
 
-def test_defaults_follow_the_device() -> None:
+def test_resolve_defaults_follow_device() -> None:
     assert resolve([])["page_size"] == 16
     assert resolve([])["kv_cache_memory"] == 512
     cuda = resolve(["--device", "cuda:1"])

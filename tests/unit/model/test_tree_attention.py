@@ -14,10 +14,10 @@ from torch import Tensor
 from outrider.draft_tree import chain_parents
 from outrider.engine.attention.base import AttentionBackend, AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
-from outrider.engine.attention.tree_mask import MAX_TREE_NODES, depths
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cpu.attention import NumbaAttention
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.tree_mask import MAX_TREE_NODES, depths
 from outrider.features import FeatureSpec
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ windows = st.sampled_from([None, 1, 2, 3, 12, 100])
     ),
     st.booleans(),
 )
-def test_a_node_sees_what_is_before_the_tree_and_its_ancestors(
+def test_sdpa_with_trees_shows_prefix_and_ancestors(
     rows: list[TreeRow], params: AttentionParams, page_major: bool
 ) -> None:
     paged, dense = _both(rows, params, page_major=page_major)
@@ -141,7 +141,9 @@ def test_a_node_sees_what_is_before_the_tree_and_its_ancestors(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(tree_rows(), min_size=1, max_size=5), windows)
-def test_compiled_attention_sees_the_same(rows: list[TreeRow], window: int | None) -> None:
+def test_numba_attention_with_trees_shows_prefix_and_ancestors(
+    rows: list[TreeRow], window: int | None
+) -> None:
     params = AttentionParams(0.2, sliding_window=window)
     backend = NumbaAttention.backend(torch.float64)
     paged, dense = _both(rows, params, dim=32, backend=backend)
@@ -150,7 +152,7 @@ def test_compiled_attention_sees_the_same(rows: list[TreeRow], window: int | Non
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_largest_tree_fits_its_bits(
+def test_attention_to_largest_tree_equals_dense(
     dtype: torch.dtype, error: float, window: int | None
 ) -> None:
     rng = random.Random(1)
@@ -165,7 +167,7 @@ def test_the_largest_tree_fits_its_bits(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(tree_rows(), min_size=1, max_size=5))
-def test_slots_are_consecutive_and_positions_follow_depth(rows: list[TreeRow]) -> None:
+def test_pack_with_trees_has_consecutive_slots_and_positions_by_depth(rows: list[TreeRow]) -> None:
     batch, slots, _ = _packed(rows)
     positions = [p for row in rows for p in row.positions()[-row.new :]]
     assert batch.positions.tolist() == positions
@@ -175,7 +177,7 @@ def test_slots_are_consecutive_and_positions_follow_depth(rows: list[TreeRow]) -
     assert (batch.trees is None) == (not any(row.parents for row in rows))
 
 
-def test_a_chain_needs_no_mask() -> None:
+def test_pack_with_chain_has_no_tree_mask() -> None:
     assert depths(chain_parents(4)) == [0, 1, 2, 3]
     chain = pack([RowSlice([1, 2, 3], 4, [0, 1], 3)], PAGE_SIZE, CPU)
     tree = pack([RowSlice([1, 2, 3], 4, [0, 1], 3, (-1, 0))], PAGE_SIZE, CPU)
@@ -185,7 +187,9 @@ def test_a_chain_needs_no_mask() -> None:
 
 @pytest.mark.parametrize("page_major", [True, False])
 @pytest.mark.parametrize("num_layers", [None, 2])
-def test_moved_slots_hold_what_was_there_before(page_major: bool, num_layers: int | None) -> None:
+def test_move_slots_along_a_path_copies_old_contents(
+    page_major: bool, num_layers: int | None
+) -> None:
     states = FeatureSpec(2, (1,))
     pools = KVPools(
         5,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models
 
 from outrider.models.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level_bpe, save, sentencepiece_bpe, word_piece
@@ -38,7 +39,7 @@ def pieces(kind: str, token_ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_pieces_of_random_tokens_join_to_decode(kind: str, data: st.DataObject) -> None:
+def test_detokenizer_pieces_of_random_tokens_join_to_decode(kind: str, data: st.DataObject) -> None:
     vocab_size = tokenizer(kind).vocab_size
     token_ids = data.draw(st.lists(st.integers(0, vocab_size + 3), max_size=40))
     assert "".join(pieces(kind, token_ids)) == tokenizer(kind).decode(token_ids)
@@ -46,7 +47,7 @@ def test_pieces_of_random_tokens_join_to_decode(kind: str, data: st.DataObject) 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @given(text=st.text(max_size=60))
-def test_text_survives_and_no_piece_is_broken(kind: str, text: str) -> None:
+def test_detokenizer_pieces_of_text_are_whole_characters(kind: str, text: str) -> None:
     token_ids = tokenizer(kind).encode(text)
     got = pieces(kind, token_ids)
     assert "".join(got) == tokenizer(kind).decode(token_ids)
@@ -56,7 +57,7 @@ def test_text_survives_and_no_piece_is_broken(kind: str, text: str) -> None:
         assert not any("\ufffd" in piece for piece in got)
 
 
-def test_every_byte_that_utf_8_has_survives() -> None:
+def test_detokenizer_keeps_every_byte_of_utf_8() -> None:
     places = (*range(0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x400))
     text = "".join(map(chr, places))
     token_ids = tokenizer("byte_level").encode(text, add_special_tokens=False)
@@ -64,7 +65,7 @@ def test_every_byte_that_utf_8_has_survives() -> None:
     assert b"".join(map(tokenizer("byte_level").token_bytes, token_ids)) == text.encode()
 
 
-def test_a_character_split_over_tokens_appears_once_it_is_whole() -> None:
+def test_detokenizer_with_a_split_character_waits_until_it_is_whole() -> None:
     detokenizer = tokenizer("byte_level").detokenizer()
     token_ids = tokenizer("byte_level").encode("🐎")[1:]
     assert len(token_ids) > 1
@@ -75,7 +76,7 @@ def test_a_character_split_over_tokens_appears_once_it_is_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_a_whole_word_is_complete(kind: str) -> None:
+def test_detokenizer_after_a_whole_word_is_complete(kind: str) -> None:
     detokenizer = tokenizer(kind).detokenizer()
     said = [detokenizer.push(token_id) for token_id in tokenizer(kind).encode("ab c")]
     assert "".join(said) == "ab c"
@@ -83,14 +84,14 @@ def test_a_whole_word_is_complete(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_an_unfinished_character_is_flushed_as_a_replacement(kind: str) -> None:
+def test_detokenizer_flush_replaces_an_unfinished_character(kind: str) -> None:
     token_ids = tokenizer(kind).encode("ab🐎")[:-1]
     *before, flushed = pieces(kind, token_ids)
     assert "\ufffd" not in "".join(before)
     assert "\ufffd" in flushed
 
 
-def test_sentencepiece_keeps_inner_spaces_after_special_tokens() -> None:
+def test_detokenizer_of_sentencepiece_keeps_inner_spaces() -> None:
     backend = tokenizer("sentencepiece")
     a, eos, spaced_a = backend.encode("a")[0], 2, backend.encode(" a")[-1]
     assert "".join(pieces("sentencepiece", [a, eos, eos, spaced_a])) == backend.decode(
@@ -99,7 +100,7 @@ def test_sentencepiece_keeps_inner_spaces_after_special_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_decoding_windows_stay_short(kind: str) -> None:
+def test_detokenizer_windows_stay_short(kind: str) -> None:
     """The cost per token must not grow with the text."""
     decoded: list[int] = []
     real = tokenizer(kind)
@@ -114,7 +115,7 @@ def test_decoding_windows_stay_short(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @given(text=st.text(max_size=60))
-def test_a_texts_bytes_are_its_tokens_bytes(kind: str, text: str) -> None:
+def test_token_bytes_of_a_text_join_to_its_bytes(kind: str, text: str) -> None:
     real = tokenizer(kind)
     token_ids = real.encode(text, add_special_tokens=False)
     spelled = b"".join(map(real.token_bytes, token_ids))
@@ -123,9 +124,56 @@ def test_a_texts_bytes_are_its_tokens_bytes(kind: str, text: str) -> None:
     assert real.decode(token_ids) in (decoded, decoded.removeprefix(" "))
 
 
-def test_bytes_of_special_unknown_and_byte_tokens() -> None:
+def test_token_bytes_of_special_unknown_and_byte_tokens() -> None:
     assert tokenizer("byte_level").token_bytes(1) == b"</s>"
     assert tokenizer("byte_level").token_bytes(10**6) == b""
     assert tokenizer("sentencepiece").token_bytes(3 + 0xF0) == b"\xf0"
     the, er = (tokenizer("word_piece").token_bytes(n) for n in (2, 4))
     assert (the, er) == (b" the", b"er")
+
+
+VOCAB = (
+    *("a", "b", "▁", "▁a", "##b", "##s", "c</w>", "d</w>", " ", "  x", "x ", "<0xE6>", "<0x97>"),
+    *("<0xA5>", "<0x41>", "Ġ", "Ġa", "æ", "Ĺ", "¥", ".", ",", "'", "n't", " .", "|", "<pad>"),
+    *("日", "é", "'s", "do"),
+)
+LLAMA = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+DECODERS = {
+    "none": None,
+    "byte level": decoders.ByteLevel(),
+    "byte level in a sequence": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+    "replace, byte level": decoders.Sequence([decoders.Replace("x", "y"), decoders.ByteLevel()]),
+    "replace": decoders.Replace("▁", " "),
+    "word piece": decoders.WordPiece(cleanup=False),
+    "word piece, cleaned up": decoders.WordPiece(cleanup=True),
+    "byte fallback": decoders.ByteFallback(),
+    "fuse": decoders.Fuse(),
+    "strip": decoders.Strip(" ", 1, 0),
+    "metaspace": decoders.Metaspace(),
+    "metaspace, never": decoders.Metaspace(prepend_scheme="never"),
+    "bpe": decoders.BPEDecoder(suffix="</w>"),
+    "ctc": decoders.CTC(),
+    "llama": decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)]),
+    "gemma": decoders.Sequence(list(LLAMA)),
+}
+
+
+@cache
+def with_decoder(name: str) -> Tokenizer:
+    backend = BackendTokenizer(models.WordLevel({v: n for n, v in enumerate(VOCAB)}, "a"))
+    if (decoder := DECODERS[name]) is not None:
+        backend.decoder = decoder
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["日本", "<added>"])
+    return Tokenizer(backend, chat_template=None, content_hash="")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(token_ids=st.lists(st.integers(0, len(VOCAB) + 4), max_size=12))
+def test_detokenizer_of_any_decoder_joins_to_what_decoding_at_once_gives(
+    name: str, token_ids: list[int]
+) -> None:
+    tokenizer = with_decoder(name)
+    detokenizer = tokenizer.detokenizer()
+    pushed = "".join(map(detokenizer.push, token_ids))
+    assert pushed + detokenizer.flush() == tokenizer.decode(token_ids)

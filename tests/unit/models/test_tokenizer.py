@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.models.chat_template import ChatTemplate
 from outrider.models.tokenizer import Tokenizer, tokenizer_hash
 from tests.support.tokenizers import byte_level_bpe, save
 
@@ -19,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return save(byte_level_bpe(), tmp_path / "model")
 
 
-def test_encode_adds_bos_as_the_post_processor_says(folder: Path) -> None:
+def test_tokenizer_encode_adds_bos_of_the_post_processor(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     token_ids = tokenizer.encode("hello world")
     assert token_ids[0] == 0
@@ -34,7 +36,7 @@ def test_chat_template_writes_its_own_bos(folder: Path) -> None:
     assert tokenizer.decode(token_ids) == "<|user|>hello\n<|assistant|>"
 
 
-def test_matches_transformers(folder: Path) -> None:
+def test_tokenizer_matches_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     ours = Tokenizer.load(folder)
@@ -52,6 +54,80 @@ def test_matches_transformers(folder: Path) -> None:
     assert ours.encode("hello é日 world") == reference("hello é日 world").input_ids
 
 
+TEMPLATES = (
+    "{{ messages[0].content | tojson(ensure_ascii=False) }}",
+    "{{ messages | tojson(indent=2, sort_keys=True) }}",
+    "{{ messages[0] | tojson(separators=(',', ':')) }}",
+    "{% set x = namespace(n=1) %}{% for _ in messages %}{% set x.n = 2 %}{% endfor %}{{ x.n }}",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "{{ dict(a=bos_token) }}{{ strftime_now('%Y') }}",
+)
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_chat_template_with_filters_and_globals_renders_as_transformers(
+    folder: Path, source: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    reference = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "é日 <b>&"}, {"role": "assistant", "content": "ok"}]
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ChatTemplate(source, reference.special_tokens_map).render(messages) == expected
+    assert Tokenizer.load(folder).apply_chat_template(messages) == reference.encode(
+        expected, add_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+@pytest.mark.parametrize("in_map", [{}, {"bos_token": "<s>"}, {"bos_token": {"content": "</s>"}}])
+@pytest.mark.parametrize("in_config", [{}, {"bos_token": "</s>"}])
+def test_special_tokens_of_two_files_are_those_of_transformers(
+    tmp_path: Path, in_config: dict[str, object], in_map: dict[str, object], decoder: bool
+) -> None:
+    folder = save(byte_level_bpe(), tmp_path, chat_template="[{{ bos_token }}]")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["bos_token"]
+    if decoder:
+        config["added_tokens_decoder"] = {
+            "0": {"content": "<s>", "special": True},
+            "1": {"content": "</s>", "special": True},
+        }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | in_config))
+    (folder / "special_tokens_map.json").write_text(json.dumps(in_map))
+    messages = [{"role": "user", "content": "x"}]
+    reference = AutoTokenizer.from_pretrained(folder)
+    text = reference.apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.load(folder).apply_chat_template(messages) == reference.encode(
+        text, add_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ [1].index(9) }}", "ValueError"),
+        ("{{ 10.0 ** 1000 }}", "OverflowError"),
+        ("{{ messages[0].nothing.more }}", "undefined"),
+    ],
+)
+def test_chat_template_that_raises_is_an_invalid_request(
+    folder: Path, source: str, said: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.load(folder)
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("source", ["{{ x | nosuchfilter }}", "{% if %}"])
+def test_chat_template_that_does_not_compile_is_a_config_error(folder: Path, source: str) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(ConfigError, match="chat template is broken"):
+        Tokenizer.load(folder)
+
+
 def test_a_template_may_refuse(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
@@ -59,25 +135,16 @@ def test_a_template_may_refuse(folder: Path) -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_template_cannot_leave_the_sandbox(folder: Path) -> None:
+def test_chat_template_cannot_leave_the_sandbox(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequestError, match="unsafe"):
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_tokenizer_without_template_is_an_invalid_request(tmp_path: Path) -> None:
     folder = save(byte_level_bpe(), tmp_path, chat_template=None)
     with pytest.raises(InvalidRequestError, match="no chat template"):
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
-
-
-def test_eos_comes_from_the_generation_config_first(folder: Path) -> None:
-    assert Tokenizer.load(folder).eos_token_ids == {1}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    assert Tokenizer.load(folder).eos_token_ids == {1, 7}
-    (folder / "generation_config.json").unlink()
-    (folder / "config.json").unlink()
-    assert Tokenizer.load(folder).eos_token_ids == {1}
 
 
 def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
@@ -87,7 +154,9 @@ def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model": {}}', "[]", "null"])
-def test_missing_or_broken_files_are_config_errors(tmp_path: Path, content: str | None) -> None:
+def test_tokenizer_load_of_missing_or_broken_files_is_refused(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
@@ -95,13 +164,13 @@ def test_missing_or_broken_files_are_config_errors(tmp_path: Path, content: str 
 
 
 @pytest.mark.parametrize("content", ["[]", '"text"', "null", "1"])
-def test_what_is_no_object_has_no_hash(tmp_path: Path, content: str) -> None:
+def test_tokenizer_hash_of_no_object_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
         tokenizer_hash(tmp_path)
 
 
-def test_hash_is_blind_to_formatting_and_sees_the_vocabulary(tmp_path: Path) -> None:
+def test_tokenizer_hash_ignores_formatting_but_not_vocabulary(tmp_path: Path) -> None:
     tokenizer = byte_level_bpe()
     first = save(tokenizer, tmp_path / "a")
     tokenizer.enable_truncation(16)
@@ -115,6 +184,6 @@ def test_hash_is_blind_to_formatting_and_sees_the_vocabulary(tmp_path: Path) -> 
     assert len(Tokenizer.load(second).encode("hello world " * 50)) > 16
 
 
-def test_imports_no_torch() -> None:
+def test_tokenizer_imports_no_torch() -> None:
     code = "import sys, outrider.models.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -37,7 +37,7 @@ class Drawing(NgramProposer):
 
 
 @pytest.mark.parametrize(("drawn_from", "num_sessions"), [(DRAWN_FROM, 80), (None, 17_000)])
-def test_drafts_that_are_too_many_for_a_message_travel_in_several(
+def test_cycle_with_too_many_drafts_for_a_message_sends_several(
     drawn_from: DraftProbs | None, num_sessions: int
 ) -> None:
     proposer = Drawing(max_sessions=num_sessions)
@@ -45,7 +45,7 @@ def test_drafts_that_are_too_many_for_a_message_travel_in_several(
     cycle = Cycle(proposer, ProposerMetrics(CollectorRegistry()), configure("proposer"))
     sent: list[draft_pb2.DraftRequest] = []
     opens = [open_(i, [1, 2, 3]) for i in range(num_sessions)]
-    batch = Batch(1, draft_pb2.SessionBatch(opens=opens), [], 0.0)
+    batch = Batch(1, draft_pb2.SessionBatch(opens=opens), 0.0)
     cycle.apply([Attach(1, sent.extend, MAX_SPECULATIVE_TOKENS), batch])
     cycle.draft()
     blocks = [block for each in sent for block in each.blocks.blocks]

@@ -19,13 +19,13 @@ from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
 from outrider.errors import DeadlineError
 from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2
-from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item
+from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessage
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import close, commit, open_
 
 
-def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     go_on = threading.Event()
@@ -51,7 +51,9 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.Monkey
     assert not failed
 
 
-async def test_guessing_ahead_for_long_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_draft_worker_that_drafts_ahead_for_long_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
     began = threading.Event()
 
@@ -67,7 +69,7 @@ async def test_guessing_ahead_for_long_is_no_hang(monkeypatch: pytest.MonkeyPatc
         lambda: (NgramProposer(), ""), asyncio.get_running_loop(), metrics, telemetry
     )
     await worker.start(10)
-    worker.send(1, draft_pb2.DraftRequest())  # of no link: it only wakes the thread
+    worker.put(SendMessage(1, draft_pb2.DraftRequest()))  # of no link: it only wakes the thread
     assert await asyncio.to_thread(began.wait, 10)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(worker.until_ended(), 0.5)
@@ -87,7 +89,7 @@ class Watched(NgramProposer):
         return super().ahead(sessions, pace)
 
 
-def test_spare_time_is_any_methods() -> None:
+def test_draft_worker_gives_spare_time_to_any_method() -> None:
     alone, joined = Watched(), Watched()
     telemetry = configure("outrider-proposer")
     for method in (alone, HybridProposer([joined, SuffixProposer()])):
@@ -97,7 +99,7 @@ def test_spare_time_is_any_methods() -> None:
 
 
 def told(link: int, batch: draft_pb2.SessionBatch) -> Item:
-    return Batch(link, batch, [], 0.0)
+    return Batch(link, batch, 0.0)
 
 
 def attach(link: int) -> Item:
@@ -113,7 +115,7 @@ ENDS: dict[str, tuple[Callable[[Cycle], object], int]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_a_response_that_goes_on_is_remembered_once_it_is_whole(what: str) -> None:
+def test_draft_worker_remembers_a_continued_response_once_it_is_whole(what: str) -> None:
     end, link = ENDS[what]
     suffix = SuffixProposer()
     telemetry = configure("outrider-proposer")

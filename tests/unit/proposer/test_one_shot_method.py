@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["medusa", "mlp_speculator"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_starts_by_name(folders: dict[str, Path], name: str, dtype: str) -> None:
+def test_one_shot_method_starts_by_name(folders: dict[str, Path], name: str, dtype: str) -> None:
     target, module = str(folders["target"]), str(folders[name])
     method = HeadConfig(name=name, model=module, target_model=target, dtype=dtype)  # type: ignore[arg-type]
     proposer, hash_ = build_proposer((method,), 256, print)
@@ -70,7 +70,7 @@ def test_starts_by_name(folders: dict[str, Path], name: str, dtype: str) -> None
     assert trees[2].is_chain
 
 
-def test_chains_and_trees(folders: dict[str, Path]) -> None:
+def test_one_shot_method_drafts_chains_and_trees(folders: dict[str, Path]) -> None:
     argv = ["--scorer", "127.0.0.1:1", "--method", "medusa", "--tree-width", "1"]
     argv += ["--model", str(folders["medusa"]), "--target-model", str(folders["target"])]
     config, _ = parse(argv)
@@ -86,12 +86,14 @@ def test_chains_and_trees(folders: dict[str, Path]) -> None:
         parse([*argv, "--project-features"])
 
 
-def test_a_method_that_needs_no_module_is_refused() -> None:
+def test_one_shot_method_without_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="ngram reads no hidden states of the target; eagle3, "):
         HeadConfig(name="ngram")
 
 
-def test_refuses_a_checkpoint_of_another_kind(folders: dict[str, Path]) -> None:
+def test_one_shot_method_with_checkpoint_of_another_kind_is_refused(
+    folders: dict[str, Path],
+) -> None:
     target = str(folders["target"])
     method = HeadConfig(name="mlp_speculator", model=str(folders["medusa"]), target_model=target)
     with pytest.raises(ConfigError, match="model_type is None, not 'mlp_speculator'"):

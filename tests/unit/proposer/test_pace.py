@@ -7,7 +7,7 @@ import pytest
 from proposer_service.pace import PaceMeter
 
 
-def test_the_way_is_what_is_left_of_the_shortest_round() -> None:
+def test_pace_meter_takes_the_rest_of_the_shortest_round_for_network() -> None:
     meter = PaceMeter()
     for i, extra in enumerate((0.004, 0.0, 0.010, 0.002)):
         now = float(i)
@@ -18,7 +18,7 @@ def test_the_way_is_what_is_left_of_the_shortest_round() -> None:
     assert 0.001 <= meter.pace.network_s < 0.002
 
 
-def test_only_a_draft_that_was_waited_for_measures() -> None:
+def test_pace_meter_when_draft_was_not_waited_for_measures_nothing() -> None:
     meter = PaceMeter()
     meter.committed(1, 5.0, 0.005, verified=True)  # its draft was at hand
     meter.handed_over(2, 1.0)
@@ -31,7 +31,7 @@ def test_only_a_draft_that_was_waited_for_measures() -> None:
     assert meter.pace.network_s == 0.0
 
 
-def test_branches_show_that_the_way_is_no_longer() -> None:
+def test_pace_meter_takes_branches_for_an_upper_bound() -> None:
     meter = PaceMeter()
     for i, late in enumerate((0.002, 0.0, 0.005)):  # they come so long before the verdict, or late
         now = float(i)
@@ -41,7 +41,7 @@ def test_branches_show_that_the_way_is_no_longer() -> None:
     assert meter.pace.network_s == pytest.approx(0.001)
 
 
-def test_a_step_that_went_without_the_branches_measures_nothing() -> None:
+def test_pace_meter_when_step_went_without_branches_measures_nothing() -> None:
     meter = PaceMeter()
     meter.handed_ahead(1, 0.0)
     meter.committed(1, 0.001, 0.005, verified=True)

@@ -69,13 +69,13 @@ SPECULATION = st.builds(
 
 
 @given(SAMPLING)
-def test_sampling_survives_the_wire(params: SamplingParams) -> None:
+def test_codec_round_trips_sampling(params: SamplingParams) -> None:
     wire = codec.sampling_to_proto(params).SerializeToString()
     assert codec.sampling_from_proto(common_pb2.SamplingParams.FromString(wire), seed=1) == params
 
 
 @given(SPECULATION)
-def test_speculation_survives_the_wire(params: SpeculationParams) -> None:
+def test_codec_round_trips_speculation(params: SpeculationParams) -> None:
     wire = codec.speculation_to_proto(params).SerializeToString()
     assert codec.speculation_from_proto(common_pb2.SpeculationParams.FromString(wire)) == params
 
@@ -91,19 +91,19 @@ def test_speculation_survives_the_wire(params: SpeculationParams) -> None:
         )
     )
 )
-def test_stop_survives_the_wire(params: StopParams) -> None:
+def test_codec_round_trips_stop(params: StopParams) -> None:
     wire = codec.stop_to_proto(params).SerializeToString()
     message = common_pb2.StopParams.FromString(wire)
     assert codec.stop_from_proto(message, default_max_tokens=7) == params
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
-def test_hardly_any_temperature_is_none(temperature: float) -> None:
+def test_codec_takes_a_tiny_temperature_for_none(temperature: float) -> None:
     message = common_pb2.SamplingParams(temperature=temperature)
     assert codec.sampling_from_proto(message, seed=1).greedy
 
 
-def test_unset_is_the_default_and_zero_is_zero() -> None:
+def test_codec_takes_unset_for_the_default_and_zero_for_zero() -> None:
     unset = codec.sampling_from_proto(common_pb2.SamplingParams(), seed=9)
     assert unset == SamplingParams(seed=9)
     zero = codec.sampling_from_proto(common_pb2.SamplingParams(temperature=0, seed=0), seed=9)
@@ -134,7 +134,7 @@ def test_unset_is_the_default_and_zero_is_zero() -> None:
         ),
     ],
 )
-def test_a_value_out_of_range_names_its_field(
+def test_codec_names_the_field_of_a_value_out_of_range(
     message: common_pb2.SamplingParams, param: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -142,7 +142,7 @@ def test_a_value_out_of_range_names_its_field(
     assert caught.value.param == param
 
 
-def test_stop_and_speculation_refuse_what_cannot_be() -> None:
+def test_codec_refuses_impossible_stop_and_speculation() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         codec.stop_from_proto(common_pb2.StopParams(max_tokens=0), default_max_tokens=1)
     assert caught.value.param == "max_tokens"
@@ -151,14 +151,14 @@ def test_stop_and_speculation_refuse_what_cannot_be() -> None:
     assert caught.value.param == "num_speculative_tokens"
 
 
-def test_a_rule_that_a_later_version_may_know_is_refused() -> None:
+def test_codec_refuses_an_unknown_verification_rule() -> None:
     unknown = common_pb2.Verification(rule=99)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError) as caught:
         codec.speculation_from_proto(common_pb2.SpeculationParams(verification=unknown))
     assert caught.value.param == "verification"
 
 
-def test_method_names_resolve() -> None:
+def test_codec_resolves_method_names() -> None:
     def resolve(method: str) -> SpeculationParams:
         return codec.speculation_from_proto(common_pb2.SpeculationParams(method=method))
 
@@ -170,7 +170,7 @@ def test_method_names_resolve() -> None:
     assert caught.value.param == "method"
 
 
-def test_several_methods_keep_their_order() -> None:
+def test_codec_keeps_the_order_of_methods() -> None:
     def resolve(*methods: str, method: str | None = None) -> SpeculationParams:
         return codec.speculation_from_proto(
             common_pb2.SpeculationParams(methods=methods, method=method)
@@ -187,14 +187,14 @@ def test_several_methods_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("kind", ConstraintKind)
-def test_constraint_survives_the_wire(kind: ConstraintKind) -> None:
+def test_codec_round_trips_constraint(kind: ConstraintKind) -> None:
     constraint = Constraint(kind, "" if kind is ConstraintKind.JSON_OBJECT else "{}")
     message = codec.constraint_to_proto(constraint)
     assert message is not None
     assert codec.constraint_from_proto(message) == constraint
 
 
-def test_an_empty_constraint_is_refused_and_none_is_none() -> None:
+def test_codec_refuses_an_empty_constraint_and_keeps_none() -> None:
     assert codec.constraint_to_proto(None) is None
     assert codec.constraint_from_proto(common_pb2.Constraint()) is None
     with pytest.raises(InvalidRequestError) as caught:
@@ -203,13 +203,13 @@ def test_an_empty_constraint_is_refused_and_none_is_none() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), UNIT), max_size=MAX_DRAFT_PROBS))
-def test_draft_probs_survive_the_wire(pairs: list[tuple[int, float]]) -> None:
+def test_codec_round_trips_draft_probs(pairs: list[tuple[int, float]]) -> None:
     probs = DraftProbs(tuple(token for token, _ in pairs), tuple(prob for _, prob in pairs))
     wire = codec.draft_probs_to_proto(probs).SerializeToString()
     assert codec.draft_probs_from_proto(draft_pb2.DraftProbs.FromString(wire)) == probs
 
 
-def test_a_point_mass_is_empty_on_the_wire() -> None:
+def test_codec_encodes_a_point_mass_as_nothing() -> None:
     assert codec.draft_probs_to_proto(None) == draft_pb2.DraftProbs()
 
 
@@ -217,26 +217,26 @@ def test_a_point_mass_is_empty_on_the_wire() -> None:
     ("num_ids", "num_bytes"),
     [(MAX_DRAFT_PROBS + 1, 4), (1, 4 * MAX_DRAFT_PROBS + 4), (1, 3), (1, 5)],
 )
-def test_draft_probs_that_are_not_worth_converting(num_ids: int, num_bytes: int) -> None:
+def test_codec_does_not_convert_oversized_draft_probs(num_ids: int, num_bytes: int) -> None:
     message = draft_pb2.DraftProbs(token_ids=[1] * num_ids, probs=bytes(num_bytes))
     with pytest.raises(InvalidRequestError) as caught:
         codec.draft_probs_from_proto(message)
     assert caught.value.param == "draft_probs"
 
 
-def test_logprobs_survive_the_wire() -> None:
+def test_codec_round_trips_logprobs() -> None:
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.25)))
     assert codec.logprobs_from_proto(codec.logprobs_to_proto(logprobs)) == logprobs
 
 
-def test_every_enum_value_has_its_counterpart() -> None:
+def test_codec_maps_every_enum_value() -> None:
     assert set(codec.KIND_TO_PROTO) == set(TokenKind)
     assert set(codec.KIND_FROM_PROTO) == set(common_pb2.TokenKind.values()) - {0}
     assert set(codec.FINISH_TO_PROTO) == set(FinishReason)
     assert set(codec.FINISH_FROM_PROTO) == set(common_pb2.FinishReason.values()) - {0}
 
 
-def test_aux_info_carries_every_statistic() -> None:
+def test_codec_aux_info_carries_every_statistic() -> None:
     values: dict[str, object] = {}
     for i, field in enumerate(dataclasses.fields(RequestStats), start=1):
         values[field.name] = (str(i),) if field.name == "proposer_ids" else i

@@ -30,7 +30,7 @@ def tls(tmp_path: Path) -> TlsFiles:
     return TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
 
 
-def test_flags_reach_the_services(tls: TlsFiles) -> None:
+def test_deployment_flags_reach_the_services(tls: TlsFiles) -> None:
     assert tls.ca is not None
     flags = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca)
     flags = (*flags, "--drain-grace-seconds", "2.5", "--health-port", "9")
@@ -42,7 +42,9 @@ def test_flags_reach_the_services(tls: TlsFiles) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_every_flag_is_explained(service: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deployment_flags_are_all_explained(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         SERVICES[service]("--help")
     _, _, options = capsys.readouterr().out.partition("options:\n")
@@ -52,7 +54,7 @@ def test_every_flag_is_explained(service: str, capsys: pytest.CaptureFixture[str
         assert len(re.split(r"  +|\n +", flag.strip())) > 1, flag
 
 
-def test_defaults() -> None:
+def test_deployment_defaults() -> None:
     assert resolve(())["deployment"] == Deployment() == parse(NGRAM)[0].deployment
 
 
@@ -67,7 +69,7 @@ def test_defaults() -> None:
         (("--drain-grace-seconds", "inf"), "--drain-grace-seconds must be"),
     ],
 )
-def test_flags_that_cannot_work_are_named(
+def test_deployment_flags_that_cannot_work_are_named(
     service: str, flags: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert SERVICES[service](*flags) == 2
@@ -78,7 +80,9 @@ def test_flags_that_cannot_work_are_named(
     assert output.out == ""
 
 
-def test_a_proposer_promises_what_the_protocol_can_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_proposer_config_promises_what_the_protocol_can_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for number in ("0", str(2**32)):
         assert proposer((*NGRAM, "--max-sessions", number)) == 2
         assert "--max-sessions is at least 1" in capsys.readouterr().err
@@ -94,7 +98,7 @@ def test_a_proposer_promises_what_the_protocol_can_say(capsys: pytest.CaptureFix
         ("--gpu-memory-utilization", "all", "'all' is not a number above 0"),
     ],
 )
-def test_a_scorers_number_that_cannot_be_is_refused(
+def test_scorer_flags_with_impossible_number_are_refused(
     flag: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -104,7 +108,9 @@ def test_a_scorers_number_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_port_that_cannot_be_is_refused(service: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_flag_when_impossible_is_refused(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """gRPC would take it modulo 65536."""
     flag = "--grpc-port" if service == "gateway" else "--port"
     with pytest.raises(SystemExit) as caught:
@@ -114,14 +120,12 @@ def test_a_port_that_cannot_be_is_refused(service: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("service", ["proposer", "gateway"])
-def test_how_often_names_are_looked_up_has_bounds(
-    service: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dns_refresh_flag_has_bounds(service: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert SERVICES[service]("--dns-refresh-seconds", "0") == 2
     assert "--dns-refresh-seconds must be between" in capsys.readouterr().err
 
 
-def test_a_health_port_is_beside_the_service() -> None:
+def test_health_port_differs_from_the_service() -> None:
     assert Deployment().health_address("h") is None
     assert Deployment(health_port=0).health_address("h") == "h:0"
     assert Deployment(health_port=0).health_address("::") == "[::]:0"
@@ -129,7 +133,7 @@ def test_a_health_port_is_beside_the_service() -> None:
         Deployment(drain_grace_s=float("nan"))
 
 
-def test_a_gateway_has_two_ports(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gateway_flags_have_two_ports(capsys: pytest.CaptureFixture[str]) -> None:
     assert SERVICES["gateway"]("--http-port", "8000", "--grpc-port", "8000") == 2
     assert "--http-port and --grpc-port must differ" in capsys.readouterr().err
     assert SERVICES["gateway"]("--grpc-port", "8000", "--metrics-port", "8000") == 2

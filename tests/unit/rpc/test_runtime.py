@@ -72,7 +72,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_a_ready_service(signum: int) -> None:
+def test_runtime_on_signal_stops_a_ready_service(signum: int) -> None:
     with service() as process:
         word, _, payload = first_line(process).partition(" ")
         assert (word, json.loads(payload)) == ("ready", {"service": "test", "grpc": "here"})
@@ -81,7 +81,7 @@ def test_a_signal_stops_a_ready_service(signum: int) -> None:
         assert (process.returncode, out, err) == (0, "stopped\n", "")
 
 
-def test_a_signal_stops_a_service_that_still_loads() -> None:
+def test_runtime_on_signal_stops_a_loading_service() -> None:
     with service("hang") as process:
         assert first_line(process) == "loading\n"
         process.terminate()
@@ -98,7 +98,7 @@ def test_a_signal_stops_a_service_that_still_loads() -> None:
         ["outrider.cli", "up"],
     ],
 )
-def test_a_signal_while_modules_are_imported_leaves_no_traceback(argv: list[str]) -> None:
+def test_runtime_on_signal_during_imports_leaves_no_traceback(argv: list[str]) -> None:
     program = [sys.executable, "-c", INTERRUPTED, *argv]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 130
@@ -113,21 +113,21 @@ def test_a_signal_while_modules_are_imported_leaves_no_traceback(argv: list[str]
         ["scorer_service.__main__"],
     ],
 )
-def test_a_containers_first_process_ends_at_sigterm_while_it_imports(argv: list[str]) -> None:
+def test_runtime_as_first_process_ends_at_sigterm_during_imports(argv: list[str]) -> None:
     program = [sys.executable, "-c", INTERRUPTED.replace("SIGINT", "SIGTERM"), *argv]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
     # Not -15: without a handler the kernel ends any process but the first of a container.
     assert (ended.returncode, ended.stdout) == (143, "")
 
 
-def test_a_start_up_error_is_one_readable_line() -> None:
+def test_runtime_start_up_error_is_one_readable_line() -> None:
     with service("refuse") as process:
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out) == (2, "stopped\n")
         assert err == "test: the port is taken\n"
 
 
-def test_a_service_that_failed_ends_with_1() -> None:
+def test_runtime_when_service_fails_ends_with_1() -> None:
     with service("fail") as process:
         out, _ = process.communicate(timeout=20)
         assert process.returncode == 1
@@ -135,7 +135,7 @@ def test_a_service_that_failed_ends_with_1() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_an_orphan_stops() -> None:
+def test_runtime_when_orphaned_stops() -> None:
     parent = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', {PROGRAM!r}, 'orphan'],"

@@ -65,7 +65,7 @@ async def _fail(stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> grpc.aio.AioRpc
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: f"{type(e).__name__}-{e.reason}")
-async def test_an_error_crosses_the_wire_unchanged(
+async def test_status_round_trips_an_error(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
     error: errors.OutriderError,
 ) -> None:
@@ -81,7 +81,7 @@ async def test_an_error_crosses_the_wire_unchanged(
 
 
 @pytest.mark.parametrize("character", ["x", "\n", "\u2603"])
-async def test_a_long_message_is_cut_but_keeps_its_code(
+async def test_status_cuts_a_long_message_and_keeps_its_code(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub], character: str
 ) -> None:
     servicer, stub = failing
@@ -91,7 +91,7 @@ async def test_a_long_message_is_cut_but_keeps_its_code(
     assert back.message.startswith(f"no model {character}")
 
 
-async def test_an_unknown_error_tells_the_client_nothing(
+async def test_status_of_unknown_error_tells_the_client_nothing(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -105,7 +105,7 @@ async def test_an_unknown_error_tells_the_client_nothing(
     assert isinstance(status.from_rpc_error(rpc_error), errors.InternalError)
 
 
-async def test_a_status_that_grpc_made_itself_is_understood() -> None:
+async def test_status_made_by_grpc_is_understood() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         stub = scorer_pb2_grpc.ScorerServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -117,7 +117,7 @@ async def test_a_status_that_grpc_made_itself_is_understood() -> None:
     assert "127.0.0.1" not in meant.message, "who asked knows the address"
 
 
-def test_a_write_that_fails_before_the_status_comes_is_no_internal_error() -> None:
+def test_status_of_write_failed_before_status_is_no_internal_error() -> None:
     nothing = grpc.aio.Metadata()
     lost = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core"
@@ -128,7 +128,7 @@ def test_a_write_that_fails_before_the_status_comes_is_no_internal_error() -> No
 
 
 @pytest.mark.parametrize("where", ["status", "detail"])
-def test_details_that_nobody_can_read_leave_the_code(where: str) -> None:
+def test_status_with_unreadable_details_keeps_the_code(where: str) -> None:
     unreadable = b"\xff\xff"
     if where == "detail":
         detail = any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=unreadable)
@@ -141,7 +141,7 @@ def test_details_that_nobody_can_read_leave_the_code(where: str) -> None:
     assert meant.message == "no upstream"
 
 
-def test_every_error_class_has_a_code_of_its_own_choice() -> None:
+def test_status_has_a_code_for_every_error_class() -> None:
     def leaves(cls: type[errors.OutriderError]) -> list[type[errors.OutriderError]]:
         return [cls, *(leaf for child in cls.__subclasses__() for leaf in leaves(child))]
 
@@ -150,7 +150,7 @@ def test_every_error_class_has_a_code_of_its_own_choice() -> None:
     assert shared - {errors.OutriderError} <= {error_class for error_class, _ in status._TABLE}
 
 
-async def test_a_taken_port_is_a_config_error_and_health_follows_the_service() -> None:
+async def test_server_on_taken_port_raises_config_error_and_health_follows_the_service() -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     first = GrpcServer("127.0.0.1:0", lambda _: None, ["x.Y"])
@@ -188,7 +188,7 @@ class _Late(scorer_pb2_grpc.ScorerServiceServicer):
                 raise
 
 
-async def test_an_error_that_nobody_waits_for_is_a_cancellation(
+async def test_status_of_error_after_client_left_is_a_cancellation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     late = _Late()

@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.draft_tree import chain_parents
-from outrider.engine.attention.tree_mask import depths
 from outrider.engine.batch import RowSlice
 from outrider.engine.rounds import Drafting, token_kinds
 from outrider.engine.sampling.tree_walk import path_order, walk_trees
 from outrider.engine.sampling.verify import verify, verify_rows, verify_tree, verify_trees
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow
+from outrider.engine.tree_mask import depths
 from outrider.types import Request, TokenKind
 
 

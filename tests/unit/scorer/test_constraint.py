@@ -54,7 +54,7 @@ def allowed(edited: ConstraintEditor, draft: TokenIds = ()) -> list[set[str]]:
     ]
 
 
-def test_a_draft_is_masked_as_if_it_were_output() -> None:
+def test_draft_with_constraint_is_masked_like_output() -> None:
     text = ids('{"ab": [12, true]}')
     drafted, followed = editor(ConstraintKind.JSON_OBJECT), editor(ConstraintKind.JSON_OBJECT)
     rows = masked(drafted, text)
@@ -68,7 +68,7 @@ def test_a_draft_is_masked_as_if_it_were_output() -> None:
     assert torch.equal(masked(drafted), rows[:1])
 
 
-def test_a_wrong_draft_leaves_the_rows_before_it() -> None:
+def test_draft_with_constraint_when_wrong_keeps_the_rows_before_it() -> None:
     edited = editor(REGEX, "[a-c]{3}")
     right, wrong = masked(edited, ids("cba")), masked(edited, ids("c!a"))
     assert torch.equal(right[:2], wrong[:2])
@@ -76,7 +76,7 @@ def test_a_wrong_draft_leaves_the_rows_before_it() -> None:
     assert torch.equal(masked(edited, ids("cba")), right), "nothing of it is kept"
 
 
-def test_drafts_end_where_the_text_would_not_go() -> None:
+def test_draft_with_constraint_ends_where_the_text_would_not_go() -> None:
     edited = editor(REGEX, "(abc)*")
     assert edited.num_allowed(ids("abc")) == len(ids("abc"))
     assert edited.num_allowed(ids("abx")) == 1
@@ -85,7 +85,7 @@ def test_drafts_end_where_the_text_would_not_go() -> None:
     assert edited.num_allowed(()) == 0
 
 
-def test_the_output_may_end_where_it_is_complete_only() -> None:
+def test_constraint_ends_output_only_where_it_is_complete() -> None:
     edited = editor(REGEX, "ab?")
     assert allowed(edited) == [{"a", "ab"}]
     edited.commit((token("a"),))
@@ -94,7 +94,7 @@ def test_the_output_may_end_where_it_is_complete_only() -> None:
     assert edited.finish(None) is FinishReason.STOP
 
 
-def test_stop_tokens_end_it_like_eos() -> None:
+def test_constraint_with_stop_tokens_ends_like_eos() -> None:
     stop = frozenset({token("!"), token("b")})
     edited = editor(REGEX, "cbd?", stop_token_ids=stop, ignore_eos=True)
     assert allowed(edited) == [{"c"}]
@@ -108,7 +108,7 @@ def test_stop_tokens_end_it_like_eos() -> None:
     assert "" not in allowed(edited)[0]
 
 
-def test_without_eos_or_stop_token_it_goes_on_as_long_as_it_may() -> None:
+def test_constraint_without_eos_or_stop_token_goes_on_as_long_as_it_may() -> None:
     edited = editor(REGEX, "a{1,2}", ignore_eos=True)
     for _ in range(2):
         assert allowed(edited) == [{"a"}]
@@ -116,14 +116,14 @@ def test_without_eos_or_stop_token_it_goes_on_as_long_as_it_may() -> None:
     assert edited.finish(FinishReason.LENGTH) is FinishReason.STOP
 
 
-def test_padding_is_never_chosen() -> None:
+def test_constraint_never_chooses_padding() -> None:
     edited = editor(REGEX, r"(?s:.*)")
     row = masked(edited)[0]
     assert (row[TOKENIZER.get_vocab_size() :] == -torch.inf).all()
     assert (row[1 : TOKENIZER.get_vocab_size()] == 0).any()
 
 
-def test_a_model_with_fewer_tokens_than_its_tokenizer() -> None:
+def test_constraint_of_model_with_fewer_tokens_than_its_tokenizer_works() -> None:
     compiler = ConstraintCompiler(TOKENIZER.to_str(), 100, frozenset({EOS}))
     edited = compiler.editor(Constraint(REGEX, "a"), StopParams())
     logits = torch.zeros(1, 100)
@@ -131,7 +131,7 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer() -> None:
     assert (logits == 0).sum() == (logits[0, token("a")] == 0).sum() == 1
 
 
-def test_resumed_output_is_replayed() -> None:
+def test_constraint_of_resumed_output_is_replayed() -> None:
     done = ids('{"ab":')
     constraint = Constraint(ConstraintKind.JSON_OBJECT)
     followed = editor(ConstraintKind.JSON_OBJECT)
@@ -160,7 +160,7 @@ def test_resumed_output_is_replayed() -> None:
         (ConstraintKind.GRAMMAR, "start: X\nX: ~(/.*a.{31}/ | /.*b.{32}/)", "& or ~"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_by_name(
+def test_constraint_that_cannot_be_compiled_is_refused_by_name(
     kind: ConstraintKind, source: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
@@ -168,12 +168,12 @@ def test_what_cannot_be_compiled_is_refused_by_name(
     assert caught.value.param == kind.value
 
 
-def test_what_looks_like_an_intersection() -> None:
+def test_constraint_that_looks_like_an_intersection_compiles() -> None:
     edited = editor(GRAMMAR, 'start: "&~" X  // a & b, ~c\nX: /[&~\\/]~&/')
     assert edited.num_allowed(ids("&~/~&")) == len(ids("&~/~&"))
 
 
-def test_an_ambiguous_grammar_is_too_complex_before_it_is_slow() -> None:
+def test_constraint_with_ambiguous_grammar_is_too_complex_before_it_is_slow() -> None:
     edited = editor(GRAMMAR, 'start: e\ne: e e | "a" | e e e')
     for _ in range(200):
         masked(edited)
@@ -183,7 +183,7 @@ def test_an_ambiguous_grammar_is_too_complex_before_it_is_slow() -> None:
     assert "too complex" in edited.error.message
 
 
-def test_a_schema_of_many_optional_fields() -> None:
+def test_constraint_of_many_optional_fields_compiles() -> None:
     fields = {f"field_{i}": {"type": ["string", "null"]} for i in range(400)}
     schema = {"type": "object", "properties": fields, "additionalProperties": False}
     edited = editor(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
@@ -193,7 +193,7 @@ def test_a_schema_of_many_optional_fields() -> None:
     assert edited.finish(None) is FinishReason.STOP
 
 
-def test_a_grammar_that_leads_nowhere_is_an_error_there() -> None:
+def test_constraint_that_leads_nowhere_is_an_error_there() -> None:
     edited = editor(GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     rows = masked(edited, ids("ab!"))
     assert edited.end == len(ids("ab!"))
@@ -204,7 +204,7 @@ def test_a_grammar_that_leads_nowhere_is_an_error_there() -> None:
     assert torch.isfinite(rows).any(dim=1).all(), "something can always be drawn"
 
 
-def test_a_draft_that_leads_nowhere_is_no_error() -> None:
+def test_draft_that_leads_nowhere_is_no_error() -> None:
     edited = editor(GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     before = masked(edited)
     masked(edited, ids("ab!"))
@@ -215,7 +215,7 @@ def test_a_draft_that_leads_nowhere_is_no_error() -> None:
     assert edited.error is None
 
 
-def test_what_others_have_seen_ends_no_request() -> None:
+def test_constraint_seen_by_other_requests_ends_no_request() -> None:
     """The states of a lexer add up over all requests of a constraint, and over their drafts."""
     rng = random.Random(1)
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
@@ -241,7 +241,7 @@ def test_what_others_have_seen_ends_no_request() -> None:
         assert bystander.error is None
 
 
-def test_a_text_that_is_too_complex_ends_no_request_but_its_own() -> None:
+def test_constraint_too_complex_ends_only_its_own_request() -> None:
     rng = random.Random(1)
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
     constraint = Constraint(REGEX, "(.*a.{100}b.{100}){5}")
@@ -259,7 +259,7 @@ def test_a_text_that_is_too_complex_ends_no_request_but_its_own() -> None:
     raise AssertionError("none was too complex")
 
 
-def test_a_lexer_that_would_take_long_to_compile_is_left_to_the_next_request() -> None:
+def test_constraint_lexer_that_compiles_slowly_is_left_to_the_next_request() -> None:
     rng = random.Random(1)
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
     constraint = Constraint(REGEX, f"[ab]*a[ab]{{18}}({'c' * 2**14})?")
@@ -274,7 +274,7 @@ def test_a_lexer_that_would_take_long_to_compile_is_left_to_the_next_request() -
     assert following.error is None
 
 
-def test_tokenizers_of_other_kinds() -> None:
+def test_constraint_with_tokenizers_of_other_kinds_works() -> None:
     pieces = sentencepiece_bpe()
     compiler = ConstraintCompiler(pieces.to_str(), pieces.get_vocab_size(), frozenset({2}))
     edited = compiler.editor(Constraint(REGEX, "a(b|é)"), StopParams())
@@ -287,7 +287,7 @@ def test_tokenizers_of_other_kinds() -> None:
         ConstraintCompiler(word_piece().to_str(), 12, frozenset())
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+def test_constraint_in_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         ConstraintCompiler.load(tmp_path, 32, frozenset())
 
@@ -309,7 +309,9 @@ class Blocked(ConstraintCompiler):
         return super()._compile(constraint)
 
 
-async def test_compilation_has_a_deadline_and_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_constraints_compilation_has_a_deadline_and_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compiler = Blocked()
     service = Constraints(compiler, timeout_s=0.5)  # threads begin by then on a busy machine, too
     try:
@@ -325,7 +327,7 @@ async def test_compilation_has_a_deadline_and_a_bound(monkeypatch: pytest.Monkey
         service.close()
 
 
-async def test_the_service_compiles_and_refuses() -> None:
+async def test_constraints_service_compiles_and_refuses() -> None:
     service = Constraints(COMPILER)
     edited = await service.editor(request("a+"))
     assert edited is not None
@@ -341,7 +343,7 @@ async def test_the_service_compiles_and_refuses() -> None:
     without.close()
 
 
-def test_a_schema_is_compiled_once() -> None:
+def test_constraints_service_compiles_a_schema_once() -> None:
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}), max_cached=2)
     compiled: list[str] = []
     compile_anew = compiler._compile

@@ -22,7 +22,7 @@ def shared(max_sessions: int, num_scorers: int = 2) -> SharedProposer:
     return SharedProposer(method, clock, num_scorers)
 
 
-async def test_no_session_that_is_drafted_for_is_lost_and_all_come_to_drafts() -> None:
+async def test_registry_when_full_loses_no_drafted_session_and_drafts_for_all() -> None:
     world = shared(12)
     a, b = world.scorers
     first = a.submit(8, 100)
@@ -46,7 +46,7 @@ async def test_no_session_that_is_drafted_for_is_lost_and_all_come_to_drafts() -
     assert all(not session.losses for session in (*first, *second, *third))
 
 
-async def test_room_that_another_scorer_leaves_is_found_within_two_seconds() -> None:
+async def test_registry_finds_room_of_another_scorer_within_two_seconds() -> None:
     world = shared(32)
     a, b = world.scorers
     a.submit(32, 20)
@@ -63,7 +63,7 @@ async def test_room_that_another_scorer_leaves_is_found_within_two_seconds() -> 
     assert b.evicted == []
 
 
-async def test_a_probe_is_one_session_and_what_it_finds_lets_others_come() -> None:
+async def test_registry_probe_opens_one_session_and_lets_others_follow() -> None:
     world = shared(8)
     a, b = world.scorers
     [*ending] = a.submit(3, 25)
@@ -86,7 +86,7 @@ async def test_a_probe_is_one_session_and_what_it_finds_lets_others_come() -> No
     assert a.evicted == b.evicted == []
 
 
-async def test_the_place_of_a_session_that_ends_is_the_next_ones() -> None:
+async def test_registry_when_session_ends_gives_its_place_to_the_next() -> None:
     world = shared(4)
     a, b = world.scorers
     a.submit(2)
@@ -101,7 +101,7 @@ async def test_the_place_of_a_session_that_ends_is_the_next_ones() -> None:
     assert a.evicted == b.evicted == []
 
 
-async def test_one_scorer_alone_may_fill_a_proposer() -> None:
+async def test_registry_of_one_scorer_alone_fills_a_proposer() -> None:
     """A place is free once its Close was sent: in a message, opens come before closes."""
     world = shared(4, num_scorers=1)
     [scorer] = world.scorers
@@ -114,7 +114,7 @@ async def test_one_scorer_alone_may_fill_a_proposer() -> None:
     assert scorer.refused == scorer.evicted == []
 
 
-async def test_a_limit_is_forgotten_when_nobody_is_limited_by_it() -> None:
+async def test_registry_limit_is_lifted_when_nobody_is_limited() -> None:
     world = shared(16)
     a, b = world.scorers
     a.submit(16, 5)
@@ -131,7 +131,7 @@ async def test_a_limit_is_forgotten_when_nobody_is_limited_by_it() -> None:
     assert len(sessions) == len(b.proposer.sessions)
 
 
-async def test_sessions_that_nobody_drafts_for_give_way_once() -> None:
+async def test_registry_when_sessions_are_undrafted_gives_way_once() -> None:
     world = shared(4)
     a, b = world.scorers
     idle = a.submit(4)
@@ -146,7 +146,7 @@ async def test_sessions_that_nobody_drafts_for_give_way_once() -> None:
     assert b.undrafted == []
 
 
-async def test_any_load_ends_with_all_sessions_drafted_for() -> None:
+async def test_registry_under_any_load_ends_with_all_sessions_drafted_for() -> None:
     rng = random.Random(5)
     world = shared(10, num_scorers=3)
     for _ in range(300):
@@ -167,22 +167,22 @@ async def test_any_load_ends_with_all_sessions_drafted_for() -> None:
     assert [scorer.undrafted for scorer in world.scorers] == [[], [], []]
 
 
-async def test_a_session_lost_before_its_first_draft_is_not_lost_too_often() -> None:
+async def test_registry_session_lost_before_first_draft_is_not_lost_too_often() -> None:
     clock = Clock()
     bench = Bench(DraftLimits(max_reopens=0), clock=clock)
     proposer = bench.attach("a")
     session = bench.submit()
     for epoch in range(1, 6):
         assert (session.proposer, session.epoch) == (proposer, epoch)
-        bench.hub.roster.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=epoch))
+        bench.hub.registry.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=epoch))
         await bench.sent(proposer)
         bench.step(commit(session, 1))
         assert session.proposer is None
         clock.now += FULL_S
         bench.step(commit(session, 1))
     blocks = [draft_pb2.Block(session=session.id, epoch=6, base_len=3)]
-    bench.hub.on_blocks(proposer, blocks)
-    bench.hub.roster.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=6))
+    bench.hub.blocks.receive(proposer, blocks)
+    bench.hub.registry.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=6))
     assert session.proposer is None
     clock.now += FULL_S
     bench.step(commit(session, 1))
@@ -190,11 +190,11 @@ async def test_a_session_lost_before_its_first_draft_is_not_lost_too_often() -> 
     assert hello().max_sessions == proposer.limit
 
 
-async def test_a_session_without_room_goes_to_a_proposer_that_has_some() -> None:
+async def test_registry_session_without_room_goes_to_a_proposer_that_has_some() -> None:
     bench = Bench(clock=Clock())
     full, other = bench.attach("full"), bench.attach("other", method="ngram")
     session = bench.submit()
     assert session.proposer is full
-    bench.hub.roster.on_lost(full, draft_pb2.Lost(session=session.id, epoch=1))
+    bench.hub.registry.on_lost(full, draft_pb2.Lost(session=session.id, epoch=1))
     assert session.proposer is other
     assert bench.submit().proposer is other

@@ -26,7 +26,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import HELD_TOKENS
-from scorer_service.sessions import Mailbox
+from scorer_service.mailbox import Mailbox
 from tests.support.hub import FINAL, Bench, commit, sent
 from tests.support.scorer import VOCAB
 from tests.support.scripted_proposer import hello
@@ -41,7 +41,7 @@ from tests.support.scripted_proposer import hello
         ("", "GPU-2", False),
     ],
 )
-async def test_a_proposer_has_a_device_of_its_own_only_if_both_are_known(
+async def test_attached_proposer_has_own_device_only_if_both_are_known(
     device: str, proposers: str, own: bool
 ) -> None:
     bench = Bench(device=device)
@@ -49,7 +49,7 @@ async def test_a_proposer_has_a_device_of_its_own_only_if_both_are_known(
     assert bench.worker.own_device[bench.submit().id] is own
 
 
-async def test_events_of_one_step_travel_in_one_message() -> None:
+async def test_hub_events_of_one_step_travel_in_one_message() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(3)]
@@ -70,7 +70,7 @@ async def test_events_of_one_step_travel_in_one_message() -> None:
     assert [c.session for c in batch.commits] == [sessions[1].id]
 
 
-async def test_drafts_are_read_before_all_clients_are_written_to() -> None:
+async def test_hub_reads_drafts_before_all_clients_are_written_to() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(20)]
@@ -91,7 +91,7 @@ async def test_drafts_are_read_before_all_clients_are_written_to() -> None:
     assert 0 < told_before_drafts[0] < 20
 
 
-async def test_what_a_step_brought_comes_before_what_the_next_one_did() -> None:
+async def test_hub_delivers_a_step_before_the_next_one() -> None:
     bench = Bench()
     *others, last = sessions = [bench.submit() for _ in range(60)]
     first = asyncio.create_task(last.mailbox.take())
@@ -112,7 +112,7 @@ async def test_what_a_step_brought_comes_before_what_the_next_one_did() -> None:
             await last.mailbox.take()
 
 
-async def test_every_message_says_whether_drafts_are_made_on_demand() -> None:
+async def test_hub_messages_say_whether_drafts_are_made_on_demand() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
@@ -128,23 +128,23 @@ async def test_every_message_says_whether_drafts_are_made_on_demand() -> None:
     assert not (await sent(proposer)).on_demand
 
 
-async def test_more_methods_than_there_are_need_not_be_looked_at() -> None:
+async def test_check_hello_with_too_many_methods_refuses_at_once() -> None:
     with pytest.raises(InvalidRequestError, match="at most"):
         Bench().attach("a", method="ngram", methods=["ngram"] * 100)
 
 
-async def test_a_message_of_too_many_blocks_is_bad_as_a_whole() -> None:
+async def test_block_receiver_with_too_many_blocks_counts_one_bad_message() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
     block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
-    bench.hub.on_blocks(proposer, [block] * (2**14 + 1))
+    bench.hub.blocks.receive(proposer, [block] * (2**14 + 1))
     assert (proposer.bad_blocks, bench.worker.blocks) == (1, [])
-    bench.hub.on_blocks(proposer, [block])
+    bench.hub.blocks.receive(proposer, [block])
     assert len(bench.worker.blocks) == 1
 
 
-async def test_of_many_blocks_for_a_session_the_newest_are_looked_at() -> None:
+async def test_block_receiver_with_many_blocks_of_a_session_checks_the_newest() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(2)]
@@ -153,7 +153,7 @@ async def test_of_many_blocks_for_a_session_the_newest_are_looked_at() -> None:
         for token in range(1, VOCAB)
         for session in sessions
     ]
-    bench.hub.on_blocks(proposer, blocks)
+    bench.hub.blocks.receive(proposer, blocks)
     seen = [(session_id, tree.token_ids[0]) for session_id, tree, _ in bench.worker.blocks]
     assert seen == [
         (session.id, token) for token in range(VOCAB - 4, VOCAB) for session in sessions
@@ -161,7 +161,7 @@ async def test_of_many_blocks_for_a_session_the_newest_are_looked_at() -> None:
     assert proposer.bad_blocks == 0
 
 
-async def test_distributions_that_cannot_be_right_are_not_converted(
+async def test_block_receiver_with_impossible_distributions_does_not_convert_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
@@ -171,16 +171,16 @@ async def test_distributions_that_cannot_be_right_are_not_converted(
     block.draft_probs.add(token_ids=[1] * 257, probs=bytes(4 * 257))
     with monkeypatch.context() as patch:
         patch.setattr(codec, "DraftProbs", None)
-        bench.hub.on_blocks(proposer, [block])
+        bench.hub.blocks.receive(proposer, [block])
     del block.draft_probs[:]
     block.draft_probs.extend([draft_pb2.DraftProbs()] * 513)
     with monkeypatch.context() as patch:
         patch.setattr(codec, "draft_probs_from_proto", None)
-        bench.hub.on_blocks(proposer, [block])
+        bench.hub.blocks.receive(proposer, [block])
     assert (proposer.bad_blocks, bench.worker.blocks) == (2, [])
 
 
-async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
+async def test_hub_sends_features_with_their_commits() -> None:
     bench = Bench()
     asked = draft_pb2.FeatureSpec(final_norm=True, hidden_size=2)
     reader = bench.attach("reader", method="eagle", features=asked)
@@ -198,15 +198,15 @@ async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
     assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
     assert features.rows == bytes(8)
     assert len(batch.opens) == len(batch.commits) == 1
-    bench.hub.on_taken(reader.outbox)
+    bench.hub.registry.on_taken(reader.outbox)
     assert bench.worker.features.given_back[1:] == [(reader.window, 8)]
-    bench.hub.roster.reassign(session)
+    bench.hub.registry.reassign(session)
     bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
     assert bench.worker.features.given_back[2:] == [(reader.window, 4)]  # of the epoch before
     assert not (await sent(reader)).features
     plain = bench.attach("plain")
     reader.draining = True
-    bench.hub.roster.reassign(session)
+    bench.hub.registry.reassign(session)
     assert session.proposer is plain
     assert bench.worker.orders[session.id] is None
 
@@ -224,7 +224,7 @@ def told(batch: draft_pb2.SessionBatch) -> list[tuple[int, list[int], int]]:
     return [(c.base_len, list(c.tokens), c.num_draft_tokens) for c in batch.commits]
 
 
-async def test_a_proposer_is_not_woken_for_a_session_that_wants_no_drafts() -> None:
+async def test_outbox_when_no_drafts_are_wanted_does_not_wake_the_proposer() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
@@ -244,7 +244,7 @@ async def test_a_proposer_is_not_woken_for_a_session_that_wants_no_drafts() -> N
     assert told(await sent(proposer)) == [(base_len + 3, [11], 2)]
 
 
-async def test_what_was_held_back_is_told_before_the_session_ends() -> None:
+async def test_outbox_sends_held_back_commits_before_close() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
@@ -257,14 +257,14 @@ async def test_what_was_held_back_is_told_before_the_session_ends() -> None:
     assert [c.session for c in batch.closes] == [session.id]
 
 
-async def test_a_session_that_moves_is_opened_with_all_that_was_held_back() -> None:
+async def test_registry_opens_a_moved_session_with_all_held_back_commits() -> None:
     bench = Bench()
     first, second = bench.attach("a"), bench.attach("b")
     session = bench.submit()
     assert session.proposer is first
     for token in (4, 5):
         bench.step(commit(session, token, k=0))
-    bench.hub.roster.on_goodbye(first)
+    bench.hub.registry.on_goodbye(first)
     assert session.proposer is second
     (opened,) = (await sent(second)).opens
     assert list(opened.prefix) == [1, 2, 3, 4, 5]
@@ -272,7 +272,7 @@ async def test_a_session_that_moves_is_opened_with_all_that_was_held_back() -> N
     assert told(await sent(second)) == [(5, [6], 1)]
 
 
-async def test_no_first_draft_is_asked_for_while_nothing_is_drafted() -> None:
+async def test_registry_while_nothing_is_drafted_requests_no_first_draft() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     bench.worker.drafting = False
@@ -287,7 +287,7 @@ async def test_no_first_draft_is_asked_for_while_nothing_is_drafted() -> None:
     assert told(await sent(proposer)) == [(3, [4, 5], 3)]
 
 
-async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
+async def test_registry_shares_load_and_lets_the_rest_wait_for_room() -> None:
     bench = Bench()
     a, b = bench.attach("a", max_sessions=2), bench.attach("b", max_sessions=1)
     sessions = [bench.submit() for _ in range(4)]
@@ -302,19 +302,19 @@ async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
     assert a.load == b.load == 1.0
 
 
-async def test_sessions_that_run_come_before_those_that_wait_when_a_proposer_comes_back() -> None:
+async def test_registry_when_proposer_returns_prefers_running_sessions() -> None:
     bench = Bench()
     proposer = bench.attach("a", max_sessions=2)
     running = [bench.submit() for _ in range(2)]
     waiting = [bench.submit() for _ in range(2)]
-    bench.hub.roster.detach(proposer)
+    bench.hub.registry.detach(proposer)
     again = bench.attach("a", max_sessions=2)
     assert [*again.sessions.values()] == running
     bench.attach("b")
     assert all(session.proposer is not None for session in waiting)
 
 
-async def test_methods_that_limit_themselves_are_bounded_by_what_they_can_do() -> None:
+async def test_registry_bounds_self_limiting_methods_by_what_they_can_do() -> None:
     bench = Bench()
     bench.attach("a", method="deterministic", max_draft_tokens=10_000)
     bench.attach("b", method="suffix", max_draft_tokens=24)
@@ -329,7 +329,7 @@ async def test_methods_that_limit_themselves_are_bounded_by_what_they_can_do() -
         assert bench.worker.set[bench.submit(speculation=speculation).id] == drafting
 
 
-async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
+async def test_registry_follows_the_requests_order_of_methods() -> None:
     bench = Bench()
     bench.attach("advice", method="deterministic")
     bench.attach("model")
@@ -361,27 +361,27 @@ async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
         ({"methods": ["draft_model", "draft_model"]}, "methods"),
     ],
 )
-async def test_hello_holds_names_and_no_more(fields: dict[str, object], param: str) -> None:
+async def test_check_hello_with_long_names_refuses(fields: dict[str, object], param: str) -> None:
     bench = Bench()
     with pytest.raises(InvalidRequestError) as caught:
-        bench.hub.roster.attach(hello(**fields))
+        bench.hub.registry.attach(hello(**fields))
     assert caught.value.param == param
-    assert bench.hub.roster.proposers == ()
+    assert bench.hub.registry.proposers == ()
 
 
-async def test_a_block_names_one_of_its_proposers_methods() -> None:
+async def test_block_receiver_takes_the_method_of_its_proposer() -> None:
     bench = Bench()
     proposer = bench.attach("a", method="suffix", methods=["suffix", "draft_model"])
     session = bench.submit()
     for index in (1, 2):
         block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
         block.method_index = index
-        bench.hub.on_blocks(proposer, [block])
+        bench.hub.blocks.receive(proposer, [block])
     assert bench.worker.methods == ["draft_model"]
     assert proposer.bad_blocks == 1
 
 
-async def test_limits_of_request_and_proposer_both_count() -> None:
+async def test_registry_applies_limits_of_request_and_proposer() -> None:
     bench = Bench()
     bench.attach("a", max_draft_tokens=3)
     assert bench.worker.set[bench.submit().id] == ("a", 3)
@@ -395,7 +395,7 @@ async def test_limits_of_request_and_proposer_both_count() -> None:
         assert bench.submit(speculation=off).id not in bench.worker.set
 
 
-async def test_a_session_leaves_a_proposer_whose_context_it_outgrows() -> None:
+async def test_hub_when_session_outgrows_the_proposers_context_reassigns_it() -> None:
     bench = Bench()
     bench.attach("short", max_model_len=5)
     session = bench.submit((1, 2, 3))
@@ -407,7 +407,7 @@ async def test_a_session_leaves_a_proposer_whose_context_it_outgrows() -> None:
     assert bench.worker.set[session.id] == ("long", 4)
 
 
-async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on() -> None:
+async def test_registry_detaches_a_proposer_that_does_not_read() -> None:
     bench = Bench(DraftLimits(max_backlog_tokens=10))
     proposer = bench.attach("a")
     session = bench.submit()
@@ -416,10 +416,10 @@ async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on(
     assert isinstance(proposer.detached.result(), CapacityError)
     assert bench.worker.set[session.id] == (None, 0)
     assert session.committed == [1, 2, 3, *range(10)]
-    assert bench.hub.roster.proposers == ()
+    assert bench.hub.registry.proposers == ()
 
 
-async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() -> None:
+async def test_registry_when_sessions_exceed_a_message_opens_them_with_the_next() -> None:
     bench = Bench()
     large = Advice(token_ids=(2**20,) * 2**18)  # 3 bytes each
     sessions = [bench.submit(speculation=SpeculationParams(advice=large)) for _ in range(24)]
@@ -432,12 +432,12 @@ async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() ->
         assert batch.ByteSize() < MAX_MESSAGE_BYTES
         total += batch.ByteSize()
         opened += [o.session for o in batch.opens]
-        bench.hub.roster.assign_undrafted()
+        bench.hub.registry.assign_undrafted()
     assert total > MAX_MESSAGE_BYTES
     assert opened == [s.id for s in sessions]
 
 
-async def test_a_session_that_finds_its_proposer_behind_waits_until_it_reads() -> None:
+async def test_registry_when_proposer_is_behind_lets_a_session_wait() -> None:
     bench = Bench()
     proposer = bench.attach("a", max_model_len=2**20)
     first = bench.submit()
@@ -446,13 +446,13 @@ async def test_a_session_that_finds_its_proposer_behind_waits_until_it_reads() -
     assert second.proposer is None
     assert [o.session for o in (await sent(proposer)).opens] == [first.id]
     assert proposer.outbox.made_room
-    bench.hub.roster.assign_undrafted()
+    bench.hub.registry.assign_undrafted()
     assert second.proposer is proposer
     await sent(proposer)
     assert not proposer.outbox.made_room
 
 
-async def test_advice_counts_as_what_waits_to_be_read() -> None:
+async def test_outbox_counts_advice_as_backlog() -> None:
     bench = Bench(DraftLimits(max_backlog_tokens=100))
     proposer = bench.attach("a")
     bench.submit(speculation=SpeculationParams(advice=Advice((1,) * 60, references=((2,) * 60,))))
@@ -460,7 +460,7 @@ async def test_advice_counts_as_what_waits_to_be_read() -> None:
     assert isinstance(proposer.detached.result(), CapacityError)
 
 
-async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> None:
+async def test_registry_replaces_a_proposer_that_misses_deadlines() -> None:
     bench = Bench()
     slow = bench.attach("slow")
     session = bench.submit()
@@ -473,7 +473,7 @@ async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> Non
     assert session.epoch == 2
 
 
-async def test_attached_proposers_are_counted_by_pool_of_a_bounded_number() -> None:
+async def test_registry_counts_proposers_by_a_bounded_number_of_pools() -> None:
     bench = Bench()
     for i in range(300):
         bench.attach("a", pool=f"pool-{i % 2}")  # it dials anew
@@ -495,7 +495,7 @@ async def test_attached_proposers_are_counted_by_pool_of_a_bounded_number() -> N
     assert (counts()[drafts], counts()[copies]) == (2, 0)
 
 
-async def test_where_all_miss_deadlines_sessions_stay() -> None:
+async def test_registry_when_all_miss_deadlines_leaves_sessions_in_place() -> None:
     bench = Bench()
     bench.attach("slow")
     bench.attach("slow, too")
@@ -510,7 +510,7 @@ async def test_where_all_miss_deadlines_sessions_stay() -> None:
     assert session.epoch == epoch, "it keeps what it knows"
 
 
-async def test_a_submission_that_the_engine_refuses_leaves_nothing() -> None:
+async def test_hub_when_engine_refuses_a_submission_keeps_nothing() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     bench.worker.refuse = CapacityError("full")
@@ -520,7 +520,7 @@ async def test_a_submission_that_the_engine_refuses_leaves_nothing() -> None:
     assert await bench.hub.wait_idle(0.1)
 
 
-async def test_failures_and_aborts_end_a_session_once() -> None:
+async def test_hub_failures_and_aborts_end_a_session_once() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     failed, aborted = bench.submit(), bench.submit()
@@ -538,7 +538,7 @@ async def test_failures_and_aborts_end_a_session_once() -> None:
     bench.step(commit(failed, 1), commit(aborted, 1))  # too late: nobody listens
 
 
-async def test_step_after_step_of_failures_is_reported() -> None:
+async def test_hub_when_steps_fail_in_a_row_reports_failure() -> None:
     bench = Bench()
     for i in range(8):
         assert not bench.hub.failed.is_set()
@@ -552,14 +552,14 @@ async def test_step_after_step_of_failures_is_reported() -> None:
     assert bench.hub.failed.is_set()
 
 
-async def test_an_engine_that_broke_down_is_reported_at_once() -> None:
+async def test_hub_when_engine_breaks_down_reports_failure_at_once() -> None:
     bench = Bench()
     bench.worker.running = False
     bench.hub.on_events(StepEvents((), (), None))
     assert bench.hub.failed.is_set()
 
 
-async def test_a_mailbox_gives_commits_first_and_then_the_error() -> None:
+async def test_mailbox_gives_commits_before_the_error() -> None:
     bench = Bench()
     session, mailbox = bench.submit(), Mailbox()
     first, second = commit(session, 1), commit(session, 2)
@@ -581,7 +581,7 @@ async def taken(mailbox: Mailbox) -> list[Commit] | None:
         return None
 
 
-async def test_a_mailbox_holds_tokens_back_but_the_first_and_the_last() -> None:
+async def test_mailbox_holds_tokens_back_except_the_first_and_the_last() -> None:
     bench = Bench()
     session, mailbox = bench.submit(), Mailbox(interval=4)
     first, second, third = (commit(session, *tokens) for tokens in ((1,), (2, 3), (4, 5)))
@@ -597,7 +597,7 @@ async def test_a_mailbox_holds_tokens_back_but_the_first_and_the_last() -> None:
     assert await taken(mailbox) == [second, last]
 
 
-async def test_what_a_mailbox_holds_back_comes_before_the_error() -> None:
+async def test_mailbox_gives_held_back_tokens_before_the_error() -> None:
     bench = Bench()
     session, mailbox = bench.submit(), Mailbox(interval=100)
     mailbox.put(commit(session, 1))

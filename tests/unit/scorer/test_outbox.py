@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams
-from outrider.rpc.feature_codec import SentRows, SessionMessage, response_to_bytes
+from outrider.rpc.feature_codec import SessionMessage, response_to_bytes
 from outrider.types import Request
 from outrider.v1 import draft_pb2
 from scorer_service.drafting import outbox
@@ -30,9 +31,9 @@ def make_session(session_id: int) -> Session:
     )
 
 
-def make_rows(start: int, count: int, *, of_prompt: bool) -> FeatureRows:
+def make_rows(session: Session, start: int, count: int, *, of_prompt: bool) -> FeatureRows:
     rows = b"".join(bytes([start + i]) * SPEC.row_bytes for i in range(count))
-    return FeatureRows(0, ORDER, start, rows, of_prompt)
+    return FeatureRows(session.id, ORDER, start, rows, of_prompt)
 
 
 async def take(box: Outbox) -> draft_pb2.SessionBatch:
@@ -59,56 +60,62 @@ def opened(sessions: Sequence[Session]) -> Outbox:
     return box
 
 
-async def test_rows_of_rounds_overtake_those_of_prompts() -> None:
+async def test_outbox_rows_of_rounds_overtake_rows_of_prompts() -> None:
     new, old = make_session(1), make_session(2)
     box = opened([new, old])
     assert len((await take(box)).opens) == 2
-    box.features(new, make_rows(0, 5, of_prompt=True))
-    box.features(old, make_rows(3, 1, of_prompt=False))
+    box.features(make_rows(new, 0, 5, of_prompt=True))
+    box.features(make_rows(old, 3, 1, of_prompt=False))
     assert 2 * SPEC.row_bytes == outbox._PROMPT_BYTES
     assert positions(await take(box)) == [(1, 0, 2)]  # it was their turn
     assert box.taken_feature_bytes == {ORDER.prompts: 2 * SPEC.row_bytes}
     assert positions(await take(box)) == [(2, 3, 4)]
     assert box.taken_feature_bytes == {ORDER.window: SPEC.row_bytes}
-    box.features(old, make_rows(4, 1, of_prompt=False))
+    box.features(make_rows(old, 4, 1, of_prompt=False))
     # In turns, so that neither waits for ever.
     assert [positions(await take(box)) for _ in range(3)] == [[(1, 2, 4)], [(2, 4, 5)], [(1, 4, 5)]]
 
 
-async def test_a_sessions_rows_stay_in_order() -> None:
+async def test_outbox_keeps_rows_of_a_session_in_order() -> None:
     session = make_session(1)
     box = opened([session])
     await take(box)
-    box.features(session, make_rows(0, 3, of_prompt=True))
-    box.features(session, make_rows(3, 1, of_prompt=False))  # what was left of the prompt
+    box.features(make_rows(session, 0, 3, of_prompt=True))
+    box.features(make_rows(session, 3, 1, of_prompt=False))  # what was left of the prompt
     assert positions(await take(box)) == [(1, 0, 2)]
     assert positions(await take(box)) == [(1, 2, 3), (1, 3, 4)]
-    box.features(session, make_rows(4, 1, of_prompt=False))
-    box.features(make_session(2), make_rows(0, 3, of_prompt=True))
+    box.features(make_rows(session, 4, 1, of_prompt=False))
+    box.features(make_rows(make_session(2), 0, 3, of_prompt=True))
     assert positions(await take(box)) == [(1, 4, 5)]
     assert positions(await take(box)) == [(2, 0, 2)]
 
 
-async def test_a_session_is_opened_before_its_rows_come() -> None:
+async def test_outbox_opens_a_session_before_its_rows() -> None:
     """Also if it was the turn of prompts: rows of an unknown session would be lost."""
     first, second = make_session(1), make_session(2)
     box = opened([first])
     await take(box)
     box.open(second)
-    box.features(second, make_rows(0, 1, of_prompt=True))
+    box.features(make_rows(second, 0, 1, of_prompt=True))
     assert [each.session for each in (await take(box)).opens] == [2]
     assert positions(await take(box)) == [(2, 0, 1)]
 
 
-def test_a_message_is_what_protobuf_would_write() -> None:
+def test_outbox_message_equals_what_protobuf_writes() -> None:
     batch = draft_pb2.SessionBatch(step_us=300)
     batch.commits.add(session=7, epoch=2, base_len=9, tokens=[1, 2])
-    rows = [SentRows(7, 2, 8, b""), SentRows(2**40, 1, 0, memoryview(b"ab" * 100_000))]
+    rows = [
+        FeatureRows(7, replace(ORDER, epoch=2), 8, b""),
+        FeatureRows(2**40, ORDER, 0, memoryview(b"ab" * 100_000)),
+    ]
     expected = draft_pb2.DraftResponse()
     expected.sessions.CopyFrom(batch)
-    for session, epoch, start, states in rows:
+    for each in rows:
         expected.sessions.features.add(
-            session=session, epoch=epoch, start=start, rows=bytes(states)
+            session=each.session_id,
+            epoch=each.order.epoch,
+            start=each.start,
+            rows=bytes(each.rows),
         )
     written = response_to_bytes(SessionMessage(batch, rows))
     assert draft_pb2.DraftResponse.FromString(written) == expected

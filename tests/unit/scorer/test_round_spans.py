@@ -34,7 +34,7 @@ def parts(
     return [(name, start / MS, end / MS) for name, start, end in found if start < end]
 
 
-def test_a_round_that_waits_for_its_draft() -> None:
+def test_round_spans_when_round_waits_show_its_draft() -> None:
     assert parts((10 * MS, 4 * MS)) == [
         ("wire", 0, 6),
         ("propose", 6, 10),
@@ -44,13 +44,13 @@ def test_a_round_that_waits_for_its_draft() -> None:
     ]
 
 
-def test_a_round_whose_draft_was_at_hand_or_late() -> None:
+def test_round_spans_when_draft_is_at_hand_or_late_show_the_step() -> None:
     on_hand = [("wait", 0, 12), ("score", 12, 18), ("commit", 18, 20)]
     assert parts(None) == on_hand
     assert parts((13 * MS, 4 * MS)) == on_hand
 
 
-def test_a_scorer_that_drafts_does_so_right_before_the_step() -> None:
+def test_round_spans_of_a_drafting_scorer_show_drafts_before_the_step() -> None:
     assert parts(None, step=replace(STEP, draft_ms=7.0)) == [
         ("wire", 0, 5),
         ("propose", 5, 12),
@@ -59,7 +59,7 @@ def test_a_scorer_that_drafts_does_so_right_before_the_step() -> None:
     ]
 
 
-def test_clocks_that_disagree_leave_no_part_outside_the_round() -> None:
+def test_round_spans_when_clocks_disagree_stay_within_the_round() -> None:
     assert parts((5 * MS, 40 * MS), ended=5) == [("score", 0, 3), ("commit", 3, 5)]
     assert parts((1 * MS, 40 * MS), ended=10) == [
         ("propose", 0, 1),
@@ -86,7 +86,7 @@ def spans_of(rounds: int) -> list[PastSpan]:
     return spans.end(None)
 
 
-def test_spans_of_a_long_request_are_bounded_and_add_up() -> None:
+def test_round_spans_of_a_long_request_are_bounded_and_add_up() -> None:
     spans = spans_of(rounds=3000)
     assert [span.name for span in spans] == ["queue", *["round"] * MAX_ROUNDS, "rounds"]
     for span in spans[1:-1]:
@@ -101,7 +101,7 @@ def test_spans_of_a_long_request_are_bounded_and_add_up() -> None:
     assert all(a.end == b.start for a, b in pairwise(spans))
 
 
-def test_later_waits_are_no_part_of_the_first() -> None:
+def test_round_spans_leave_later_waits_out_of_the_first() -> None:
     spans = RoundSpans(Clock())
     spans.submitted()
     for number in range(2):
@@ -120,6 +120,6 @@ def test_later_waits_are_no_part_of_the_first() -> None:
     assert prefill.end - prefill.start == 4 * MS
 
 
-def test_a_request_aborted_before_its_first_token_was_queued() -> None:
+def test_round_spans_of_request_aborted_before_first_token_show_the_queue() -> None:
     (span,) = spans_of(rounds=-1)
     assert (span.name, span.children) == ("queue", ())

@@ -54,7 +54,7 @@ class Metrics:
         return self.registry.get_sample_value(f"outrider:{name}", {"model_name": "m", **labels})
 
 
-def test_a_step_in_numbers() -> None:
+def test_scorer_metrics_count_a_step() -> None:
     metrics = Metrics()
     first = metrics("spec_decode_num_accepted_tokens_per_pos_total", position="0")
     assert first == 0  # an alert finds drafts of which none was ever accepted
@@ -92,7 +92,9 @@ def test_a_step_in_numbers() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "waited_s"), [(0.0, 0.0), (0.004, 0.004), (0.5, 0.005)])
-def test_a_wait_costs_the_engine_at_most_its_idle_time(wait_s: float, waited_s: float) -> None:
+def test_scorer_metrics_when_rows_wait_count_at_most_idle_time(
+    wait_s: float, waited_s: float
+) -> None:
     """Rows that waited while others' step ran held nobody up; an engine without work waits not."""
     metrics = Metrics()
     metrics.scorer.observe_step(TIMINGS, replace(COUNTS, wait_s=wait_s))
@@ -100,7 +102,7 @@ def test_a_wait_costs_the_engine_at_most_its_idle_time(wait_s: float, waited_s: 
     assert metrics("decode_plain_seconds_total") == pytest.approx(0.06)
 
 
-def test_drafts_on_the_engines_thread_are_a_part_of_the_step() -> None:
+def test_scorer_metrics_count_colocated_drafts_as_part_of_the_step() -> None:
     metrics = Metrics()
     metrics.scorer.observe_step(replace(TIMINGS, draft_ms=30.0), replace(COUNTS, wait_s=0.0))
     assert metrics("decode_seconds_total") == pytest.approx(0.056)
@@ -109,13 +111,13 @@ def test_drafts_on_the_engines_thread_are_a_part_of_the_step() -> None:
     assert metrics("step_time_seconds_count", part="draft") == 1
 
 
-def test_a_step_with_a_prompt_says_nothing_about_the_speedup() -> None:
+def test_scorer_metrics_of_a_step_with_prompt_leave_out_the_speedup() -> None:
     metrics = Metrics()
     metrics.scorer.observe_step(TIMINGS, replace(COUNTS, plain_s=0.0))
     assert metrics("decode_seconds_total") == metrics("decode_plain_seconds_total") == 0.0
 
 
-def test_proposers_cannot_fill_the_memory_with_names() -> None:
+def test_scorer_metrics_bound_the_names_of_proposers() -> None:
     metrics = Metrics()
     for i in range(5000):
         metrics.scorer.attached(f"proposer-{i}", f"pool-{i}")
@@ -126,7 +128,7 @@ def test_proposers_cannot_fill_the_memory_with_names() -> None:
     assert metrics("pool_draft_tokens_total", pool="other") == 5000 - 256
 
 
-def test_hidden_states_in_numbers() -> None:
+def test_scorer_metrics_count_hidden_states() -> None:
     metrics = Metrics()
     order = FeatureOrder(1, FeatureSpec(4, (1,), final_norm=True), FeatureWindow())
     rows = tuple(FeatureRows(i, order, 0, bytes(16 * n)) for i, n in enumerate((3, 5)))

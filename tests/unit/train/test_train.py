@@ -23,12 +23,12 @@ from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
-from outrider.train.export import round_module
+from outrider.train.files import round_module
 from outrider.train.processes import Processes
 from outrider.train.run import BYTES_PER_LOGIT, build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
@@ -140,7 +140,7 @@ def product_chain(
         head, features = load_eagle3(*where, torch.float32, CPU), batch.layers[0]
     assert head.features.width == features.shape[-1]
     pools = KVPools(16, 4, torch.float32, CPU)
-    backend = choose_backend(None, head.attention_traits(4), CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
     head.bind(pools)
 
     def feed(states: Tensor, start: int, stop: int, step: int) -> Tensor:
@@ -157,7 +157,9 @@ def product_chain(
     return found
 
 
-def test_the_product_computes_what_was_trained(trained: tuple[str, Path], folder: Path) -> None:
+def test_trained_head_when_loaded_computes_the_same_logits(
+    trained: tuple[str, Path], folder: Path
+) -> None:
     case, out = trained
     head, target = written_head(case, folder, out)
     batch = as_sent(
@@ -180,7 +182,7 @@ def test_the_product_computes_what_was_trained(trained: tuple[str, Path], folder
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_it_learns(trained: tuple[str, Path], folder: Path) -> None:
+def test_training_every_method_lowers_the_loss(trained: tuple[str, Path], folder: Path) -> None:
     case, out = trained
     head, target = fresh_head(case, folder)
     untrained = mean_loss(head, target, folder)
@@ -197,7 +199,7 @@ def mean_loss(head: Any, target: Target, folder: Path) -> float:
         return float(trainer._forward(windows.batch(0, 0, 1))[0])
 
 
-def test_an_eagle3_begins_with_what_the_target_has(folder: Path) -> None:
+def test_eagle3_when_fresh_begins_near_the_target(folder: Path) -> None:
     head, target = fresh_head("eagle3", folder)
     assert head.layers == (2, 3, 6)  # of 7; not 4, which leaves three of them out
     assert not {"embed_tokens.weight", "lm_head.weight"} & head.export().tensors.keys()
@@ -254,7 +256,7 @@ def run_steps(
         assert (progress.step, finished) == ((stop_at, False) if stop_at else (12, True))
 
 
-def test_resuming_gives_the_weights_of_an_uninterrupted_run(folder: Path, tmp_path: Path) -> None:
+def test_trainer_when_resumed_gives_the_weights_of_one_run(folder: Path, tmp_path: Path) -> None:
     run_steps(folder, tmp_path / "whole")
     run_steps(folder, tmp_path / "parts", crash_at=6)
     assert torch.load(tmp_path / "parts" / "state.pt")["progress"]["step"] == 4
@@ -268,7 +270,7 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(folder: Path, tmp_pa
         assert torch.equal(weight, parts["head"][name]), name
 
 
-def test_resuming_keeps_the_draft_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_trainer_when_resumed_keeps_the_draft_vocabulary(folder: Path, tmp_path: Path) -> None:
     """It is counted in the data, which are not the same when the target writes them again."""
     more = ["--out", str(tmp_path), "--steps"]
     assert main(flags("eagle3 narrow", folder, *more, "1")) == 0
@@ -279,7 +281,7 @@ def test_resuming_keeps_the_draft_vocabulary(folder: Path, tmp_path: Path) -> No
     assert torch.equal(load_file(tmp_path / "model.safetensors")["d2t"], before)
 
 
-def test_resuming_reads_what_the_target_wrote(
+def test_trainer_when_resumed_reads_earlier_responses(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--out", str(tmp_path), "--generate", "4", "--steps"]
@@ -300,14 +302,14 @@ def test_resuming_reads_what_the_target_wrote(
     assert np.array_equal(np.load(file), rows)
 
 
-def test_who_may_read_the_config_may_read_the_weights(trained: tuple[str, Path]) -> None:
+def test_checkpoint_weights_have_the_permissions_of_the_config(trained: tuple[str, Path]) -> None:
     _, out = trained
     for file in out.glob("*.safetensors"):
         assert file.stat().st_mode == (out / "config.json").stat().st_mode
 
 
 @pytest.mark.parametrize("content", [b"", b"something else"])
-def test_a_file_that_is_no_state_is_told(
+def test_trainer_with_a_broken_state_is_refused(
     content: bytes, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state.pt").write_bytes(content)
@@ -317,7 +319,7 @@ def test_a_file_that_is_no_state_is_told(
 
 
 @pytest.mark.parametrize("name", ["state.part", "config.json", "training.json"])
-def test_a_full_disk_is_told(
+def test_trainer_with_a_full_disk_is_refused(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).symlink_to("/dev/full")
@@ -326,7 +328,7 @@ def test_a_full_disk_is_told(
     assert not (tmp_path / "state.part").exists()
 
 
-def test_a_step_in_parts_is_the_same_step(folder: Path, tmp_path: Path) -> None:
+def test_trainer_step_in_parts_gives_the_same_weights(folder: Path, tmp_path: Path) -> None:
     run_steps(folder, tmp_path / "whole")
     run_steps(folder, tmp_path / "parts", tokens_per_forward=48)
     whole, parts = (torch.load(tmp_path / n / "state.pt")["head"] for n in ("whole", "parts"))
@@ -337,7 +339,9 @@ def test_a_step_in_parts_is_the_same_step(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_path: Path) -> None:
+def test_trainer_with_two_processes_equals_one_with_both_parts(
+    folder: Path, tmp_path: Path
+) -> None:
     def command(name: str, tokens_per_step: int) -> list[str]:
         more = ["--steps", "3", "--tokens-per-step", str(tokens_per_step)]
         return flags("medusa", folder, *more, "--out", str(tmp_path / name))
@@ -383,7 +387,7 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
         ("medusa", ["--steps", "100000000", "--out", SHORT], "cannot be written: Not a directory"),
     ],
 )
-def test_wrong_set_ups_are_told(
+def test_command_line_with_a_wrong_set_up_is_refused(
     case: str, more: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(folder / SHORT, np.arange(30))
@@ -403,7 +407,9 @@ def test_wrong_set_ups_are_told(
         *("--table-lr=-1", "--generate=-1", "--steps=0", "--steps=few", f"--seed={2**64}"),
     ],
 )
-def test_numbers_that_cannot_be_are_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_with_an_impossible_number_is_refused(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     needed = ["medusa", "--target", "embedded", "--data", "text", "--out", "head"]
     with pytest.raises(SystemExit) as ended:
         build_parser().parse_args([*needed, flag])
@@ -413,7 +419,7 @@ def test_numbers_that_cannot_be_are_told(flag: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("method", [*{case.split()[0] for case in METHODS}, "responses"])
-def test_flags_say_what_holds_unless_they_are_given(method: str) -> None:
+def test_flags_in_help_state_their_defaults(method: str) -> None:
     (methods,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for action in methods.choices[method]._actions:
         assert action.help, action.option_strings
@@ -421,13 +427,13 @@ def test_flags_say_what_holds_unless_they_are_given(method: str) -> None:
             assert f"(default: {action.default}" in action.help, action.option_strings
 
 
-def test_a_step_takes_a_few_gib_of_a_cpus_memory() -> None:
+def test_tokens_per_forward_on_cpu_take_a_few_gib() -> None:
     at_once = tokens_per_forward(8192, torch.device("cpu"))
     assert at_once * 8192 * BYTES_PER_LOGIT < 3 * 2**30
 
 
 @pytest.mark.parametrize(("free_gib", "most"), [(130, 2**15), (16, 2**13)])
-def test_a_step_takes_half_of_what_a_gpu_has_left(
+def test_tokens_per_forward_on_gpu_take_half_of_free_memory(
     free_gib: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = free_gib * 2**30
@@ -437,7 +443,7 @@ def test_a_step_takes_half_of_what_a_gpu_has_left(
     assert at_once * 8192 * BYTES_PER_LOGIT <= free / 2
 
 
-def test_an_earlier_run_s_state_is_not_overwritten(
+def test_trainer_without_resume_keeps_an_earlier_state(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--out", str(tmp_path / "out"), "--steps")
@@ -450,7 +456,7 @@ def test_an_earlier_run_s_state_is_not_overwritten(
 
 @pytest.mark.parametrize("kind", sorted({*OTHERS} - {"Bloom"}))
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
-def test_targets_may_name_their_sizes_otherwise(
+def test_target_with_other_config_names_is_trained_for(
     method: str, kind: str, folder: Path, tmp_path: Path
 ) -> None:
     target = save_other_target(tmp_path / "target", kind)
@@ -471,7 +477,7 @@ def test_targets_may_name_their_sizes_otherwise(
     assert torch.equal(shared.head(), model.get_output_embeddings().weight)
 
 
-def test_targets_that_lack_what_training_needs_are_told(
+def test_target_without_needed_settings_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(method: str, kind: str, **changes: int) -> int:
@@ -486,7 +492,7 @@ def test_targets_that_lack_what_training_needs_are_told(
     assert train("draft_model", "OPT", word_embed_proj_dim=16) == 0
 
 
-def test_rows_shorter_than_prompts_are_continued_whole(folder: Path, tmp_path: Path) -> None:
+def test_evaluation_with_short_rows_continues_them_whole(folder: Path, tmp_path: Path) -> None:
     """Nothing was compared: the text ended where the prompts were to."""
     np.save(tmp_path / "rows.npy", np.load(folder / "text.npy")[:1200].reshape(100, 12))
     more = ["--steps", "1", "--data", str(tmp_path / "rows.npy"), "--out", str(tmp_path)]
@@ -497,7 +503,7 @@ def test_rows_shorter_than_prompts_are_continued_whole(folder: Path, tmp_path: P
     assert 1 <= facts["mean_length"] <= 1 + STEPS
 
 
-def test_it_also_learns_from_what_the_target_writes(folder: Path, tmp_path: Path) -> None:
+def test_responses_alternate_greedy_and_sampled_rows(folder: Path, tmp_path: Path) -> None:
     common = ["--target", str(folder / "target"), "--data", str(folder / "text.npy")]
     lengths = ["--prompt-length", "16", "--new-tokens", "9"]
     answers = [

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt2", "opt", "gpt_neox"])
-def test_the_target_is_read_as_it_speaks(name: str) -> None:
+def test_target_read_returns_the_models_states_and_logits(name: str) -> None:
     model: Any = random_model(ARCHITECTURES[name], torch.float32)
     token_ids = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
     read = Target(model).read(token_ids, (1, 2))
@@ -66,7 +66,7 @@ processes.close()
 """
 
 
-def test_processes_average_their_gradients() -> None:
+def test_processes_average_gradients_over_ranks() -> None:
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -85,7 +85,7 @@ def test_processes_average_their_gradients() -> None:
     assert said == ["[0, 2, 1, 3]\n[[0.0, 0.0]] [[2.0, 4.0]] [4.5] 0.25\n"] * 2
 
 
-def test_a_chain_sees_true_rows_up_to_its_begin_and_then_its_own() -> None:
+def test_chain_mask_shows_true_rows_then_the_own_chain() -> None:
     length = 6
     mask = chain_mask(length, 3, CPU).view(length, 3, length)
     for row in range(length):
@@ -113,7 +113,7 @@ class Oracle:
             yield torch.nn.functional.one_hot(guess, self.vocab_size).float()
 
 
-def test_acceptance_counts_rounds_as_they_are_played(folder: Path) -> None:
+def test_acceptance_replays_rounds(folder: Path) -> None:
     target = load_target(folder / "target", CPU, torch.float32)
     text = torch.from_numpy(np.load(folder / "text.npy")[None, :40]).long()
     head: Any = Oracle([True, True, False, True], 512)
@@ -125,9 +125,7 @@ def test_acceptance_counts_rounds_as_they_are_played(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_with_the_targets_weights_and_noise_is_always_accepted(
-    folder: Path, temperature: float
-) -> None:
+def test_acceptance_with_the_targets_weights_is_full(folder: Path, temperature: float) -> None:
     target = load_target(folder / "target", CPU, torch.float32)
     prompts = torch.randint(2, 200, (3, 9), generator=torch.Generator().manual_seed(1))
     found = coupled_acceptance(target, target.logits, prompts, 24, temperature)
@@ -135,7 +133,7 @@ def test_a_draft_with_the_targets_weights_and_noise_is_always_accepted(
     assert found["K=4"]["mean_length"] == 5.0
 
 
-def test_every_window_comes_once_an_epoch() -> None:
+def test_source_in_an_epoch_yields_every_window_once() -> None:
     source = Source(np.arange(1000), 9, 1)
     assert source.width == 10
     starts = source.rows(0, source.count)[:, 0]
@@ -147,12 +145,12 @@ def test_every_window_comes_once_an_epoch() -> None:
     assert sorted(rows.rows(0, rows.count)[:, 0].tolist()) == list(range(0, 120, 10))
 
 
-def test_draft_vocabularies_hold_the_most_frequent_tokens() -> None:
+def test_draft_vocabulary_holds_the_most_frequent_tokens() -> None:
     ids = draft_vocabulary([np.array([5, 5, 5, 1, 1, 7]), np.array([[7, 7], [7, 2]])], 9, 2)
     assert ids.tolist() == [5, 7]
 
 
-def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
+def test_read_tokens_of_jsonl_ends_documents(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     path = tmp_path / "rows.jsonl"
     chat = {"messages": [{"role": "user", "content": "hello world"}]}
@@ -164,9 +162,7 @@ def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == "STOP\u2028</s><s><|user|>hello world\n</s>"
 
 
-def test_a_text_longer_than_the_context_is_no_cause_for_a_warning(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_read_tokens_of_long_text_does_not_warn(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "target", model_max_length=4)
     path = tmp_path / "long.txt"
     path.write_text("hello world " * 10, encoding="utf-8")

@@ -161,8 +161,8 @@ spec:
       emptyDir: {medium: Memory, sizeLimit: 2Gi}
     {{- end }}
     {{- if $sidecars }}
-    - name: run # the socket between the scorer and its proposers, and memory that they share
-      emptyDir: {medium: Memory, sizeLimit: {{ mul 32 (len $sidecars) }}Mi}
+    - name: run # the sockets between the scorer and its proposers
+      emptyDir: {}
     {{- end }}
 {{- end -}}
 

@@ -1,183 +1,203 @@
-"""What a draft module implements to be run by `drafting/recurrent.py` or `one_shot.py`."""
+"""The draft modules ("heads") that `hidden_states/recurrent.py` and `one_shot.py` run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
-from outrider.engine.attention.backends import AttentionTraits
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import LlamaOps, Use
+from outrider.engine.model.attention_backends import AttentionTraits
+from outrider.engine.model.loader import choose_llama_ops
+from outrider.engine.model.pack import pack_linear
 from outrider.features import FeatureSpec
 
 
-def wanted_rows(batch: PackedBatch) -> Tensor | None:
-    """The rows int64 [m] whose outputs are wanted; None: all.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The device and dtype that a module computes in, and its fused operations there."""
 
-    Of a prompt's other rows only keys and values are needed, which spares them most of a layer.
-    """
-    return None if len(batch.logits_index) == len(batch.input_ids) else batch.logits_index
+    dtype: torch.dtype
+    device: torch.device
+    ops: LlamaOps
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device) -> Place:
+        return cls(dtype, device, choose_llama_ops(device, dtype))
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return pack_linear(self.put(weight), None if bias is None else self.put(bias))
 
 
-def spread(known: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits [n, m] of the tokens int64 [m] as those of all [n, vocab_size]: -inf for the others.
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The sizes of a module's decoder layers, which are all alike."""
 
-    None: these are all, in order.
-    """
-    if token_ids is None:
-        return known
-    logits = known.new_full((len(known), vocab_size), -torch.inf)
-    return logits.index_copy_(1, token_ids, known)
-
-
-class RecurrentHead(Protocol):
-    """One draft module applied again and again: EAGLE, EAGLE-3, MTP.
-
-    Draft row p is the pair (token at p + 1, state at p), at position p of its own paged KV cache;
-    what comes out of it predicts the token at p + 2. The true rows of committed positions take
-    states from the target (`begin`), rows past them what the module put out itself (`feed_back`).
-    """
-
-    @property
-    def features(self) -> FeatureSpec:
-        """What it needs of the target."""
-        ...
-
-    @property
-    def projection(self) -> bytes:
-        """The matrix that `features` announces, as it is sent; empty if there is none."""
-        ...
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    intermediate_size: int = 0  # of layers that `LlamaLayer` runs
+    eps: float = 0.0
+    latents: tuple[int, int] | None = None  # (kv_lora_rank, qk_rope_head_dim), if it caches those
 
     @property
-    def vocab_size(self) -> int:
-        """Of the target."""
-        ...
+    def kv_layer(self) -> tuple[int, int, int]:
+        """(kv_heads, key_dim, value_dim) of a layer."""
+        if self.latents is not None:
+            return (1, *self.latents)
+        return (self.num_kv_heads, self.head_dim, self.head_dim)
 
-    @property
-    def max_model_len(self) -> int:
-        """Positions that it can compute."""
-        ...
 
-    @property
-    def state_size(self) -> int:
-        """Width of the state that a row takes."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def kv_layers(self) -> tuple[tuple[int, int, int], ...]:
-        """(kv_heads, key_dim, value_dim) of each layer: what it will allocate of the pools."""
-        ...
-
-    @property
-    def uses(self) -> Sequence[Use]:
-        """Its products, in the order of a round: how they are computed may be chosen by them."""
-        ...
-
-    @property
-    def capturable(self) -> bool:
-        """Whether its work can be recorded, attention apart: nothing waits for the device."""
-        ...
-
-    def attention_traits(self, page_size: int) -> AttentionTraits:
-        """What its layers ask of attention."""
-        ...
+class BoundLayer(Protocol):
+    """A layer with keys and values of its own."""
 
     def bind(self, pools: KVPools) -> None:
-        """Called once, before the first forward: where its keys and values are to be kept."""
+        """Keep keys and values in `pools`; called once, before the first forward."""
         ...
 
+
+class RecurrentHead:
+    """One draft module applied again and again: EAGLE, EAGLE-3, MTP.
+
+    Draft row p is the pair (token at p + 1, state at p), at position p of the module's own paged KV
+    cache; the row's output predicts the token at p + 2. The true rows of committed positions take
+    states from the target (`begin`). Rows past them take the module's own outputs (`feed_back`).
+    """
+
+    features: FeatureSpec
+    """The states of the target that the module reads."""
+    projection = b""
+    """The matrix that `features` announces, as it is sent; empty if there is none."""
+    uses: Sequence[Use]
+    """The module's products in the order of a round, by which their kernels may be chosen."""
+    capturable = True
+    """Outside attention, nothing waits for the device."""
+
+    def __init__(
+        self, shape: HeadShape, place: Place, layers: Sequence[BoundLayer], embedding: Tensor
+    ) -> None:
+        """`embedding` [vocab_size, any width] may be of any dtype: only rows are converted."""
+        self.vocab_size = len(embedding)  # of the target
+        self.max_model_len = shape.max_model_len
+        self.state_size = shape.hidden_size
+        self.dtype, self.device = place.dtype, place.device
+        self.kv_layers = (shape.kv_layer,) * len(layers)
+        self._shape, self._ops = shape, place.ops
+        self._bound = layers
+        self._embedding = embedding.to(place.device)
+
+    def attention_traits(self) -> AttentionTraits:
+        """Return the layers' requirements on attention."""
+        return AttentionTraits(
+            head_dims=frozenset((self._shape.head_dim,)),
+            num_heads=self._shape.num_heads,
+            num_kv_heads=self._shape.num_kv_heads,
+            dtype=self.dtype,
+            softcap=False,
+            sinks=False,
+            latent=self._shape.latents is not None,
+        )
+
+    def bind(self, pools: KVPools) -> None:
+        """Keep keys and values in `pools`; called once, before the first forward."""
+        for layer in self._bound:
+            layer.bind(pools)
+
     def begin(self, features: Tensor) -> Tensor:
-        """True states as a row takes them: bfloat16 [n, features.width] to [n, state_size]."""
-        ...
+        """Return true states as a row takes them: [n, features.width] to [n, state_size]."""
+        return features.to(self.device, self.dtype)
 
     def forward(
         self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
     ) -> Tensor:
         """Run rows: int64 [n] and [n, state_size] to outputs [n, width of its own].
 
-        It may leave out the outputs of all rows but `wanted_rows(attention.batch)`.
-        Writes their keys and values at `attention.batch.slot_mapping`; rows stand at
-        `attention.batch.positions`. `step` is 0 for rows with true states, k for the k-th row
-        after them.
+        Outputs of rows outside `wanted_rows(attention.batch)` may be left out. Keys and values are
+        written at `attention.batch.slot_mapping`. `step` is 0 for rows with true states, k for the
+        k-th row after them.
         """
-        ...
+        raise NotImplementedError
 
     def feed_back(self, outputs: Tensor) -> Tensor:
-        """Output [m, ...] of `forward` as the next rows' states [m, state_size]."""
-        ...
+        """Return outputs [m, ...] of `forward` as the next rows' states [m, state_size]."""
+        return outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Output [m, ...] of `forward` to float logits over the target's vocabulary [m, vocab].
+        """Return logits over the target's vocabulary [m, vocab]; -inf for unknown tokens."""
+        raise NotImplementedError
 
-        -inf for tokens that the module does not know.
-        """
-        ...
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self._embedding).to(self.dtype)
 
 
 class OneShotHead(Protocol):
     """Guesses several tokens from one state of the target."""
 
-    @property
-    def features(self) -> FeatureSpec:
-        """What it needs of the target."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the target."""
-        ...
-
-    @property
-    def max_depth(self) -> int:
-        """Tokens that it foresees."""
-        ...
-
-    @property
-    def uses(self) -> Sequence[Use]:
-        """As of a `RecurrentHead`."""
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
+    features: FeatureSpec  # states of the target that the head reads
+    vocab_size: int  # of the target
+    max_depth: int  # tokens that the head foresees
+    uses: Sequence[Use]  # as of a `RecurrentHead`
+    device: torch.device
 
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
-        """What trees are chosen from: int32 [n, ...], of float32 numbers their bits.
+        """Return the numbers that trees are chosen from: int32 [n, ...], floats as their bits.
 
         states: bfloat16 [n, features.width]; tokens int64 [n], which were drawn from them; both on
-        `device`, for which nothing waits. Looks `depth` tokens ahead, 1 to `max_depth`, and at the
-        `width` likeliest of each place. Rows do not affect each other.
+        `device`, for which nothing waits. The head looks `depth` tokens ahead, 1 to `max_depth`,
+        and at the `width` likeliest of each place. Rows do not affect each other.
         """
         ...
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
-        """A tree per row, of `sizes[i]` nodes at most; of a `width` of 1 they are chains.
-
-        What was guessed deeper or wider than a tree can be makes no difference to it.
-        """
+        """Return a tree per row, of at most `sizes[i]` nodes; a `width` of 1 makes chains."""
         ...
 
     def begin(self, states: Tensor) -> Tensor:
-        """The same states as the first `step` takes them."""
+        """Return states as the first `step` takes them."""
         ...
 
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """For those who choose every token themselves: `tokens` int64 [n] came `depth` tokens
-        after the states, and next come float32 logits [n, vocab]. Also returns the next states.
+        """Return the next states, and float32 logits [n, vocab].
+
+        For callers who choose every token themselves: `tokens` int64 [n] came `depth` tokens after
+        the states.
         """
         ...
+
+
+def wanted_rows(batch: PackedBatch) -> Tensor | None:
+    """Return the rows int64 [m] whose outputs are wanted; None: all.
+
+    A prompt's other rows only need keys and values, which are a small part of a layer.
+    """
+    return None if len(batch.logits_index) == len(batch.input_ids) else batch.logits_index
+
+
+def spread(known: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Return logits [n, m] of the tokens int64 [m] as [n, vocab_size], -inf for the others.
+
+    `token_ids` None: these are all, in order. Logits are float32, or of a float64 module float64.
+    """
+    known = known if known.dtype is torch.float64 else known.float()
+    if token_ids is None:
+        return known
+    logits = known.new_full((len(known), vocab_size), -torch.inf)
+    return logits.index_copy_(1, token_ids, known)

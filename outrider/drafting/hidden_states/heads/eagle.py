@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 (Li et al., arXiv 2401.15077 and 2406.16858), whose weights are the same.
 
-A row is the embedding of the next token beside the target's state, both through one product. Its
-first layer has no norm before attention. What comes out is a guess at the target's own state after
-the final norm: the target's head reads it, and it is the next row's state.
+A row is the embedding of the next token beside the target's state, both through one product. The
+first layer has no norm before attention. The output is a guess at the target's own state after the
+final norm: the target's head reads it, and it is the next row's state.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.heads.llama_head import LlamaHead
-from outrider.drafting.hidden_states.heads.llama_layers import LlamaLayer, LlamaShape, Place
+from outrider.drafting.hidden_states.heads.base import Place, spread
+from outrider.drafting.hidden_states.heads.llama import LlamaHead, LlamaStack
 from outrider.engine.attention.base import StepAttention
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.loader import choose_llama_ops
-from outrider.engine.model.ops import LlamaOps, Use
-from outrider.errors import ConfigError
+from outrider.engine.layers.ops import Use
 from outrider.features import FeatureSpec
 
 
@@ -31,58 +28,33 @@ def load_eagle(
     *,
     max_model_len: int | None = None,
 ) -> EagleHead:
-    """A checkpoint as `yuhuili/EAGLE-*`, with the embedding and the head of its target.
+    """Read a checkpoint like `yuhuili/EAGLE-*`, with the embedding and the head of its target.
 
     Raises `ConfigError` for tensors that are missing, of a wrong shape or unknown.
     """
     checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
-    place, ops = Place(dtype, device), choose_llama_ops(device, dtype)
-    shape = LlamaShape.of(checkpoint.config, str(folder), max_model_len)
-    hidden = shape.hidden_size
-    if hidden != target.hidden_size:
-        raise ConfigError(
-            f"The module in {folder} was made for states of {hidden} numbers; those of the target "
-            f"in {target_folder} have {target.hidden_size}."
-        )
-    weight = place.put(checkpoint.tensor("fc.weight", hidden, 2 * hidden))
-    bias = place.put(checkpoint.tensor("fc.bias", hidden)) if "fc.bias" in checkpoint else None
-    layers: list[LlamaLayer] = []
-    norms: list[Tensor] = []
-    for i in range(checkpoint.number("num_hidden_layers", 1)):
-        prefix = f"layers.{i}."
-        layers.append(LlamaLayer(checkpoint, prefix, shape, place, ops, input_width=hidden))
-        if i:
-            norms.append(place.put(checkpoint.tensor(f"{prefix}input_layernorm.weight", hidden)))
+    target.check_trained_for(folder, checkpoint.number("hidden_size", 4096))  # Llama's default
+    place = Place.of(dtype, device)
+    prefixes = [f"layers.{i}." for i in range(checkpoint.number("num_hidden_layers", 1))]
+    stack = LlamaStack(checkpoint, checkpoint.config, prefixes, place, max_model_len)
+    head = EagleHead(checkpoint, target, stack, place)
     checkpoint.check_all_taken(ignored=("embed_tokens.weight",))
-    head = pack_linear(place.put(target.head()), None)
-    fc = pack_linear(weight, bias)
-    return EagleHead(shape, place, ops, layers, norms, target.embedding(), fc, head)
+    return head
 
 
 class EagleHead(LlamaHead):
-    """A `RecurrentHead`."""
-
-    projection = b""
+    """A module of EAGLE-1 or EAGLE-2."""
 
     def __init__(
-        self,
-        shape: LlamaShape,
-        place: Place,
-        ops: LlamaOps,
-        layers: list[LlamaLayer],
-        norms: list[Tensor],
-        embedding: Tensor,
-        fc: Linear,
-        head: Linear,
+        self, checkpoint: Checkpoint, target: TargetTensors, stack: LlamaStack, place: Place
     ) -> None:
-        super().__init__(shape, place, ops, layers, norms, embedding)
-        self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
-        self._fc = fc
-        self._head = head
-        self.uses = (Use(fc, alone=True), *self._layer_uses(), Use(head, alone=True))
-
-    def begin(self, features: Tensor) -> Tensor:
-        return features.to(self.dtype)
+        super().__init__(stack, place, target.embedding())
+        hidden = stack.shape.hidden_size
+        self.features = FeatureSpec(hidden_size=hidden, final_norm=True)
+        bias = checkpoint.tensor("fc.bias", hidden) if "fc.bias" in checkpoint else None
+        self._fc = place.linear(checkpoint.tensor("fc.weight", hidden, 2 * hidden), bias)
+        self._head = place.linear(target.head())
+        self.uses = (Use(self._fc, alone=True), *self._layer_uses, Use(self._head, alone=True))
 
     def forward(
         self,
@@ -95,4 +67,4 @@ class EagleHead(LlamaHead):
         return self._run_layers(self._layers[0].qkv(x), x, attention)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        return self._scores(self._head(outputs))
+        return spread(self._head(outputs), None, self.vocab_size)

@@ -2,7 +2,7 @@
 
 Head i takes the target's last known state x, through residual blocks x + SiLU(A x + b), to logits
 for the token i + 1 places after the one that was drawn from x. The heads know nothing of each
-other's tokens: how likely a path is, is the product of its tokens' probabilities.
+other's tokens, so the probability of a path is the product of its tokens' probabilities.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from torch import Tensor
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.hidden_states.heads.base import spread
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_products
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.pack import pack_linear
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaWeights:
-    """What a checkpoint holds, by head."""
+    """The weights of a checkpoint, by head."""
 
     blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
     """[heads][layers] (weight [hidden, hidden], bias [hidden])."""
@@ -38,11 +39,11 @@ class MedusaWeights:
     """[known tokens, hidden] each; one for all heads, or one per head."""
     vocab_size: int
     token_map: Tensor | None = None
-    """int64 [known tokens]: which tokens of the target the heads know; None: all."""
+    """int64 [known tokens]: the target's tokens that the heads know; None: all."""
 
 
 class MedusaHead:
-    """A `OneShotHead`. Computes in the weights' dtype, on their device."""
+    """A `OneShotHead` that computes in the weights' dtype, on their device."""
 
     def __init__(self, weights: MedusaWeights) -> None:
         first = weights.lm_heads[0]
@@ -55,12 +56,13 @@ class MedusaHead:
         lm_heads: list[Linear] = [pack_linear(weight, None) for weight in weights.lm_heads]
         self._lm_heads = lm_heads * (self.max_depth // len(lm_heads))
         linears = [linear for layers in self._blocks for linear in layers] + lm_heads
-        self.uses = [Use(linear, alone=True) for linear in linears]
+        self.uses: Sequence[Use] = [Use(linear, alone=True) for linear in linears]
         self._token_map = weights.token_map
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """What head `depth` says: [n, hidden] to float32 [n, vocab], -inf for unknown tokens."""
-        return self._spread(self._lm_heads[depth](self._hidden(states, depth)))
+        """Return the logits of head `depth`: [n, hidden] to float32 [n, vocab]."""
+        known = self._lm_heads[depth](self._hidden(states, depth))
+        return spread(known, self._token_map, self.vocab_size)
 
     def begin(self, states: Tensor) -> Tensor:
         return states.to(self._dtype)
@@ -71,12 +73,12 @@ class MedusaHead:
     def guess(
         self,
         states: Tensor,
-        tokens: Tensor,  # noqa: ARG002 - the state says it all
+        tokens: Tensor,  # noqa: ARG002 - the state tells it all
         draws: TargetDraws,
         depth: int,
         width: int,
     ) -> Tensor:
-        """int32 [n, 2, depth, width]: the likeliest tokens of each place, and how likely."""
+        """int32 [n, 2, depth, width]: the likeliest tokens of each place, and their log probs."""
         logits = self._all_logits(self.begin(states), depth)
         found = [draws.likeliest(each[:, None], place, width) for place, each in enumerate(logits)]
         ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -89,9 +91,10 @@ class MedusaHead:
     def _all_logits(self, states: Tensor, num_heads: int) -> list[Tensor]:
         if len(set(map(id, self._lm_heads))) > 1:
             return [self.logits(states, depth) for depth in range(num_heads)]
-        # One product of all: the layer is large, and read once instead of once a head.
+        # One product of all reads the large layer once.
         hidden = torch.cat([self._hidden(states, depth) for depth in range(num_heads)])
-        return list(self._spread(self._lm_heads[0](hidden)).chunk(num_heads))
+        logits = spread(self._lm_heads[0](hidden), self._token_map, self.vocab_size)
+        return list(logits.chunk(num_heads))
 
     def _hidden(self, states: Tensor, depth: int) -> Tensor:
         x = states
@@ -99,20 +102,16 @@ class MedusaHead:
             x = x + F.silu(layer(x))
         return x
 
-    def _spread(self, known: Tensor) -> Tensor:
-        """Logits of the known tokens as those of all."""
-        return spread(known.float(), self._token_map, self.vocab_size)
-
 
 class _Layout(NamedTuple):
-    """How a checkpoint spells what it holds, of head i, layer j, in heads of n layers."""
+    """Names of a checkpoint's tensors: head i, layer j, in heads of n layers."""
 
     layer_weight: str  # a regular expression of i and j
     layer: str
     lm_head: str
 
 
-_LAYOUTS = (  # of FasterDecoding, which text-generation-inference shares; of vLLM
+_LAYOUTS = (  # of FasterDecoding and text-generation-inference; of vLLM
     _Layout(r"(\d+)\.(\d+)\.linear\.weight", "{i}.{j}.linear", "{i}.{n}.weight"),
     _Layout(
         r"blocks\.(\d+)\.layers\.(\d+)\.weight", "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"
@@ -127,14 +126,17 @@ def load_medusa(
 ) -> MedusaHead:
     """Read Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
 
-    How many heads and layers there are is counted: published configurations say it wrong. Raises
+    Heads and layers are counted, since published configurations have wrong numbers. Raises
     `ConfigError`, naming the tensor that does not fit the format or the target.
     """
     checkpoint, target = Checkpoint(folder, preferred=_FILE), TargetTensors(target_folder)
     config = checkpoint.config
     layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
     needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
-    token_map = _token_map(checkpoint, f"{prefix}token_map", target.vocab_size)
+    token_map, known = None, config.get("truncated_vocab_size")
+    name = f"{prefix}token_map"
+    if known != target.vocab_size and (known is not None or name in checkpoint):
+        token_map = checkpoint.token_ids(name, target.vocab_size, known)
     scale = config.get("logit_scale") or 1.0
     if not isinstance(scale, int | float):
         raise ConfigError(f"config.json in {folder}: logit_scale must be a number.")
@@ -179,7 +181,7 @@ def load_medusa(
 
 
 def _find_heads(checkpoint: Checkpoint) -> tuple[_Layout, str, int, int]:
-    """Layout and prefix of the tensors' names, and how many heads and layers they make."""
+    """Return layout and prefix of the tensors' names, and the numbers of heads and layers."""
     for prefix in _PREFIXES:
         for layout in _LAYOUTS:
             spelt = re.compile(re.escape(prefix) + layout.layer_weight)
@@ -187,34 +189,11 @@ def _find_heads(checkpoint: Checkpoint) -> tuple[_Layout, str, int, int]:
                 match.groups() for name in checkpoint.names if (match := spelt.fullmatch(name))
             ]
             if found:
-                return (
-                    layout,
-                    prefix,
-                    1 + max(int(i) for i, _ in found),
-                    1 + max(int(j) for _, j in found),
+                num_heads, num_layers = (
+                    1 + max(map(int, each)) for each in zip(*found, strict=True)
                 )
+                return layout, prefix, num_heads, num_layers
     raise ConfigError(
         f"{checkpoint.folder} holds no Medusa heads: neither a tensor 0.0.linear.weight nor "
         "blocks.0.layers.0.weight."
     )
-
-
-def _token_map(checkpoint: Checkpoint, name: str, vocab_size: int) -> Tensor | None:
-    """The target's ids of the tokens that the heads know, int64; None: all."""
-    known = checkpoint.config.get("truncated_vocab_size")
-    if known == vocab_size or (known is None and name not in checkpoint):
-        return None
-    token_map = checkpoint.tensor(name)
-    ids = token_map.flatten().tolist()
-    if (
-        token_map.dtype not in (torch.int64, torch.int32)
-        or token_map.dim() != 1
-        or known not in (None, len(ids))
-        or len(set(ids)) < len(ids)
-        or not 0 <= min(ids, default=-1) <= max(ids, default=vocab_size) < vocab_size
-    ):
-        raise ConfigError(
-            f"{name} in {checkpoint.folder} must hold truncated_vocab_size different token ids "
-            f"below {vocab_size}."
-        )
-    return token_map.long()

@@ -1,7 +1,7 @@
 """IBM's MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrence over tokens.
 
-Its state begins as the target's last known one and takes in a token at every step, so what it
-guesses next depends on its guess before: candidates are followed in a beam.
+Its state begins as the target's last known one and takes in a token at every step. A guess depends
+on the guess before, so the likeliest tokens are followed in a beam.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.pack import pack_linear
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
@@ -39,10 +40,10 @@ class SpeculatorStage:
 
 
 class MlpSpeculatorHead:
-    """A `OneShotHead`. Computes in the weights' dtype, on their device.
+    """A `OneShotHead` that computes in the weights' dtype, on their device.
 
-    `stages` are all n_predict of the checkpoint, however few of them are used: their number sets
-    how state and token are weighed. `scale_input` normalises the target's state first.
+    `stages` are all n_predict of the checkpoint, also if fewer are used, since their number sets
+    the weights of state and token. `scale_input` normalises the target's state first.
     """
 
     def __init__(self, stages: Sequence[SpeculatorStage], *, scale_input: bool) -> None:
@@ -62,11 +63,11 @@ class MlpSpeculatorHead:
         self._proj = [packed[id(stage.proj)] for stage in stages]
         self._head = [packed[id(stage.head)] for stage in stages]
         pairs = zip(self._proj, self._head, strict=True)
-        self.uses = [Use(linear, alone=True) for pair in pairs for linear in pair]
+        self.uses: Sequence[Use] = [Use(linear, alone=True) for pair in pairs for linear in pair]
         self._scale_input = scale_input
         inner = first.emb.shape[1]
         state_weight = 0.5 ** (0.5 / len(stages))
-        # Of the token, where the state weighs 1: the norm that follows takes out a common factor.
+        # The state weighs 1, since the norm that follows takes out a common factor.
         self._token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def begin(self, states: Tensor) -> Tensor:
@@ -83,8 +84,6 @@ class MlpSpeculatorHead:
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
         """int32 [n, 3, nodes]: tokens, parents and scores of all that the beam looked at."""
-        # Where a row wants fewer nodes than `width`, what a wider beam adds is never among its
-        # best: it does not matter how many the others want.
         n = len(tokens)
         states, last, paths = self.begin(states), tokens, tokens.new_zeros(n, 1, dtype=torch.float)
         ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
@@ -114,7 +113,7 @@ class MlpSpeculatorHead:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """X over the root of its mean square; no mean is taken out."""
+    """Divide x by the root of its mean square; no mean is taken out."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
 

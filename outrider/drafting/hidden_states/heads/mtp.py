@@ -7,161 +7,208 @@ norm, and the target's own head; h_p is the target's state at p after its final 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
-from outrider.drafting.hidden_states.heads.base import spread, wanted_rows
-from outrider.engine.attention.backends import AttentionTraits
-from outrider.engine.attention.base import StepAttention
+from outrider.drafting.hidden_states.checkpoints import TensorSource
+from outrider.drafting.hidden_states.heads.base import (
+    HeadShape,
+    Place,
+    RecurrentHead,
+    spread,
+    wanted_rows,
+)
+from outrider.drafting.hidden_states.heads.llama import LlamaLayer, Rotary
+from outrider.engine.attention.base import (
+    ATTENTION_NAME,
+    PagedStep,
+    StepAttention,
+    paged_attention_forward,
+)
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.linear import pack_linear
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.pack import prepack_linears
+from outrider.engine.model.transformers_step import PagedCache
 from outrider.features import FeatureSpec
 
-
-class FeedBack(StrEnum):
-    """What the head takes in place of a target's state for rows past the committed text."""
-
-    POST_NORM = "post_norm"  # what the head's logits are made of
-    RAW = "raw"  # the decoder layer's output
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
-class MtpModule(Protocol):
-    """One prediction module, with keys and values of its own."""
+class LlamaModule:
+    """A module around a Llama-like layer, in few operations: Qwen3.5 (dense), Qwen2, Llama."""
 
-    @property
-    def capturable(self) -> bool:
-        """As of a `RecurrentHead`."""
-        ...
+    capturable = True
 
-    @property
-    def uses(self) -> Sequence[Use]:
-        """As of a `RecurrentHead`."""
-        ...
+    def __init__(
+        self, source: TensorSource, rope: Tensor, shape: HeadShape, place: Place, index: int
+    ) -> None:
+        """`rope` is a table as of `rope_table`; `index` the layer of the pools.
+
+        The gate of attention's output is read as `gate.weight`, where the source has it.
+        """
+        size, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+
+        def norm(name: str) -> Tensor:
+            return place.put(source.tensor(f"{name}.weight", size))
+
+        self._ops, self._eps, self._rope = place.ops, shape.eps, rope
+        self._enorm, self._hnorm, self._norm = norm("enorm"), norm("hnorm"), norm("norm")
+        self._input_norm = norm("block.input_layernorm")
+        self._eh_proj = place.linear(source.tensor("eh_proj.weight", size, 2 * size))
+        self._layer = LlamaLayer(source, "block.", shape, place, index=index, input_width=size)
+        self._gate: Linear | None = None
+        if "gate.weight" in source:
+            self._gate = place.linear(source.tensor("gate.weight", queries, size).contiguous())
+        self.uses: Sequence[Use] = (
+            Use(self._eh_proj, alone=True),
+            *(() if self._gate is None else (Use(self._gate, alone=True),)),
+            *self._layer.uses(self._input_norm if self._gate is None else None),
+        )
 
     def bind(self, pools: KVPools) -> None:
-        """Called once, before the first forward: where its keys and values are to be kept."""
-        ...
+        self._layer.bind(pools)
 
     def forward(
         self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
     ) -> Tensor:
-        """Rows of embeddings and states [n, H] to the decoder layer's output [m, H].
+        """Map embeddings and states [n, H] to the decoder layer's output [m, H].
 
         `rows` int64 [m] are those whose output is wanted; None: all.
         """
-        ...
+        ops, eps = self._ops, self._eps
+        parts = (
+            ops.rms_norm(embedded, self._enorm, eps),
+            ops.rms_norm(states.contiguous(), self._hnorm, eps),
+        )
+        x = self._eh_proj(torch.cat(parts, dim=-1))
+        rope = self._rope.index_select(0, attention.batch.positions)
+        if self._gate is None:
+            qkv = ops.norm_linear(x, self._input_norm, eps, self._layer.qkv)
+            return self._layer(qkv, x, rope, attention, None, rows)
+        normed = ops.rms_norm(x, self._input_norm, eps)
+        gate = self._gate(normed if rows is None else normed.index_select(0, rows)).sigmoid_()
+        return self._layer(self._layer.qkv(normed), x, rope, attention, gate, rows)
 
     def norm(self, outputs: Tensor) -> Tensor:
-        """The last norm, of `forward`'s outputs [n, H]."""
-        ...
+        """Apply the last norm to `forward`'s outputs."""
+        return self._ops.rms_norm(outputs, self._norm, self._eps)
 
 
-@dataclass(frozen=True, slots=True)
-class MtpShape:
-    """Sizes of a module."""
+class ModuleWeights(nn.Module):
+    """The weights of a module: x = eh_proj [enorm(e); hnorm(h)], `block`, `norm`."""
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_model_len: int
-    latents: tuple[int, int] | None = None  # (kv_lora_rank, qk_rope_head_dim), if it keeps those
-
-    @property
-    def kv_layer(self) -> tuple[int, int, int]:
-        """(kv_heads, key_dim, value_dim)"""
-        if self.latents is not None:
-            return (1, *self.latents)
-        return (self.num_kv_heads, self.head_dim, self.head_dim)
+    def __init__(self, block: nn.Module, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        parts: Any = block
+        norm_class = type(parts.input_layernorm)  # with its family's convention for the weight
+        self.enorm = norm_class(hidden_size, eps=eps)
+        self.hnorm = norm_class(hidden_size, eps=eps)
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.block = block
+        self.norm = norm_class(hidden_size, eps=eps)
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """How tokens get into the head and out of it."""
+class LayerModule:
+    """A module around a decoder layer of `transformers`, with the methods of `LlamaModule`.
 
-    embedding: Tensor  # [vocab_size, H]
-    head: Tensor  # [vocab_size, H], or a row for each of `draft_ids`
-    draft_ids: Tensor | None = None  # int64 [draft_vocab_size]: the target's ids of the head's rows
-
-
-class MtpHead:
-    """Implements `RecurrentHead`.
-
-    Of n modules, step k draws from module k mod n. Every module runs over every row: its keys and
-    values have to be there when its turn comes, and those of true rows are made from the target's
-    states in all modules (which were trained on the output of the module before: an estimate of
-    the same state).
+    The layer is made with `ATTENTION_NAME`. `latent`: it has multi-head latent attention.
     """
 
-    projection = b""
+    capturable = False  # experts look on the host at which tokens they get
+    uses: Sequence[Use] = ()  # run one by one: there is no sequence to measure them in
+
+    def __init__(self, weights: ModuleWeights, rotary: Rotary, *, latent: bool) -> None:
+        prepack_linears(weights.eval().requires_grad_(False))
+        self._weights: Any = weights
+        self._rotary = rotary
+        self._latent = latent
+        self._cache: PagedCache | None = None
+        self._pool_of: Any = None
+
+    def bind(self, pools: KVPools) -> None:
+        self._cache = PagedCache(pools, latent=self._latent)
+        self._pool_of = None if self._latent else pools.layer
+
+    def forward(
+        self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
+    ) -> Tensor:
+        assert self._cache is not None, "bind() comes first"
+        self._cache.begin(attention)
+        weights, block, positions = self._weights, self._weights.block, attention.batch.positions
+        joined = torch.cat((weights.enorm(embedded), weights.hnorm(states)), dim=-1)
+        x = weights.eh_proj(joined)[None]
+        attended, _ = block.self_attn(
+            hidden_states=block.input_layernorm(x),
+            attention_mask=None,
+            position_ids=positions[None],
+            position_embeddings=self._rotary(x, positions[None]),
+            past_key_values=self._cache,
+            paged=PagedStep(attention, self._pool_of),
+        )
+        x = x + attended
+        if rows is not None:
+            x = x.index_select(1, rows)
+        output: Tensor = x + block.mlp(block.post_attention_layernorm(x))
+        return output[0]
+
+    def norm(self, outputs: Tensor) -> Tensor:
+        normed: Tensor = self._weights.norm(outputs)
+        return normed
+
+
+class MtpHead(RecurrentHead):
+    """A `RecurrentHead` of n modules, of which step k drafts with module k mod n.
+
+    Every module runs over every row, since its keys and values must be there when its step comes.
+    Those of true rows are made from the target's states in all modules. (Modules were trained on
+    the output of the module before, which is an estimate of the same state.)
+    """
 
     def __init__(
         self,
-        modules: Sequence[MtpModule],
-        shape: MtpShape,
-        vocabulary: Vocabulary,
-        feed_back: FeedBack = FeedBack.POST_NORM,
+        modules: Sequence[LlamaModule] | Sequence[LayerModule],
+        shape: HeadShape,
+        place: Place,
+        embedding: Tensor,
+        head: Tensor,
+        *,
+        draft_ids: Tensor | None,
+        feed_back_raw: bool,
     ) -> None:
+        """`head` has a row for each of `draft_ids`, int64, or for all tokens of the target.
+
+        With `feed_back_raw` rows past the committed text take the decoder layer's output in place
+        of a target's state, else the normed output that logits are made of.
+        """
+        super().__init__(shape, place, modules, embedding)
         self._modules = modules
-        self._shape = shape
-        self._embedding = vocabulary.embedding
-        self._head = pack_linear(vocabulary.head, None)
-        self._draft_ids = vocabulary.draft_ids
-        self._raw = feed_back is FeedBack.RAW
-        self.dtype, self.device = vocabulary.head.dtype, vocabulary.head.device
-        self.vocab_size = len(vocabulary.embedding)
-        self.state_size = shape.hidden_size
-        self.max_model_len = shape.max_model_len
-        self.kv_layers = (shape.kv_layer,) * len(modules)
+        self._head = place.linear(head)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(place.device)
+        self._raw = feed_back_raw
         self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
         self.capturable = all(module.capturable for module in modules)
         of_modules = [use for module in modules for use in module.uses]
         self.uses = (*of_modules, Use(self._head, alone=True))
 
-    def attention_traits(self, page_size: int) -> AttentionTraits:
-        return AttentionTraits(
-            head_dims=frozenset({self._shape.head_dim}),
-            num_heads=self._shape.num_heads,
-            num_kv_heads=self._shape.num_kv_heads,
-            page_size=page_size,
-            dtype=self.dtype,
-            softcap=False,
-            sinks=False,
-            latent=self._shape.latents is not None,
-        )
-
-    def bind(self, pools: KVPools) -> None:
-        for module in self._modules:
-            module.bind(pools)
-
-    def begin(self, features: Tensor) -> Tensor:
-        return features.to(self.device, self.dtype)
-
     @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
     ) -> Tensor:
-        """Output [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed.
-
-        They are those of `wanted_rows`.
-        """
-        embedded = F.embedding(token_ids, self._embedding).to(self.dtype)
-        rows = wanted_rows(attention.batch)
+        """Return outputs [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed."""
+        embedded, rows = self._embed(token_ids), wanted_rows(attention.batch)
         outputs = [module.forward(embedded, states, attention, rows) for module in self._modules]
-        turn = step % len(self._modules)
-        normed = self._modules[turn].norm(outputs[turn])
-        return torch.cat((normed, outputs[turn]), dim=-1) if self._raw else normed
+        index = step % len(self._modules)
+        normed = self._modules[index].norm(outputs[index])
+        return torch.cat((normed, outputs[index]), dim=-1) if self._raw else normed
 
     def feed_back(self, outputs: Tensor) -> Tensor:
         return outputs[:, -self.state_size :]
 
     @torch.inference_mode()
     def logits(self, outputs: Tensor) -> Tensor:
-        known = self._head(outputs[:, : self.state_size].contiguous()).float()
+        known = self._head(outputs[:, : self.state_size].contiguous())
         return spread(known, self._draft_ids, self.vocab_size)

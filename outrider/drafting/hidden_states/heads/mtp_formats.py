@@ -1,4 +1,4 @@
-"""How multi-token prediction heads are stored: names of tensors, and whose decoder layer they hold.
+"""The formats of multi-token prediction heads: names of tensors, and families of decoder layers.
 
 Sources: DeepSeek-V3's README_WEIGHTS, Qwen3-Next and Qwen3.5 as published, RTP-LLM's loaders.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider.drafting.hidden_states.heads.mtp_modules import ModuleWeights, Rotary
+from outrider.drafting.hidden_states.heads.llama import Rotary
+from outrider.drafting.hidden_states.heads.mtp import ModuleWeights
 from outrider.engine.attention.base import ATTENTION_NAME
 from outrider.errors import ConfigError
 
@@ -25,14 +26,14 @@ class Family:
     package: str
     prefix: str  # of its classes
     text: str = ""  # in the names of the config and the rotary embedding
-    typed_layers: bool = False  # config.layer_types says what each layer is
-    settings: Mapping[str, Any] | None = None  # that make every layer what a module holds
-    llama: bool = False  # a Llama-like layer: it is run by `mtp_llama`
-    gated: bool = False  # and has Qwen3.5's conventions
+    typed_layers: bool = False  # config.layer_types says the kind of each layer
+    settings: Mapping[str, Any] | None = None  # these make every layer like a module's
+    llama: bool = False  # a Llama-like layer, run by `LlamaModule`
+    gated: bool = False  # and with Qwen3.5's conventions
     grids: int = 0  # its rotary embedding takes positions in so many grids: alike in a text
 
     def config(self, values: Mapping[str, Any], num_modules: int) -> Any:
-        """The config of `num_modules` layers, from what config.json holds."""
+        """Return the config of `num_modules` layers, from the settings of config.json."""
         changed = {**values, **(self.settings or {}), "num_hidden_layers": num_modules}
         if self.typed_layers:
             changed["layer_types"] = ["full_attention"] * num_modules
@@ -43,7 +44,7 @@ class Family:
         return config
 
     def weights(self, config: Any, index: int) -> ModuleWeights:
-        """One module, without memory for what it holds."""
+        """Return one module, without memory for its weights."""
         layer = getattr(self._modeling, f"{self.prefix}DecoderLayer")
         with torch.device("meta"):
             return ModuleWeights(
@@ -51,6 +52,7 @@ class Family:
             )
 
     def rotary(self, config: Any, device: torch.device) -> Rotary:
+        """Return the rotary embedding, which takes positions [1, n]."""
         name = f"{self.prefix}{self.text}RotaryEmbedding"
         rotary: Rotary = getattr(self._modeling, name)(config).to(device)
         if not self.grids:
@@ -64,114 +66,94 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
-    """`{i}` in a name is the module's number in the checkpoint."""
+    """The names of a format's tensors; `{i}` is the module's number in the checkpoint."""
 
     name: str
-    marker: re.Pattern[str]  # of what a module has in this format only; groups its number
-    root: str  # what comes before the names of all of a module's tensors,
+    marker: str  # matches names that only modules of this format have; groups their number
+    root: str  # comes before the names of all of a module's tensors,
     layer: str  # and before those of its decoder layer
-    parts: Mapping[str, str]  # a module's own tensors: name here -> name in the checkpoint
+    parts: tuple[str, str, str, str]  # the format's enorm, hnorm, eh_proj, norm, after the root
     families: Mapping[str, Family]  # by model_type
-    copies: tuple[str, ...] = ()  # further tensors of a module: what the target holds as well
+    copies: tuple[str, ...] = ()  # further tensors of a module, which the target holds as well
     hidden_first: bool = False  # the projection is of [h; e], and stored [2 H, H]
     own_vocabulary: bool = False  # embedding and head may be the checkpoint's own
 
     def stored_name(self, name: str, number: int) -> str:
-        """Where the checkpoint keeps a module's tensor `name`."""
-        if name in self.parts:
-            return self.parts[name].format(i=number)
+        """Return the checkpoint's name of a module's tensor `name` (see `ModuleWeights`)."""
+        part = dict(zip(("enorm", "hnorm", "eh_proj", "norm"), self.parts, strict=True)).get(
+            name.removesuffix(".weight")
+        )
+        if part is not None:
+            return f"{self.root}{part}.weight".format(i=number)
         return self.layer.format(i=number) + name.removeprefix("block.")
 
     def numbers(self, names: Collection[str]) -> list[int]:
-        """The modules among `names`, in order."""
-        found = (self.marker.fullmatch(name) for name in names)
+        """Return the numbers of the modules among `names`, in order."""
+        found = (re.fullmatch(self.marker, name) for name in names)
         return sorted({int(match[1]) for match in found if match})
 
-    def foreign(self, names: Collection[str], used: Collection[str], number: int) -> list[str]:
-        """Tensors of a module that nothing here would use."""
-        known = {name.format(i=number) for name in self.copies}
-        prefix = self.root.format(i=number)
-        left = set(names) - set(used) - known
-        return sorted(name for name in left if name.startswith(prefix))
 
-
-_DEEPSEEK = MtpFormat(
-    name="DeepSeek",
-    marker=re.compile(r"model\.layers\.(\d+)\.(?:enorm|hnorm|shared_head\.norm)\.weight"),
-    root="model.layers.{i}.",
-    layer="model.layers.{i}.",
-    parts={
-        "enorm.weight": "model.layers.{i}.enorm.weight",
-        "hnorm.weight": "model.layers.{i}.hnorm.weight",
-        "eh_proj.weight": "model.layers.{i}.eh_proj.weight",
-        "norm.weight": "model.layers.{i}.shared_head.norm.weight",
-    },
-    families={
-        "deepseek_v3": Family("deepseek_v3", "DeepseekV3", settings={"first_k_dense_replace": 0}),
-        "glm4_moe": Family("glm4_moe", "Glm4Moe", settings={"first_k_dense_replace": 0}),
-    },
-    copies=(
-        "model.layers.{i}.embed_tokens.weight",
-        "model.layers.{i}.shared_head.head.weight",
-        "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+_QWEN2 = Family("qwen2", "Qwen2", typed_layers=True, llama=True)
+_QWEN3_5 = Family("qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True, grids=3)
+_QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True, grids=3)
+_FORMATS = (
+    MtpFormat(
+        name="DeepSeek",
+        marker=r"model\.layers\.(\d+)\.(?:enorm|hnorm|shared_head\.norm)\.weight",
+        root="model.layers.{i}.",
+        layer="model.layers.{i}.",
+        parts=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        families={
+            "deepseek_v3": Family(
+                "deepseek_v3", "DeepseekV3", settings={"first_k_dense_replace": 0}
+            ),
+            "glm4_moe": Family("glm4_moe", "Glm4Moe", settings={"first_k_dense_replace": 0}),
+        },
+        copies=(
+            "embed_tokens.weight",
+            "shared_head.head.weight",
+            "self_attn.rotary_emb.inv_freq",
+        ),
+    ),
+    MtpFormat(
+        name="Qwen",
+        marker=r"mtp\.layers\.(\d+)\..+",
+        root="mtp.",
+        layer="mtp.layers.{i}.",
+        parts=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        families={
+            "qwen3_next": Family(
+                "qwen3_next",
+                "Qwen3Next",
+                typed_layers=True,
+                settings={"mlp_only_layers": [], "decoder_sparse_step": 1},
+            ),
+            "qwen3_5": _QWEN3_5,
+            "qwen3_5_text": _QWEN3_5,
+            "qwen3_5_moe": _QWEN3_5_MOE,
+            "qwen3_5_moe_text": _QWEN3_5_MOE,
+        },
+    ),
+    MtpFormat(
+        name="RTP-LLM",
+        marker=r"model\.layers\.(\d+)\.(?:e_norm|h_norm|final_head\.norm)\.weight",
+        root="model.layers.{i}.",
+        layer="model.layers.{i}.",
+        parts=("e_norm", "h_norm", "eh_proj", "final_head.norm"),
+        families={
+            "qwen2": _QWEN2,
+            "qwen_2-mtp": _QWEN2,
+            "qwen3": Family("qwen3", "Qwen3", typed_layers=True, llama=True),
+            "llama": Family("llama", "Llama", llama=True),
+        },
+        hidden_first=True,
+        own_vocabulary=True,
     ),
 )
-_QWEN = MtpFormat(
-    name="Qwen",
-    marker=re.compile(r"mtp\.layers\.(\d+)\..+"),
-    root="mtp.",
-    layer="mtp.layers.{i}.",
-    parts={
-        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
-        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
-        "eh_proj.weight": "mtp.fc.weight",
-        "norm.weight": "mtp.norm.weight",
-    },
-    families={
-        "qwen3_next": Family(
-            "qwen3_next",
-            "Qwen3Next",
-            typed_layers=True,
-            settings={"mlp_only_layers": [], "decoder_sparse_step": 1},
-        ),
-        **dict.fromkeys(
-            ("qwen3_5", "qwen3_5_text"),
-            Family(
-                "qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True, grids=3
-            ),
-        ),
-        **dict.fromkeys(
-            ("qwen3_5_moe", "qwen3_5_moe_text"),
-            Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True, grids=3),
-        ),
-    },
-)
-_QWEN2 = Family("qwen2", "Qwen2", typed_layers=True, llama=True)
-_RTP = MtpFormat(
-    name="RTP-LLM",
-    marker=re.compile(r"model\.layers\.(\d+)\.(?:e_norm|h_norm|final_head\.norm)\.weight"),
-    root="model.layers.{i}.",
-    layer="model.layers.{i}.",
-    parts={
-        "enorm.weight": "model.layers.{i}.e_norm.weight",
-        "hnorm.weight": "model.layers.{i}.h_norm.weight",
-        "eh_proj.weight": "model.layers.{i}.eh_proj.weight",
-        "norm.weight": "model.layers.{i}.final_head.norm.weight",
-    },
-    families={
-        "qwen2": _QWEN2,
-        "qwen_2-mtp": _QWEN2,
-        "qwen3": Family("qwen3", "Qwen3", typed_layers=True, llama=True),
-        "llama": Family("llama", "Llama", llama=True),
-    },
-    hidden_first=True,
-    own_vocabulary=True,
-)
-_FORMATS = (_DEEPSEEK, _QWEN, _RTP)
 
 
 def detect(names: Collection[str]) -> tuple[MtpFormat, list[int]]:
-    """The format of a checkpoint with these tensors, and its modules' numbers.
+    """Return the format of a checkpoint with these tensors, and its modules' numbers.
 
     Raises `ConfigError` if there is no module of a known format, or a gap between them.
     """
@@ -192,7 +174,7 @@ def detect(names: Collection[str]) -> tuple[MtpFormat, list[int]]:
 
 
 def family_of(stored: MtpFormat, config: Mapping[str, Any]) -> Family:
-    """Whose layer the modules hold, by the config's model_type."""
+    """Return the family of the modules' layer, by the config's model_type."""
     kind = str(config.get("model_type"))
     if kind not in stored.families:
         known = ", ".join(stored.families)

@@ -1,7 +1,7 @@
-"""Attention over pages in Triton: needs nothing but torch, any dtype, softcap and sinks included.
+"""Attention over pages in Triton, in any dtype, with softcap, sinks and trees.
 
-Few rows of long context do not fill a GPU with one program per row and key head; here their keys
-are divided among several programs, which FlashAttention-4 does not do on Hopper.
+Few rows of long context do not fill a GPU with one program per row and key head. So their keys are
+split among several programs, which FlashAttention-4 does not do on Hopper.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
-from outrider.engine.attention.tree_mask import MAX_TREE_NODES
 from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.kernels.attention import combine_splits_kernel, paged_attention_kernel
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.kv_cache.pools import LayerPool, PageMajorPool
+from outrider.engine.tree_mask import MAX_TREE_NODES
 
 _MAX_SPLITS = 16
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
-_MAX_JOINED = 16  # likewise, where a tile joins rows that share pages
+_MAX_JOINED = 16  # likewise in a tile of rows that share pages
 _SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
 
 
@@ -41,7 +41,7 @@ class TritonBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How a program goes through the keys, and how many of its kind share a multiprocessor."""
+    """How a program reads its keys, and how many programs share a multiprocessor."""
 
     keys: int  # per block
     warps: int
@@ -49,14 +49,9 @@ class _Tiling:
 
 
 def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
-    """For tiles of this many queries; `alone`: every program gets a multiprocessor; `joined`: a
-    tile has several rows.
+    """Return the fastest tiling on an H200 for tiles of `block_m` queries.
 
-    On an H200, 512 keys in 8 heads: at 128 a head 7.5 us became 5.4 at 1 row, 12.5 became 9.2 at 8
-    and 26 became 21 at 32; at 64 a head 13.7 became 8.7 at 16 rows. (Before: 64 keys, 4 warps, 2.)
-    There 64 keys and 2 warps are better again but for 16 rows: 16.7 became 13.9 at 32 (51 became 42
-    with 2,048 keys), 9.2 became 9.6 at 16. Of rows that share pages, 4 to a tile: 29 became 19 at
-    128, 113 became 54 at 512 (88 became 43 at 128 with 2,048 keys), 15.4 became 16.5 at 64.
+    `alone`: every program has a multiprocessor to itself. `joined`: a tile has several rows.
     """
     if joined:
         return _Tiling(128 if dim <= 64 else 64, 4, 2)
@@ -66,14 +61,13 @@ def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
         return _Tiling(32, 8, 1)
     if dim <= 64:
         return _Tiling(64, 2, 2)
-    return _Tiling(32, 1, 4)  # a warp waits for no other
+    return _Tiling(32, 1, 4)  # one warp needs no barrier
 
 
 class TritonPagedAttention:
-    """Implements `StepAttention` over page-major pools. Safe to capture in a CUDA graph.
+    """Implements `StepAttention` over page-major pools. A CUDA graph can capture it.
 
-    A captured graph keeps its number of splits: it depends on the batch's shape, not on its
-    lengths.
+    The number of splits depends on the batch's shape, not on its lengths.
     """
 
     def __init__(self, batch: PackedBatch, multiprocessors: int) -> None:
@@ -92,13 +86,13 @@ class TritonPagedAttention:
         return self._launch(query, None, pool, params)
 
     def takes_new(self, group: int, params: AttentionParams) -> bool:
-        """Whether `attend_new` can be called with so many query heads per key head."""
+        """Return whether `attend_new` supports so many query heads per key head."""
         return self._max_query_len * group <= _MAX_QUERIES and not self._too_wide(params)
 
     def attend_new(
         self, query: Tensor, rope: Tensor, pool: LayerPool, params: AttentionParams
     ) -> Tensor:
-        """Turn queries and keys, stores keys and values, and attends, in one launch.
+        """Rotate queries and keys, store keys and values, and attend, in one launch.
 
         query [tokens, kv_heads, group, dim] is the first part of rows in which the new keys and
         values [2, kv_heads, dim] follow; rope as for `LlamaOps.rotate_and_store`.
@@ -106,12 +100,12 @@ class TritonPagedAttention:
         return self._launch(query, rope, pool, params)
 
     def _too_wide(self, params: AttentionParams) -> bool:
-        """Whether an ancestor may be farther away than the window reaches."""
+        """Return whether a node's ancestors may be outside the window."""
         window = params.sliding_window or MAX_TREE_NODES
         return self._batch.trees is not None and window < MAX_TREE_NODES
 
     def _joined(self, group: int, params: AttentionParams) -> int:
-        """Rows that a tile of queries may join: a power of two."""
+        """Return the rows that a tile of queries may join, a power of two."""
         shared, trees = self._batch.shared, self._batch.trees
         if shared is None or trees is not None or params.sliding_window is not None:
             return 1
@@ -123,7 +117,7 @@ class TritonPagedAttention:
     ) -> Tensor:
         assert isinstance(pool, PageMajorPool)
         assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
-        batch, trees = self._batch, self._batch.trees
+        batch, trees, shared = self._batch, self._batch.trees, self._batch.shared
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
         joined = self._joined(group, params)
@@ -132,7 +126,7 @@ class TritonPagedAttention:
         tiles = triton.cdiv(queries, block_m)
         block_dim = max(16, triton.next_power_of_2(dim))
         block_value_dim = max(16, triton.next_power_of_2(value_dim))
-        # Prompts, of which there are many lengths, are compiled for once: tiles enough they have.
+        # Prompts have many tiles, and a kernel without splits serves all their lengths.
         programs = triton.cdiv(self._rows, joined) * kv_heads
         alone = programs * _MAX_SPLITS <= self._multiprocessors and tiles == 1
         tiling = _tiling(block_m, max(dim, value_dim), alone=alone, joined=joined > 1)
@@ -145,73 +139,49 @@ class TritonPagedAttention:
             partial = query.new_empty((heads, splits, value_dim), dtype=torch.float32)
             lse = query.new_empty((heads, splits), dtype=torch.float32)
         block_bytes = tiling.keys * (block_dim + block_value_dim) * query.element_size()
-        # Triton's stages: the page table's loads take every second one.
+        # Loads of the page table take every second one of Triton's stages.
         buffers = min(3, _SHARED_BYTES // block_bytes)
         grid = (splits, kv_heads, self._rows)
-        if tiles > 1:  # a row of a single token, say, has but one of so many as the longest has
+        if tiles > 1:  # short rows have fewer tiles than the longest one
             grid = (tokens * group // block_m + self._rows, kv_heads, 1)
-        paged_attention_kernel[grid](
-            query,
-            query if rope is None else rope,
-            batch.slot_mapping,
-            pool.keys,
-            pool.values,
-            batch.block_table,
-            batch.seq_lens,
-            batch.cu_seqlens_q,
-            out if params.sinks is None else params.sinks,
-            batch.seq_lens if trees is None else trees.starts,
-            batch.positions if trees is None else trees.visible,
+        unused = batch.seq_lens  # in place of tensors that the kernel does not read
+        tensors = (
+            *(query, unused if rope is None else rope, batch.slot_mapping, pool.keys, pool.values),
+            *(batch.block_table, batch.seq_lens, batch.cu_seqlens_q),
+            unused if params.sinks is None else params.sinks,
+            *((unused, unused) if trees is None else (trees.starts, trees.visible)),
             batch.positions,
-            batch.seq_lens if batch.shared is None else batch.shared.places,
-            batch.seq_lens if batch.shared is None else batch.shared.pages,
-            partial,
-            lse,
-            query.stride(0),
-            batch.block_table.stride(0),
-            self._rows,
-            params.sliding_window or 0,
-            params.scaling,
-            params.softcap or 0.0,
-            group,
-            dim,
-            value_dim,
-            batch.page_size,
-            params.sliding_window is not None,
-            params.softcap is not None,
-            params.sinks is not None,
-            trees is not None,
-            rope is not None,
+            *((unused, unused) if shared is None else (shared.places, shared.pages)),
+            *(partial, lse),
+        )
+        sizes = (query.stride(0), batch.block_table.stride(0), self._rows)
+        numbers = (params.sliding_window or 0, params.scaling, params.softcap or 0.0)
+        shape = (group, dim, value_dim, batch.page_size)
+        extras = (params.sliding_window, params.softcap, params.sinks, trees, rope)
+        paged_attention_kernel[grid](
+            *tensors,
+            *sizes,
+            *numbers,
+            *shape,
+            *(extra is not None for extra in extras),
             min(16, block_m // triton.next_power_of_2(group)),
-            joined,
-            tiles > 1,
-            splits,
-            block_m,
-            tiling.keys,
-            block_dim,
-            block_value_dim,
+            *(joined, tiles > 1, splits, block_m, tiling.keys, block_dim, block_value_dim),
             2 * buffers + 1 if buffers > 1 else 1,
             num_warps=tiling.warps,
             **launch_options(),
         )
         if splits > 1:
+            sizes = (value_dim, splits, block_value_dim)
             combine_splits_kernel[(len(lse),)](
-                partial,
-                lse,
-                out,
-                value_dim,
-                splits,
-                block_value_dim,
-                num_warps=1,
-                **launch_options(),
+                partial, lse, out, *sizes, num_warps=1, **launch_options()
             )
         return out
 
 
 def _splits(programs: int, most: int) -> int:
-    """Programs per tile: a power of two that brings `programs` to `most`, or as near as it may.
+    """Return the programs per tile, a power of two that brings `programs` close to `most`.
 
-    Not of the context's length, so that few kernels are ever compiled: idle programs are cheap.
+    It does not depend on the context's length, so that few kernels are compiled.
     """
     splits = 1
     while splits * 2 * programs <= most and splits < _MAX_SPLITS:

@@ -1,1 +1,1 @@
-"""Matrix products of few rows on CUDA, and how one is chosen."""
+"""Products of few rows on CUDA, and the choice of their kernels."""

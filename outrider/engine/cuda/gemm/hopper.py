@@ -1,4 +1,4 @@
-"""Compiles and launches `kernels/bulk_tiles.cu`, for compute capability 9.0."""
+"""Compile and launch `kernels/hopper.cu` for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_LINE = 128  # bytes of a row that are fetched at once
-_SHARED = 228 * 1024  # bytes of a multiprocessor, whose programs share them
-_ALIGNED = 1024  # bytes, that blocks begin at
-_BESIDE = 1024 + 256  # bytes that a program takes beside: the system's own, and barriers
-_MAPS = 8192  # that are remembered: of a model's weights, and of what they multiply
+_LINE = 128  # bytes of a row in one fetch
+_SHARED = 228 * 1024  # bytes of shared memory on a multiprocessor
+_ALIGNED = 1024  # bytes, the alignment of blocks
+_OVERHEAD = 1024 + 256  # bytes per program for the system and for barriers
+_MAX_MAPS = 8192  # tensor maps in the cache
 _MOST_STAGES = 12
-COMPILERS = 16  # at once, at most: what each starts takes memory
+COMPILERS = 16  # at once, at most, because each takes memory
 INNER = 128  # divides the inner dimension
-GROUP_ROWS = 64  # of a weight, that a warpgroup takes
-MOST_SPLITS = 8  # programs of a cluster that every device takes
+GROUP_ROWS = 64  # of a weight, per warpgroup
+MOST_SPLITS = 8  # programs of a cluster that every device supports
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the kernel is compiled for, by the names in its source."""
+    """The constants of a compiled kernel, named as in its source."""
 
     rows: int  # a multiple of 8
     groups: int
@@ -49,7 +49,7 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        room = _SHARED // self.resident - _BESIDE - _ALIGNED
+        room = _SHARED // self.resident - _OVERHEAD - _ALIGNED
         return min(_MOST_STAGES, room // self._stage_bytes)
 
     @property
@@ -76,9 +76,9 @@ class Variant:
         return f"constexpr int {names};\n{self._multiply()}\n{_kernel_text()}"
 
     def _multiply(self) -> str:
-        """wgmma names each of its registers: as many as there are sums."""
+        """Return `multiply`, whose wgmma names one register per sum."""
         kind, columns, inner, letter = ("float", self.rows, "k16.f32.bf16.bf16", "f")
-        flags = ", 1, 1, 0, 0"  # as they are, not negated, not transposed
+        flags = ", 1, 1, 0, 0"  # neither negated nor transposed
         if self.int8:
             kind, columns, inner, letter, flags = "int", 2 * self.rows, "k32.s32.s8.s8", "r", ""
         count = columns // 2
@@ -97,12 +97,12 @@ class Variant:
 
 @cache
 def _kernel_text() -> str:
-    return files("outrider.engine.cuda").joinpath("kernels/bulk_tiles.cu").read_text()
+    return files("outrider.engine.cuda").joinpath("kernels/hopper.cu").read_text()
 
 
 @cache
 def available() -> bool:
-    """Whether this device and environment can run it: tried once, with a small variant."""
+    """Return whether a small variant runs on this device, tried once."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
     if importlib.util.find_spec("cuda") is None:
@@ -110,17 +110,14 @@ def available() -> bool:
     try:
         where = torch.zeros(1, device="cuda").device  # there is a context then
         _function(Variant(8, 2, 1, 1, gated=False, add=False, int8=False), where)
-    except Exception as error:  # whatever it is, other products always work
-        logger.warning("products are computed without bulk copies: %s", error)
+    except Exception as error:  # cuBLAS always works
+        logger.warning("The Hopper GEMM kernel is not used: %s", error)
         return False
     return True
 
 
 def load(variants: Iterable[Variant], device: torch.device) -> None:
-    """So that none is compiled when it is first launched, while requests wait.
-
-    Compiles them side by side: one after another they take seconds. Raises RuntimeError.
-    """
+    """Compile variants in parallel before requests wait for them. Raises RuntimeError."""
     wanted = set(variants)
     with ThreadPoolExecutor(COMPILERS) as pool:
         wait([pool.submit(_binary, variant.source()) for variant in wanted])
@@ -138,9 +135,9 @@ def launch(
     *,
     early: bool,
 ) -> None:
-    """`out` [rows, N] of x [rows, K], if int8 [2, rows, K], and a weight [N or 2 * N, K].
+    """Compute `out` [rows, N] of x [rows, K], or int8 [2, rows, K], and a weight [N or 2 * N, K].
 
-    K is a multiple of `INNER`, N of a tile's outputs. `early`: before the kernel before has ended.
+    K is a multiple of `INNER`, N of a tile's outputs. `early` uses programmatic dependent launch.
     """
     from cuda.bindings import driver
 
@@ -160,7 +157,7 @@ def launch(
     _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
 
 
-@cache  # of as many as there are variants and products
+@cache
 def _config(variant: Variant, tiles: int, early: bool) -> Any:
     from cuda.bindings import driver
 
@@ -180,9 +177,9 @@ def _config(variant: Variant, tiles: int, early: bool) -> Any:
     return config
 
 
-@lru_cache(maxsize=_MAPS)
+@lru_cache(maxsize=_MAX_MAPS)
 def _map(address: int, rows: int, inner: int, rows_at_once: int, int8: bool) -> Any:
-    """How rows lie in memory, for the copy engine."""
+    """Return the tensor map of a matrix for TMA."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
@@ -206,35 +203,35 @@ def _map(address: int, rows: int, inner: int, rows_at_once: int, int8: bool) -> 
 
 @cache
 def _function(variant: Variant, device: torch.device) -> Any:  # noqa: ARG001 - a function is of one device
-    """The kernel on the current device."""
+    """Load the kernel on the current device."""
     from cuda.bindings import driver
 
     module = _checked(driver.cuModuleLoadData(_binary(variant.source())))
-    function = _checked(driver.cuModuleGetFunction(module, b"bulk_tile_kernel"))
+    function = _checked(driver.cuModuleGetFunction(module, b"hopper_gemm_kernel"))
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, most, variant.shared_bytes))
     return function
 
 
 def _binary(source: str) -> bytes:
-    """Compiled, or as an earlier start has left it where Triton leaves its own."""
+    """Compile, or read from Triton's cache."""
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
 
     version = _checked(nvrtc.nvrtcVersion())
     kept = get_cache_manager(hashlib.sha256(f"{version}{source}".encode()).hexdigest())
-    if (path := kept.get_file("bulk_tiles.cubin")) is not None:
+    if (path := kept.get_file("hopper_gemm.cubin")) is not None:
         return Path(path).read_bytes()
     binary = compiled(source)
-    kept.put(binary, "bulk_tiles.cubin")
+    kept.put(binary, "hopper_gemm.cubin")
     return binary
 
 
 def compiled(source: str) -> bytes:
-    """Of CUDA C++, for compute capability 9.0; raises RuntimeError with what the compiler says."""
+    """Compile CUDA C++ for compute capability 9.0. Raises RuntimeError with the compiler's log."""
     from cuda.bindings import nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"bulk_tiles.cu", 0, [], []))
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"hopper.cu", 0, [], []))
     try:
         options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
         error, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -250,7 +247,7 @@ def compiled(source: str) -> bytes:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of CUDA's returns behind its status; raises RuntimeError."""
+    """Return the results behind the status of a CUDA call. Raises RuntimeError."""
     error, *rest = result
     if int(error):
         raise RuntimeError(f"CUDA: {error}")

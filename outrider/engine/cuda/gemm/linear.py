@@ -1,4 +1,4 @@
-"""Linear layers that choose, for few rows, between cuBLAS and kernels of our own."""
+"""Linear layers that choose, for few rows, between cuBLAS and our own kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
 from outrider.engine.cuda.gemm.tilings import OUTPUTS, Product, Tiling
-from outrider.engine.model.linear import PackedLinear
+from outrider.engine.layers.linear import PackedLinear
 
-_QUANTIZED_AT_ONCE = 4096  # rows of a weight, to bound what lies in memory beside it
+_QUANTIZED_AT_ONCE = 4096  # rows of a weight, to bound the memory of temporary tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [outputs, inner] as int8, and float32 scales [outputs], by which it is multiplied.
+    """A weight as int8 [outputs, inner] times float32 scales [outputs].
 
     Every row's largest number becomes 127 or -127.
     """
@@ -26,7 +26,7 @@ class Int8Weight:
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:
-        """Of a weight [outputs, inner], rounded to the nearest."""
+        """Round a weight [outputs, inner] to the nearest."""
         numbers = torch.empty_like(weight, dtype=torch.int8)
         scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         parts = (torch.split(each, _QUANTIZED_AT_ONCE) for each in (weight, numbers, scales))
@@ -38,7 +38,7 @@ class Int8Weight:
 
 
 def fits(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `FewRowsLinear` can hold this weight [out, in]."""
+    """Return whether `FewRowsLinear` can hold this weight [out, in]."""
     outputs, inner = weight.shape
     return (
         bias is None
@@ -50,10 +50,10 @@ def fits(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class FewRowsLinear(PackedLinear):
-    """A `Linear` over a weight that `fits`. What `choices` does not name cuBLAS computes.
+    """A `Linear` over a weight that `fits`; cuBLAS computes rows without a choice.
 
-    `choices` may be shared with other layers of the same shape and use; its keys are those of
-    `CANDIDATES`, the largest number of rows that a choice is for.
+    Layers of the same shape and use may share `choices`. Its keys are those of `CANDIDATES`, the
+    largest number of rows that a choice is for.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -63,39 +63,42 @@ class FewRowsLinear(PackedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], not quantized."""
+        """The weight [out, in] in bfloat16."""
         return self._weight
 
     def quantize(self) -> None:
-        """Ways that read int8 may be chosen from now on."""
+        """Allow tilings that read int8 from now on."""
         self._int8 = Int8Weight.of(self.weight)
 
     def candidates(self, rows: int) -> tuple[Tiling, ...]:
-        """The ways to choose among for up to so many rows, a key of `CANDIDATES`."""
+        """Return the tilings to try for up to so many rows, a key of `CANDIDATES`."""
         return candidates(rows, int8=self._int8 is not None)
 
     def choice(self, rows: int) -> Tiling | None:
-        """How this number of rows is computed; None: by cuBLAS, as none at all (in mid-prompt)."""
+        """Return the tiling for this number of rows, or None for cuBLAS.
+
+        A step in mid-prompt has no rows with logits, which cuBLAS computes, too.
+        """
         return self.choices.get(next((most for most in CANDIDATES if 0 < rows <= most), 0))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [..., in] to [..., out], in `out` if given."""
-        way = self.choice(len(x)) if x.dim() == 2 else None
-        if way is None:
+        """Map x [..., in] to [..., out], in `out` if it is given."""
+        tiling = self.choice(len(x)) if x.dim() == 2 else None
+        if tiling is None:
             return super().forward(x, out)
-        return self.fused(way, x, x.new_empty(len(x), self.out_features) if out is None else out)
+        return self.fused(tiling, x, x.new_empty(len(x), self.out_features) if out is None else out)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)`, in `residual`."""
-        way = self.choice(len(x))
-        if way is None:
+        """Add `self(x)` to `residual` and return it."""
+        tiling = self.choice(len(x))
+        if tiling is None:
             return super().add(x, residual)
-        way(Product(x.contiguous(), *self._read_by(way), residual, add=True))
+        tiling(Product(x.contiguous(), *self._read_by(tiling), residual, add=True))
         return residual
 
     def fused(
         self,
-        way: Tiling,
+        tiling: Tiling,
         x: Tensor,
         out: Tensor,
         norm: Tensor | None = None,
@@ -103,15 +106,16 @@ class FewRowsLinear(PackedLinear):
         *,
         gated: bool = False,
     ) -> Tensor:
-        """Into `out` [rows, outputs]: the product of x [rows, in], normed if `norm` is given, which
-        the way must do; silu(gate) * up of its halves if `gated`.
+        """Compute `out` [rows, outputs] of x [rows, in], normed and gated as asked.
+
+        The tiling must be one that `norms` if a norm is given.
         """
-        way(Product(x.contiguous(), *self._read_by(way), out, norm, eps, gated))
+        tiling(Product(x.contiguous(), *self._read_by(tiling), out, norm, eps, gated))
         return out
 
-    def _read_by(self, way: Tiling) -> tuple[Tensor, Tensor]:
-        """Weight and scales."""
-        if not way.int8:
+    def _read_by(self, tiling: Tiling) -> tuple[Tensor, Tensor]:
+        """Return the weight and the scales."""
+        if not tiling.int8:
             return self.weight, self.weight
         assert self._int8 is not None
         return self._int8.numbers, self._int8.scales

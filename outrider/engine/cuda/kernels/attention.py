@@ -1,18 +1,31 @@
-"""Attention over pages, the keys of a row divided among several programs (flash decoding).
+"""Attention over pages, with the keys of a row split among several programs (flash decoding).
 
-The query heads that share a key head are packed into one tile with the row's query tokens, so
-that keys and values are read once; and with the rows beside it whose tables begin with the same
-pages, so that those are read once for all of them.
+A tile holds the query tokens of a row and the query heads that share a key head, so that keys and
+values are read once. It may hold adjacent rows that begin with the same pages, too.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.engine.cuda.kernels.pointwise import turned
-from outrider.engine.cuda.kernels.prefetch import prefetch
+from outrider.engine.cuda.kernels.pointwise import rotated
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _prefetch(starts, LENGTH: tl.constexpr):
+    """Prefetch LENGTH numbers from each of the pointers to the L2 cache."""
+    per_line: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+    for i in tl.static_range(0, LENGTH, per_line):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(starts + i).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -30,9 +43,9 @@ def _store_new(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Turn new keys, and fills their slots and those of their values.
+    """Rotate new keys, and store them and the new values.
 
-    The program that attends to a slot is also the one that fills it: none waits for another.
+    The program that attends to a slot also fills it, so that no program waits for another.
     """
     token = token.to(tl.int64)
     column = tl.arange(0, BLOCK_DIM)
@@ -49,7 +62,7 @@ def _store_new(
     slot = tl.load(slots_ptr + token, mask=present, other=-1)
     to = (slot[:, None] * kv_heads + kv_head) * DIM + column[None, :]
     stored = inside & (slot >= 0)[:, None]
-    tl.store(keys_ptr + to, turned(key, partner, cos, sin, key.dtype), mask=stored)
+    tl.store(keys_ptr + to, rotated(key, partner, cos, sin, key.dtype), mask=stored)
     tl.store(values_ptr + to, value, mask=stored)
 
 
@@ -78,7 +91,7 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
 ):
-    """Take a block of keys in: what `highest`, `total` and `sums` are after it."""
+    """Return `highest`, `total` and `sums` after a block of keys."""
     column = tl.arange(0, BLOCK_DIM)
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
     page = tl.load(table_ptr + row * table_stride + key // PAGE_SIZE, mask=written, other=0)
@@ -98,7 +111,7 @@ def _attend(
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
     scores = tl.where(seen, scores * _LOG2E, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    # A query that has seen nothing yet must not compute inf - inf.
+    # A query that has seen no key yet must not compute inf - inf.
     base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2(scores - base[:, None])
     fading = tl.exp2(highest - base)
@@ -110,10 +123,10 @@ def _attend(
 
 @triton.jit
 def _row_of_tile(tile, cu_seqlens_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The row that a tile is of, and the row's first tile.
+    """Return the row of a tile, and the row's first tile.
 
-    A row that begins at token t has tiles from t * GROUP // BLOCK_M + row on, so that each has
-    enough of them, and nobody has to add up.
+    The tiles of a row that begins at token t start at t * GROUP // BLOCK_M + row, so that each row
+    has enough of them without a prefix sum.
     """
     row = tl.full([], -1, tl.int32)
     for some in range(0, num_rows, 64):
@@ -123,23 +136,23 @@ def _row_of_tile(tile, cu_seqlens_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: t
     return row, tl.load(cu_seqlens_ptr + row) * GROUP // BLOCK_M + row
 
 
-# What follows a step's longest context, and its number of rows, compiles nothing.
+# Other numbers of rows or pages need no compilation.
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def paged_attention_kernel(
-    query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart; if NEW not turned
-    # yet, and [2 * kv_heads, DIM] follow for each token: new keys, not turned either, and values
+    query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart. If NEW, they are not
+    # rotated yet, and each token's new keys and values follow: [2 * kv_heads, DIM]
     rope_ptr,  # [tokens, 2, DIM]: cosines, then sines; this and slots_ptr are read if NEW
-    slots_ptr,  # int64 [tokens]; a negative slot stores nothing
+    slots_ptr,  # int64 [tokens]; negative slots are not stored
     keys_ptr,  # [slots, kv_heads, DIM]
     values_ptr,  # [slots, kv_heads, VALUE_DIM]
     table_ptr,  # int32 [rows, max_pages]
     seq_lens_ptr,  # int32 [rows]
     cu_seqlens_ptr,  # int32 [rows + 1]
     sinks_ptr,  # [heads], read if HAS_SINKS
-    trees_ptr,  # int32 [rows], and these two are read if HAS_TREES: see `TreeMask`
+    trees_ptr,  # int32 [rows]; this and the next two are read if HAS_TREES: see `TreeMask`
     visible_ptr,  # int64 [tokens]
     positions_ptr,  # int64 [tokens]
-    places_ptr,  # int32 [rows], and this and the next are read if ROWS > 1: see `SharedPrefix`
+    places_ptr,  # int32 [rows]; this and the next are read if ROWS > 1: see `SharedPrefix`
     shared_ptr,  # int32 [rows]
     out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
     lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
@@ -157,13 +170,13 @@ def paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_TREES: tl.constexpr,
-    NEW: tl.constexpr,  # keys and values of this step are not in the pages yet; there is one tile
-    # of queries, VALUE_DIM is DIM, and DIM is even
-    BLOCK_NEW: tl.constexpr,  # new keys that are turned at a time
-    ROWS: tl.constexpr,  # that a tile joins at most, a power of two. More than 1: all of them have
-    # as many queries, there is one tile of them, without window and trees
-    TILES: tl.constexpr,  # rows may have more than one, and lie one behind the other on the first
-    # axis, of as many programs as `_row_of_tile` asks for; ROWS and SPLITS are 1 then
+    NEW: tl.constexpr,  # this step's keys and values are not in the pages yet. Then there is one
+    # tile of queries, VALUE_DIM is DIM, and DIM is even
+    BLOCK_NEW: tl.constexpr,  # new keys that are rotated at a time
+    ROWS: tl.constexpr,  # at most in a tile, a power of two. If more than 1, all rows have equally
+    # many queries, which fit one tile, without window and trees
+    TILES: tl.constexpr,  # rows may have several tiles, which follow one another on the first
+    # axis, as `_row_of_tile` counts them. ROWS and SPLITS are 1 then
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -172,6 +185,7 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Attend to the keys of one split, for one tile of queries and one key head."""
     split = tl.program_id(0) % SPLITS
     tile = 0
     kv_head = tl.program_id(1)
@@ -186,7 +200,7 @@ def paged_attention_kernel(
     queries = query_len  # of the tile's rows
     idle = tile * BLOCK_M >= query_len * GROUP
     if ROWS > 1:
-        # The rows from here on that follow one another in a run of those that share pages.
+        # The rows from here on that belong to one run of shared pages.
         nth = tl.arange(0, ROWS)
         exists = row + nth < num_rows
         first_place = tl.load(places_ptr + row)
@@ -198,9 +212,9 @@ def paged_attention_kernel(
         own = tl.max(lengths, axis=0) - shared
         rows = tl.sum(joined.to(tl.int32), axis=0)
         queries = rows * query_len
-        idle = first_place % ROWS != 0  # the row is in another one's tile
+        idle = first_place % ROWS != 0  # the row is in another row's tile
 
-    # The blocks of keys that some query of the tile sees, and this split's share of them.
+    # Blocks of keys that some query of the tile sees, and this split's share of them.
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
     end = seq_len - query_len + last + 1
     if ROWS > 1:
@@ -216,16 +230,16 @@ def paged_attention_kernel(
     to_block = tl.minimum(from_block + share, tl.cdiv(end, BLOCK_N))
 
     if PDL:
-        # The batch was there before the first layer, and so were most keys: they may be on their
-        # way while the kernel before still runs. A line fetched too early does no harm.
+        # Most keys were there before the first layer, so they can be fetched while the kernel
+        # before still runs. A line fetched too early does no harm.
         gdc_launch_dependents()
         if (from_block < to_block) & ~idle:
             early = from_block * BLOCK_N + tl.arange(0, BLOCK_N)
             early = tl.minimum(early, end - 1)
             page = tl.load(table_ptr + row * table_stride + early // PAGE_SIZE)
             slot = (page.to(tl.int64) * PAGE_SIZE + early % PAGE_SIZE) * kv_heads + kv_head
-            prefetch(keys_ptr + slot * DIM, DIM)
-            prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
+            _prefetch(keys_ptr + slot * DIM, DIM)
+            _prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
         gdc_wait()
     if idle:
         return
@@ -247,7 +261,7 @@ def paged_attention_kernel(
             position = tl.load(positions_ptr + token, mask=in_row, other=0).to(tl.int32)
     column = tl.arange(0, BLOCK_DIM)
     if NEW:
-        # Of the row's new keys those in this split's blocks; of joined rows all are in the last.
+        # The new keys in this split's blocks; those of joined rows are all in the last split.
         old = seq_len - query_len
         first_new = tl.maximum(from_block * BLOCK_N - old, 0)
         num_new = tl.minimum(to_block * BLOCK_N, seq_len) - old
@@ -279,12 +293,12 @@ def paged_attention_kernel(
         partner = tl.load(query_here + swapped[None, :], mask=numbers, other=0.0)
         cos = tl.load(rope, mask=numbers, other=0.0)
         sin = tl.load(rope + DIM, mask=numbers, other=0.0)
-        query = turned(query, partner, cos, sin, query.dtype).to(query.dtype)
-        tl.debug_barrier()  # what one thread has stored others load
+        query = rotated(query, partner, cos, sin, query.dtype).to(query.dtype)
+        tl.debug_barrier()  # threads load what others have stored
 
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)  # in units of log2
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:  # one more key, in the first split, that takes weight and gives nothing
+    if HAS_SINKS:  # one more key in the first split, without a value
         sink = tl.load(sinks_ptr + head, mask=in_row, other=0.0).to(tl.float32)
         highest = tl.where(split == 0, sink * _LOG2E, highest)
         total = tl.where(split == 0, 1.0, total)
@@ -300,7 +314,7 @@ def paged_attention_kernel(
             node = key - tree
             bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
             related = ((visible[:, None] >> bit[None, :]) & 1) != 0
-            # Behind a token's own slot is nothing that it sees: there the bits are clamped.
+            # A token sees no slot behind its own, where the bits are clamped.
             within = (node >= 0)[None, :] & (key[None, :] <= place[:, None])
             seen = (seen & (node < 0)[None, :]) | (related & within)
         highest, total, sums = _attend(
@@ -328,7 +342,7 @@ def paged_attention_kernel(
             BLOCK_VALUE_DIM,
         )
     if ROWS > 1:
-        # What the rows do not share, one row's after another's, as long as the longest one's.
+        # The keys that rows do not share, row after row, each as long as the longest.
         for some in range(0, rows * own * (split == SPLITS - 1), BLOCK_N):
             at = some + tl.arange(0, BLOCK_N)
             one = at // own
@@ -383,6 +397,7 @@ def combine_splits_kernel(
     BLOCK_VALUE_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Average the values of the splits by their sums of weights."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,6 +1,6 @@
-"""The noise of coupled sampling, and what scores are made of it and of logits.
+"""The noise of coupled sampling, and scores of noise and logits.
 
-The same integers as `engine.sampling.coupled` in uint32, whose products wrap as the masks there.
+The hash computes the integers of `engine.sampling.coupled`; uint32 products wrap as its masks do.
 """
 
 import triton
@@ -20,7 +20,7 @@ def _mix(x):
 
 @triton.jit
 def _hash(keys_ptr, position, token):
-    """uint32, of two keys."""
+    """Hash a token at a position with two keys: uint32."""
     position = position.to(tl.uint32)
     first = _mix(tl.load(keys_ptr).to(tl.uint32) ^ position)
     second = _mix(tl.load(keys_ptr + 1).to(tl.uint32) ^ position)
@@ -29,26 +29,26 @@ def _hash(keys_ptr, position, token):
 
 @triton.jit
 def gumbel_noise(keys_ptr, position, token):
-    """float64: the noise of some tokens of a row."""
+    """Return the noise of some tokens of a row: float64."""
     uniform = (_hash(keys_ptr, position, token).to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def over(logits, temperature):
-    """float32, rounded as torch does."""
+    """Divide logits by the temperature: float32, rounded as torch does."""
     return tl.math.div_rn(logits.to(tl.float32), temperature)
 
 
 @triton.jit
 def exact_scores(logits, temperature, keys_ptr, position, token):
-    """float64: logit / temperature + noise of some tokens of a row."""
+    """Return logit / temperature + noise of some tokens of a row: float64."""
     return over(logits, temperature).to(tl.float64) + gumbel_noise(keys_ptr, position, token)
 
 
 @triton.jit
 def _log2(x, ASM: tl.constexpr):
-    """float32, in one instruction: wrong by 2^-22 at most, or by that share where it is larger."""
+    """Return log2 in one instruction, with an error of 2^-22 at most, or that share of it."""
     if not ASM:
         return tl.log2(x)
     return tl.inline_asm_elementwise(
@@ -58,9 +58,9 @@ def _log2(x, ASM: tl.constexpr):
 
 @triton.jit
 def rough_scores(logits, temperature, keys_ptr, position, token, ASM: tl.constexpr):
-    """float32: as `exact_scores`, but for some 1e-6 of noise and the rounding of sums; much faster.
+    """Approximate `exact_scores` in float32, to about 1e-6 of noise and the rounding of sums.
 
-    A uniform close to 1 is known by its distance x from it, and its logarithm by the series in x.
+    A uniform close to 1 is given by its distance x from 1, and its logarithm by the series in x.
     """
     hashed = _hash(keys_ptr, position, token)
     low = hashed < 2147483648
@@ -74,15 +74,15 @@ def rough_scores(logits, temperature, keys_ptr, position, token, ASM: tl.constex
 
 @triton.jit
 def nearly(ahead):
-    """From where on a rough score may be of the best token, if the best rough one is `ahead`."""
+    """Return the least rough score of the best token if the best rough score is `ahead`."""
     return ahead - 1e-3 - 2**-20 * tl.minimum(tl.abs(ahead), 3e38)
 
 
 @triton.jit
 def better(
-    best,  # float64: the highest score before,
-    chosen,  # int32: the lowest token that has it,
-    ahead,  # float32: and the highest rough score
+    best,  # float64: the highest score so far
+    chosen,  # int32: the lowest token with it
+    ahead,  # float32: the highest rough score so far
     rough,  # float32, of other tokens
     token,
     logits_ptr,
@@ -90,7 +90,7 @@ def better(
     keys_ptr,
     position,
 ):
-    """The first three when these tokens are looked at, too. Of scores of -inf none is chosen."""
+    """Update `best`, `chosen` and `ahead` with these tokens, except scores of -inf."""
     first = tl.max(rough, axis=0)
     ahead = tl.maximum(ahead, first)
     while (first >= nearly(ahead)) & (first > -float("inf")):  # nearly always once
@@ -106,25 +106,25 @@ def better(
 
 @triton.jit
 def order(x):
-    """int64: float32 numbers in their order."""
+    """Map float32 numbers to int64 in the same order."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def unorder(order):
-    """The float32."""
+    """Invert `order`."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rank(score, token):
-    """int64: float32 scores in their order, of equals the lowest token's highest."""
+    """Rank float32 scores as int64; of equal scores the lowest token ranks highest."""
     return (order(score) << 32) | (0x7FFFFFFF - token)
 
 
 @triton.jit
 def unrank(ranked):
-    """The score and the token."""
+    """Return the score and the token of a rank."""
     return unorder(ranked >> 32), 0x7FFFFFFF - (ranked & 0x7FFFFFFF).to(tl.int32)

@@ -1,7 +1,6 @@
-"""What lies between the products of a Llama layer: float32 inside, rounded where torch rounds.
+"""The operations between the products of a Llama layer, in float32, rounded where torch rounds.
 
-Small shapes of few rows: every program handles one token (or a few heads of it), because at the
-sizes of a decoding step the time is latency, not bandwidth.
+Every program handles one token or a few heads of it. A decoding step is bound by latency.
 """
 
 import triton
@@ -20,6 +19,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,  # at least hidden
     PDL: tl.constexpr,
 ):
+    """Norm one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -45,6 +45,7 @@ def qk_norm_kernel(
     HEADS: tl.constexpr,  # heads per program
     PDL: tl.constexpr,
 ):
+    """Norm some query and key heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -62,17 +63,17 @@ def qk_norm_kernel(
 
 
 @triton.jit
-def turned(x, partner, cos, sin, dtype: tl.constexpr):
-    """x, which lies half a head from its partner, by rotary position; float32."""
+def rotated(x, partner, cos, sin, dtype: tl.constexpr):
+    """Rotate x, which lies half a head from its partner; float32."""
     product = x.to(tl.float32) * cos.to(tl.float32)
     return product.to(dtype).to(tl.float32) + partner.to(tl.float32) * sin.to(tl.float32)
 
 
 @triton.jit
 def rotate_and_store_kernel(
-    qkv_ptr,  # [tokens, heads + 2 * kv_heads, 2, half]; queries are turned in place
+    qkv_ptr,  # [tokens, heads + 2 * kv_heads, 2, half]; queries are rotated in place
     rope_ptr,  # [tokens, 2, 2, half]: cosines of both halves, then -sin, sin
-    slots_ptr,  # int64 [tokens]; a negative slot stores nothing
+    slots_ptr,  # int64 [tokens]; negative slots are not stored
     keys_ptr,  # [slots, kv_heads, 2, half]
     values_ptr,  # [slots, kv_heads, 2, half]
     qkv_stride,
@@ -83,6 +84,7 @@ def rotate_and_store_kernel(
     HEADS: tl.constexpr,  # heads per program
     PDL: tl.constexpr,
 ):
+    """Rotate some heads of one token, and store its keys and values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
@@ -101,18 +103,18 @@ def rotate_and_store_kernel(
     cos_second = tl.load(rope + HALF, mask=inside, other=0.0)
     sin_first = tl.load(rope + 2 * HALF, mask=inside, other=0.0)
     sin_second = tl.load(rope + 3 * HALF, mask=inside, other=0.0)
-    turned_first = turned(first, second, cos_first, sin_first, dtype)
-    turned_second = turned(second, first, cos_second, sin_second, dtype)
+    rotated_first = rotated(first, second, cos_first, sin_first, dtype)
+    rotated_second = rotated(second, first, cos_second, sin_second, dtype)
 
     is_query = present & (head < heads)
-    tl.store(here, turned_first, mask=is_query)
-    tl.store(here + HALF, turned_second, mask=is_query)
+    tl.store(here, rotated_first, mask=is_query)
+    tl.store(here + HALF, rotated_second, mask=is_query)
     slot = tl.load(slots_ptr + token)
     stored = present & (slot >= 0)
     is_key = stored & (head >= heads) & (head < heads + kv_heads)
     key = keys_ptr + (slot * kv_heads + (head - heads)) * (2 * HALF) + column
-    tl.store(key, turned_first, mask=is_key)
-    tl.store(key + HALF, turned_second, mask=is_key)
+    tl.store(key, rotated_first, mask=is_key)
+    tl.store(key + HALF, rotated_second, mask=is_key)
     is_value = stored & (head >= heads + kv_heads)
     value = values_ptr + (slot * kv_heads + (head - heads - kv_heads)) * (2 * HALF) + column
     tl.store(value, first, mask=is_value)
@@ -121,7 +123,7 @@ def rotate_and_store_kernel(
 
 @triton.jit
 def silu_mul(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up in float32, the first factor rounded to `dtype`."""
+    """Return silu(gate) * up in float32, the first factor rounded to `dtype`."""
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 
@@ -133,6 +135,7 @@ def silu_mul_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Compute silu(gate) * up for a block of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < intermediate

@@ -1,18 +1,13 @@
-"""Coupled sampling without noise in memory: hash, log and argmax in one pass over the logits.
+"""Coupled sampling in one pass over the logits: hash, logarithm and argmax.
 
-Two logarithms of a float64 for every token of the vocabulary take as long as a layer's products;
-so the noise is made in float32, and in float64 only of what comes close to a row's best (cuts.py).
+Scores are computed in float32, and in float64 only for tokens close to a row's best
+(topk_topp.py).
 """
 
 import triton
 import triton.language as tl
 
-from outrider.engine.cuda.kernels.noise import (
-    gumbel_noise,
-    rank,
-    rough_scores,
-    unrank,
-)
+from outrider.engine.cuda.kernels.noise import gumbel_noise, rank, rough_scores, unrank
 
 _LOWEST = tl.constexpr(-(2**63))  # below every ranked score
 
@@ -25,10 +20,11 @@ def noised_kernel(
     position_ptr,  # int64 [n]
     out_ptr,  # float32 [n * REPEAT, vocab]
     vocab,
-    ahead,  # of its position is what a row draws
-    REPEAT: tl.constexpr,  # rows in a row with the same noise
+    ahead,  # a row samples the token this far after its position
+    REPEAT: tl.constexpr,  # adjacent rows with the same noise
     BLOCK: tl.constexpr,
 ):
+    """Add temperature times noise to a block of logits."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -47,15 +43,16 @@ def choose_block_kernel(
     temperature_ptr,  # float32 [n / REPEAT]; 0: greedy
     keys_ptr,  # int64 [n / REPEAT, 2]
     position_ptr,  # int64 [n]
-    best_ptr,  # float32 [n, blocks]: the best score of each block, exact if greedy, else rough,
-    token_ptr,  # int32 [n, blocks]: and the lowest token that has it
+    best_ptr,  # float32 [n, blocks]: the best score of each block, exact if greedy, else rough
+    token_ptr,  # int32 [n, blocks]: the lowest token with it
     logits_stride,
     vocab,
-    REPEAT: tl.constexpr,  # rows in a row with the same temperature and keys
-    AHEAD: tl.constexpr,  # of its position is what a row draws
+    REPEAT: tl.constexpr,  # adjacent rows with the same temperature and keys
+    AHEAD: tl.constexpr,  # a row samples the token this far after its position
     BLOCK: tl.constexpr,
     ASM: tl.constexpr,  # on a device, not interpreted
 ):
+    """Find the best score of a block of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row // REPEAT)
@@ -71,7 +68,7 @@ def choose_block_kernel(
     best = tl.max(scores, axis=0)
     at = row * tl.num_programs(1) + block
     tl.store(best_ptr + at, best)
-    # Whatever the scores are, even NaN, the token exists.
+    # The token exists even if scores are NaN.
     lowest = tl.min(tl.where((scores == best) & inside, token, vocab - 1), axis=0)
     tl.store(token_ptr + at, lowest)
 
@@ -82,13 +79,14 @@ def top_block_kernel(
     temperature_ptr,  # float32 [n]; 0: greedy
     keys_ptr,  # int64 [n, 2]
     position_ptr,  # int64 [n]
-    best_ptr,  # int64 [n, blocks, COUNT]: each block's best, ranked, in order
+    best_ptr,  # int64 [n, blocks, COUNT]: the ranks of each block's best, in order
     logits_stride,
     vocab,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     ASM: tl.constexpr,  # on a device, not interpreted
 ):
+    """Find the COUNT best scores of a block of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -112,12 +110,13 @@ def top_block_kernel(
 def top_row_kernel(
     best_ptr,  # int64 [n, scores], ranked
     out_ptr,  # int64 [n, COUNT]: the tokens of the best scores, best first
-    gap_ptr,  # float32 [n, COUNT]: how far they are from the best
+    gap_ptr,  # float32 [n, COUNT]: their distances from the best
     scores,
     vocab,
     COUNT: tl.constexpr,
     SCORES: tl.constexpr,  # at least scores
 ):
+    """Merge the blocks' best scores of a row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SCORES)
     ranked = tl.load(best_ptr + row * scores + place, mask=place < scores, other=_LOWEST)

@@ -1,22 +1,22 @@
-"""A row's draw from what top_k, top_p and min_p leave, without a sort, and verification by it."""
+"""Sample within top_k, top_p and min_p without a sort, and verify drafts."""
 
 import triton
 import triton.language as tl
 
 from outrider.engine.cuda.kernels.noise import better, nearly, order, over, rough_scores, unorder
 
-_STAGES = tl.constexpr(3)  # of logits on their way
+_STAGES = tl.constexpr(3)  # of logits in flight
 
 
 @triton.jit
 def _likeliest(best_ptr, token_ptr, blocks, BLOCKS: tl.constexpr):
-    """int32: the lowest of the tokens with the best score, of a greedy row."""
+    """Return the lowest token with the best score of a greedy row: int32."""
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
     best = tl.load(best_ptr + block, mask=inside, other=-float("inf"))
     token = tl.load(token_ptr + block, mask=inside, other=2147483647)
     equal = (best == tl.max(best, axis=0)) & inside
-    # If the best is NaN, which equals nothing, the last.
+    # If the best is NaN, no token equals it, and the last one is taken.
     last = tl.max(tl.where(inside, token, 0), axis=0)
     return tl.min(tl.where(equal, token, last), axis=0)
 
@@ -34,7 +34,7 @@ def _best_of_blocks(
     BLOCK: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """int32: the token of best score of all, from the blocks that come close to it roughly."""
+    """Return the token of the best score, from the blocks with close rough scores: int32."""
     block = tl.arange(0, BLOCKS)
     rough = tl.load(best_ptr + block, mask=block < blocks, other=-float("inf"))
     ahead = tl.max(rough, axis=0)
@@ -57,7 +57,7 @@ def _best_of_blocks(
 
 @triton.jit
 def _at_least(logits_ptr, vocab, bound, LANES: tl.constexpr):
-    """How many logits of a row are not below `bound`, and the smallest of them."""
+    """Return the number of a row's logits that are at least `bound`, and the smallest of them."""
     count = tl.zeros([LANES], tl.int32)
     smallest = tl.full([LANES], float("inf"), tl.float32)
     for start in tl.range(0, vocab, LANES, num_stages=_STAGES):
@@ -72,9 +72,9 @@ def _at_least(logits_ptr, vocab, bound, LANES: tl.constexpr):
 
 @triton.jit
 def _narrowed(low, middle, high, found, count):
-    """The bounds of a bisection for the `count`th largest, of which `found` are from `middle` on.
+    """Narrow a bisection for the `count`th largest, given that `found` are at least `middle`.
 
-    If it is just as many, it ends there.
+    It ends where both numbers are equal.
     """
     high = tl.where(found > count, high, tl.where(found == count, middle, middle - 1))
     return tl.where(found >= count, middle, low), high
@@ -82,10 +82,10 @@ def _narrowed(low, middle, high, found, count):
 
 @triton.jit
 def _kth_largest(logits_ptr, vocab, count, highest, lanes, LANES: tl.constexpr):
-    """float32: a row's `count`th largest logit.
+    """Return a row's `count`th largest logit: float32.
 
-    `lanes` [LANES] are the largest of every LANESth logit each. Their own `count`th largest is not
-    above it, nearly always it is it; if not, it is found by bisection.
+    `lanes` [LANES] are the maxima of every LANESth logit. Their `count`th largest is at most the
+    result, and nearly always equal to it. Otherwise bisection finds it.
     """
     top = order(highest)
     low = order(tl.where(count > LANES, -float("inf"), tl.min(lanes, axis=0)))
@@ -107,7 +107,7 @@ def _kth_largest(logits_ptr, vocab, count, highest, lanes, LANES: tl.constexpr):
 
 @triton.jit
 def _masses(logits_ptr, vocab, temperature, highest, kth, value, LANES: tl.constexpr):
-    """float32: the weights of a row's tokens from `kth` on, and of those above `value`."""
+    """Return the weight of a row's tokens from `kth` on, and of those above `value`: float32."""
     total, above = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     for start in tl.range(0, vocab, LANES, num_stages=_STAGES):
         token = start + tl.arange(0, LANES)
@@ -131,7 +131,7 @@ def _best_above(
     LANES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """int32: the token of best score among those above `value` and from `least` on; -1 if none."""
+    """Return the best token above `value` and at least `least`, or -1 if there is none: int32."""
     best = tl.full([], -float("inf"), tl.float64)
     ahead = tl.full([], -float("inf"), tl.float32)
     chosen = tl.full([], -1, tl.int32)
@@ -168,14 +168,14 @@ def choose_row_kernel(
     AHEAD: tl.constexpr,
     BLOCKS: tl.constexpr,  # at least blocks
     BLOCK: tl.constexpr,  # tokens of each of them
-    LANES: tl.constexpr,  # tokens that are looked at together
+    LANES: tl.constexpr,  # tokens at a time
     ASM: tl.constexpr,
 ):
-    """The best of a row's tokens that its cuts leave.
+    """Choose the best of a row's tokens within top_k, top_p and min_p.
 
-    The best of all is it, unless a cut takes it: that takes all that are not likelier, too, so the
-    best of the others comes next. Nothing is sorted, and nothing is searched for top_p: a token is
-    kept if those above it have less than top_p of the mass.
+    The best token of all is tried first. Where it is excluded, so are all that are not likelier,
+    and the best of the likelier ones is tried next. top_p keeps a token if the likelier ones have
+    less than top_p of the mass.
     """
     row = tl.program_id(0).to(tl.int64)
     params = row // REPEAT
@@ -228,7 +228,7 @@ def choose_row_kernel(
             other = _best_above(
                 logits_ptr, vocab, temperature, keys_ptr, position, value, least, LANES, ASM
             )
-            looking = other >= 0  # none: the numbers are broken
+            looking = other >= 0  # none if the logits are NaN
             token = tl.where(looking, other, token)
     tl.store(out_ptr + row, token.to(tl.int64))
 
@@ -238,15 +238,16 @@ def verify_row_kernel(
     chosen_ptr,  # int64 [rows * WIDTH]
     input_ids_ptr,  # int64 [rows, WIDTH]: the token before the drafts, then these
     draft_lens_ptr,  # int32 [rows]
-    out_ptr,  # int32 [rows, 1 + WIDTH]: drafts accepted, then what was chosen
+    out_ptr,  # int32 [rows, 1 + WIDTH]: accepted draft tokens, then the choices
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,  # at least WIDTH
 ):
+    """Count the accepted draft tokens of a row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PADDED)
     chosen = tl.load(chosen_ptr + row * WIDTH + place, mask=place < WIDTH, other=-1)
     draft = tl.load(input_ids_ptr + row * WIDTH + place + 1, mask=place + 1 < WIDTH, other=-1)
-    # What fills a draft up may be equal to a choice by chance.
+    # Padding of a draft may equal a choice by chance.
     agrees = (draft == chosen) & (place < tl.load(draft_lens_ptr + row))
     accepted = tl.min(tl.where(agrees, PADDED, place), axis=0)
     out = out_ptr + row * (1 + WIDTH)

@@ -1,30 +1,37 @@
-"""Rank 0's shard of a model: every call that touches a device is made on the other ranks, too."""
+"""Rank 0's shard of a model, which makes the other ranks run the same calls."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch
-from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.paged_model import ModelInfo, PagedModel, Step
 from outrider.engine.model.parallel.ranks import RankGroup
 
 
 class LeadingModel(PagedModel):
-    """A `PagedModel` whose other shards follow. Takes what that takes, after the group."""
+    """A `PagedModel` whose other shards follow."""
 
-    def __init__(self, group: RankGroup, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        group: RankGroup,
+        step: Step,
+        pools: KVPools,
+        backend: AttentionBackend,
+        info: ModelInfo,
+    ) -> None:
+        super().__init__(step, pools, backend, info)
         self._group = group
 
     @property
     def capturable(self) -> bool:
-        return False  # the other ranks would have to replay the same recording
+        return False  # the other ranks would have to replay the same graph
 
     @property
     def layered(self) -> bool:
-        return False  # of use for recordings only
+        return False  # only captured steps need it
 
     def resize(self, num_pages: int) -> None:
         self._group.call("resize", num_pages)
@@ -43,6 +50,6 @@ class LeadingModel(PagedModel):
         try:
             return super().logits(batch, out)
         except Exception as error:
-            # The others have run it, or hang in the middle of it: nobody knows.
+            # The other ranks may have run this forward, or may hang in it.
             self._group.lost(f"The leader's forward failed: {error}")
             raise

@@ -1,7 +1,7 @@
-"""One model over several processes: rank 0 leads, the others run the same calls on their shards.
+"""One model over several processes: the other ranks run the calls of rank 0 on their shards.
 
-`torchrun` starts the ranks, `transformers` shards the weights and puts the collectives into the
-forward. What is left is to tell the other ranks what is run: one broadcast per call.
+`torchrun` starts the ranks. `transformers` shards the weights and puts the collectives into the
+forward. Rank 0 broadcasts every call.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from outrider.engine.model.paged_model import PagedModel
 
 HEARTBEAT_S: Final = 2.0
-"""How often the leader calls when nothing is run; how soon it notices a rank that has ended."""
+"""Time between the leader's calls when idle, within which it notices a lost rank."""
 TIMEOUT_S: Final = 120.0
-"""How long a rank that hangs is waited for. A first step may have to compile its kernels."""
+"""Time to wait for a rank that hangs. A first step may have to compile its kernels."""
 
 _INLINE: Final = 8 * 1024  # bytes of a call's first message
 _LENGTH: Final = 8  # bytes of its length
@@ -38,16 +38,16 @@ _METHODS: Final = frozenset({"logits", "copy_pages", "move_slots", "resize"})
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Which of the processes of a replica this one is, as `torchrun` says."""
+    """The number of this process in its replica, set by `torchrun`."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those of one machine: its CUDA device."""
+    """The number on its machine, which is that of its CUDA device."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Ranks | None:
-        """From the variables that `torchrun` sets; None for a process on its own."""
+        """Read the variables that `torchrun` sets; None for a single process."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
         if not environment.keys() >= set(names):
             return None
@@ -59,7 +59,7 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """This rank's device of type `name`. Raises `ConfigError` if there is none."""
+        """Return this rank's device of type `name`. Raises `ConfigError` if there is none."""
         if name == "cpu":
             return torch.device("cpu")
         count = torch.cuda.device_count()
@@ -72,9 +72,9 @@ class Ranks:
 
 
 class RankGroup:
-    """The processes of a replica. All make theirs at the same time.
+    """The processes of a replica, which all create their group at the same time.
 
-    Calls go over gloo, unencrypted and pickled: whoever reaches the group's ports owns it.
+    Calls go over gloo, unencrypted and pickled, so whoever reaches the group's ports controls it.
     Raises `UnavailableError` if the ranks do not find each other within `start_timeout_s`.
     """
 
@@ -95,7 +95,7 @@ class RankGroup:
             dist.init_process_group(
                 "nccl" if cuda else "gloo", timeout=timedelta(seconds=start_timeout_s)
             )
-            # Loading takes as long as it takes; afterwards a rank that hangs is noticed sooner.
+            # Loading may take long. Afterwards a rank that hangs is noticed sooner.
             self._loading = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=start_timeout_s)
             )
@@ -108,16 +108,16 @@ class RankGroup:
         self._called_at = 0.0  # on the monotonic clock; 0: never
         self._stopped = threading.Event()
         self._on_lost: Callable[[str], None] | None = None
-        self._lost: str | None = None  # why, once a rank is
+        self._lost: str | None = None  # the reason, once a rank is lost
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers. Every rank calls this."""
+        """Return the least of all ranks' numbers. Every rank calls this."""
         tensor = torch.tensor(number)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._loading)
         return int(tensor)
 
     def meet(self) -> None:
-        """Wait for all ranks, as long as a start may take: a call waits for none that long."""
+        """Wait for all ranks, as long as a start may take."""
         dist.barrier(group=self._loading)
 
     # The leader.
@@ -125,7 +125,7 @@ class RankGroup:
     def call(self, method: str, *args: object) -> None:
         """Make the other ranks call `method` of their models with the same arguments.
 
-        Raises `UnavailableError` if one is gone.
+        Raises `UnavailableError` if a rank is lost.
         """
         assert method in _METHODS
         if not self._called_at:  # the others may have been loading until now
@@ -137,19 +137,19 @@ class RankGroup:
             raise
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """From now on `on_lost` hears, from any thread, that the replica cannot go on."""
+        """Call `on_lost`, from any thread, when the replica cannot go on."""
         self._on_lost = on_lost
-        if self._lost is not None:  # before anybody watched; only the heartbeat may have seen it
+        if self._lost is not None:  # the heartbeat noticed it before
             on_lost(self._lost)
 
     def lost(self, reason: str) -> None:
-        """Says that the ranks may no longer agree on what was run, if anybody watches."""
+        """Report that the ranks may no longer agree on the calls."""
         self._lost = reason
         if self._on_lost is not None and not self._stopped.is_set():
             self._on_lost(reason)
 
     def stop(self) -> None:
-        """Lets the other ranks end. Those that are gone already are not missed."""
+        """Let the other ranks end, except those that are lost already."""
         self._stopped.set()
         try:
             self._send((_STOP, ()))
@@ -166,7 +166,7 @@ class RankGroup:
                     return
 
     def _send(self, message: tuple[str, tuple[object, ...]]) -> None:
-        """Raise `UnavailableError` if a rank does not take it."""
+        """Raise `UnavailableError` if a rank does not receive the message."""
         payload = _dumps(message)
         first = bytearray(_INLINE)
         first[:_LENGTH] = len(payload).to_bytes(_LENGTH, "little")
@@ -180,9 +180,9 @@ class RankGroup:
     # The others.
 
     def follow(self, model: PagedModel) -> None:
-        """Run what the leader calls until it stops.
+        """Run the leader's calls until it stops.
 
-        Raises `UnavailableError` if it is gone, and what the model raises.
+        Raises `UnavailableError` if the leader is lost, and the model's own errors.
         """
         while True:
             method, args = _loads(self._receive(), self.device)
@@ -208,7 +208,7 @@ class RankGroup:
             raise self.failed("a call", error) from error
 
     def failed(self, what: str, error: RuntimeError) -> UnavailableError:
-        """What to raise for an error of a collective."""
+        """Return the error to raise for an error of a collective."""
         why = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo's, in short
         return UnavailableError(
             f"Rank {self.ranks.rank} lost another rank of its replica in {what}: {why}."
@@ -216,7 +216,7 @@ class RankGroup:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors travel as arrays of the host."""
+    """Pickles tensors as arrays of the host."""
 
     def persistent_id(self, obj: Any) -> Any:
         return obj.cpu().numpy() if isinstance(obj, Tensor) else None

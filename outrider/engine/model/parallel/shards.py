@@ -1,7 +1,7 @@
 """Linear layers whose weights `transformers` has sharded over ranks, for fused steps.
 
-Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): what follows a product split by outputs
-stays with its rank, and a product split by inputs is summed over all.
+The scheme is Megatron-LM's (Shoeybi et al., arXiv 1909.08053): a product split by outputs needs no
+communication, and a product split by inputs is summed over all ranks.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from outrider.engine.model.linear import Linear, pack_linear
+from outrider.engine.layers.linear import Linear
+from outrider.engine.model.pack import pack_linear
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Which shard of a model's weights this process has."""
+    """The shard of a model's weights in this process."""
 
     rank: int
     size: int
 
     def whole(self, weight: Tensor) -> Tensor:
-        """All of a sharded weight, on every rank. Every rank calls this."""
+        """Gather a sharded weight. Every rank calls this."""
         return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def summed(self, linear: Linear) -> Linear:
-        """Of a layer split by inputs."""
+        """Sum a layer that is split by inputs."""
         return linear if self.size == 1 else SummedLinear(linear, self.rank == 0)
 
     def gathered(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A layer that every rank has all outputs of; weight [out, in] may be split by outputs."""
+        """Return a layer with all outputs on every rank; weight may be split by outputs."""
         if not isinstance(weight, DTensor):
             return pack_linear(weight, bias)
         return GatheredLinear(weight, bias, self.size)
@@ -43,12 +44,12 @@ WHOLE: Final = Sharding(0, 1)
 
 
 def local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight."""
+    """Return this rank's part of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class SummedLinear:
-    """`linear` of some of the inputs, summed over the ranks; a bias is the leader's alone."""
+    """A layer of some of the inputs, summed over ranks; only the leader adds the bias."""
 
     def __init__(self, linear: Linear, leads: bool) -> None:
         self._linear = linear
@@ -60,14 +61,14 @@ class SummedLinear:
         return y
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)`; `residual`, which all ranks have, is overwritten."""
+        """Return `residual + self(x)`; overwrites `residual`, which all ranks have."""
         y = self._linear.add(x, residual if self._leads else residual.zero_())
         dist.all_reduce(y)
         return y
 
 
 class GatheredLinear:
-    """Outputs of all ranks side by side. The last ranks may have fewer."""
+    """The concatenated outputs of all ranks. The last ranks may have fewer."""
 
     def __init__(self, weight: DTensor, bias: Tensor | None, size: int) -> None:
         self._size = size
@@ -78,7 +79,7 @@ class GatheredLinear:
         self._linear = pack_linear(F.pad(part, (0, 0, 0, missing)), part_bias)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [tokens, in] to [tokens, out], in `out` if given."""
+        """Map x [tokens, in] to [tokens, out], in `out` if it is given."""
         part = self._linear(x).contiguous()
         parts = part.new_empty(self._size, *part.shape)
         dist.all_gather(list(parts), part)

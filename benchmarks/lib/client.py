@@ -1,0 +1,176 @@
+"""A gRPC client that keeps a number of requests in flight at a scorer or a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from benchmarks.lib.processes import ProcessError
+from benchmarks.lib.records import Completion, TokenIds
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
+from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
+
+_RPC_TIMEOUT_S: Final = 10.0
+_STATS: Final = (
+    *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong", "waits"),
+    *("wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms"),
+    *("network_ms", "cached_prompt_tokens", "rounds_after_hit", "hits_after_hit"),
+    *("rounds_after_miss", "hits_after_miss"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request. End-of-sequence is ignored, so it yields `max_tokens`."""
+
+    prompt: TokenIds
+    max_tokens: int
+    method: str = "none"  # no speculation, or a method of the stack
+    temperature: float = 0.0
+    top_p: float = 1.0
+    num_speculative_tokens: int | None = None  # K; None: the scorer's
+    seed: int | None = None
+
+
+class Client:
+    """Channels to a scorer and, if its address is given, a gateway."""
+
+    def __init__(self, scorer: str, gateway: str | None) -> None:
+        self._runner = asyncio.Runner()
+        self._runner.run(self._connect(scorer, gateway))
+
+    def close(self) -> None:
+        self._runner.run(self._disconnect())
+        self._runner.close()
+
+    def info(self) -> scorer_pb2.GetScorerInfoResponse:
+        """Return the scorer's description of itself and its proposers."""
+        return self._runner.run(self._info())
+
+    def generate(
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        *,
+        timeout_s: float,
+        through_gateway: bool = True,
+    ) -> tuple[tuple[Completion, ...], float]:
+        """Run all jobs with `concurrency` in flight; return completions and seconds."""
+
+        async def run() -> tuple[tuple[Completion, ...], float]:
+            slots = asyncio.Semaphore(concurrency)
+
+            async def one(job: Job) -> Completion:
+                async with slots:
+                    return await _consume(self._call(job, timeout_s, through_gateway))
+
+            start = time.perf_counter()
+            completions = await asyncio.gather(*map(one, jobs))
+            return tuple(completions), time.perf_counter() - start
+
+        return self._runner.run(run())
+
+    def generate_for(
+        self, jobs: Iterator[Job], seconds: float, in_flight: int, *, timeout_s: float
+    ) -> tuple[int, int]:
+        """Start jobs for `seconds`, `in_flight` at once; return how many, and their tokens."""
+        deadline = time.monotonic() + seconds
+        done: list[int] = []
+
+        async def work() -> None:
+            while time.monotonic() < deadline:
+                completion = await _consume(self._call(next(jobs), timeout_s, True))
+                done.append(len(completion.token_ids))
+
+        async def run() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(in_flight):
+                    tasks.create_task(work())
+
+        self._runner.run(run())
+        return len(done), sum(done)
+
+    def _call(self, job: Job, timeout_s: float, through_gateway: bool) -> AsyncIterable[Any]:
+        speculation = common_pb2.SpeculationParams(
+            enabled=job.method != "none",
+            method=job.method,
+            num_speculative_tokens=job.num_speculative_tokens,
+        )
+        stop = common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True)
+        sampling = common_pb2.SamplingParams(
+            temperature=job.temperature, top_p=job.top_p, seed=job.seed
+        )
+        stream: AsyncIterable[Any]
+        if through_gateway:
+            stream = self._gateway.Generate(
+                generation_pb2.GenerateRequest(
+                    tokens=generation_pb2.TokenPrompt(token_ids=job.prompt),
+                    sampling=sampling,
+                    stop=stop,
+                    speculation=speculation,
+                    aux_info=True,
+                ),
+                timeout=timeout_s,
+            )
+        else:
+            stream = self._scorer.Generate(
+                scorer_pb2.ScorerServiceGenerateRequest(
+                    prompt_token_ids=job.prompt,
+                    sampling=sampling,
+                    stop=stop,
+                    speculation=speculation,
+                ),
+                timeout=timeout_s,
+            )
+        return stream
+
+    async def _connect(self, scorer: str, gateway: str | None) -> None:
+        self._channels = [open_channel(scorer)]
+        self._scorer = ScorerServiceStub(self._channels[0])
+        if gateway is not None:
+            self._channels.append(open_channel(gateway))
+            self._gateway = generation_pb2_grpc.GenerationServiceStub(self._channels[1])
+
+    async def _disconnect(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def _info(self) -> scorer_pb2.GetScorerInfoResponse:
+        info: scorer_pb2.GetScorerInfoResponse = await self._scorer.GetScorerInfo(
+            scorer_pb2.GetScorerInfoRequest(), timeout=_RPC_TIMEOUT_S
+        )
+        return info
+
+
+async def _consume(stream: AsyncIterable[Any]) -> Completion:
+    start = time.perf_counter()
+    token_ids: list[int] = []
+    arrivals: list[float] = []
+    aux = common_pb2.AuxInfo()
+    async for message in stream:
+        if isinstance(message, generation_pb2.GenerateResponse):
+            new = [token.id for token in message.tokens]
+        else:
+            new = list(message.token_ids)
+        if new:
+            token_ids += new
+            arrivals.append(time.perf_counter())
+        if message.HasField("aux_info"):
+            aux = message.aux_info
+    total_s = time.perf_counter() - start
+    if not arrivals or not aux.output_len:
+        raise ProcessError("a request ended without tokens or without aux_info")
+    return Completion(
+        tuple(token_ids),
+        total_s,
+        ttft_s=arrivals[0] - start,
+        stats={name: float(getattr(aux, name)) for name in _STATS}
+        | {"undrafted_rounds": float(aux.k_histogram[0] if aux.k_histogram else aux.rounds)},
+        accepted_per_pos=tuple(aux.accepted_per_pos),
+        round_gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
+    )

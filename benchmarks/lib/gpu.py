@@ -1,0 +1,85 @@
+"""The GPU's name, memory and bandwidth, and clocks for calls on it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def random_llama(shape: Mapping[str, Any], dtype: str, device: torch.device) -> Any:
+    """Return a Llama of random weights, made on the device."""
+    torch.set_default_dtype(getattr(torch, dtype))
+    with device:
+        model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=8192))
+    torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def memory_used_mib() -> float:
+    """Return the used memory of the visible devices without a CUDA context."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command += [f"--id={visible}"] if visible else []
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    return sum(float(line) for line in done.stdout.split())
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second, read and written, of a copy larger than any cache."""
+    size = 2**32 if device.type == "cuda" else 2**26
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (time_ms(lambda: target.copy_(source), device, repeats=20) * 1e-3)
+
+
+def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median milliseconds of a call on the device.
+
+    On CUDA, events surround each call, and all calls are enqueued before the first is waited for,
+    so that the host's time does not count while the host is ahead of the device.
+    """
+    for _ in range(5):
+        call()
+    if device.type != "cuda":
+        return wall_ms(call, device, repeats)
+    torch.cuda.synchronize(device)
+    marks = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(repeats + 1)
+    ]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize(device)
+    times: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    return statistics.median(times)
+
+
+def wall_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the mean wall milliseconds of a call whose result is waited for."""
+    for _ in range(3):
+        call()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+        synchronize(device)
+    return (time.perf_counter() - began) * 1e3 / repeats
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,157 @@
+"""Child processes with bounded waits: workers that speak JSON lines, and services."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+_STOP_S = 10.0
+_TAIL_LINES = 15
+
+
+class ProcessError(Exception):
+    """A child ended, answered with an error, or did not answer in time."""
+
+
+def python_path() -> dict[str, str]:
+    """Return the environment of a process that imports the repository's modules first."""
+    paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+class Child:
+    """A child process whose stdout is read with a deadline, and whose stderr is a file.
+
+    The child leads a process group of its own, so `stop` also ends the processes it started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_dir: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log_dir / f"{name}.log"
+        self._lines: queue.Queue[str | None] = queue.Queue(maxsize=10_000)
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def line(self, timeout_s: float) -> str:
+        """Return the next line of stdout; raise `ProcessError` at its end or after `timeout_s`."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise ProcessError(
+                f"{self.name} was silent for {timeout_s:.0f} s{self._tail()}"
+            ) from None
+        if line is None:
+            self._lines.put(None)
+            raise ProcessError(f"{self.name} ended{self._tail()}")
+        return line
+
+    def write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ProcessError(f"{self.name} ended{self._tail()}") from None
+
+    def ready(self, timeout_s: float) -> dict[str, str]:
+        """Wait for a service's `ready {...}` line and return the addresses in the line."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line = self.line(max(0.1, deadline - time.monotonic()))
+            if line.startswith("ready "):
+                says: dict[str, str] = json.loads(line.removeprefix("ready "))
+                return says
+
+    def stop(self) -> None:
+        """End the process group with SIGTERM, and with SIGKILL after 10 s."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signum)
+            try:
+                self._process.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        # A child of the group's leader may outlive the leader.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._reader.join(timeout=_STOP_S)
+
+    def cpu_seconds(self) -> float:
+        """Return the user and system time of the process so far."""
+        return time.clock_gettime(~self.pid << 3 | 2)  # as clock_getcpuclockid(3) builds the id
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
+
+
+class Worker:
+    """A child that answers requests with JSON lines (see worker_loop.py)."""
+
+    def __init__(self, child: Child, start_timeout_s: float) -> None:
+        self.child = child
+        self._answer(start_timeout_s)
+
+    def ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
+        """Send a request and return the answer. Raises `ProcessError`."""
+        self.child.write(json.dumps(request))
+        return self._answer(timeout_s)
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.child.line(timeout_s))
+        if "error" in answer:
+            raise ProcessError(f"{self.child.name}: {answer['error']}")
+        return answer
+
+
+@contextlib.contextmanager
+def stopping(children: list[Child]) -> Iterator[list[Child]]:
+    """Stop every child in the list at the end, the last started first."""
+    try:
+        yield children
+    finally:
+        for child in reversed(children):
+            child.stop()

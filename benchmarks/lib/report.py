@@ -1,0 +1,160 @@
+"""Tables for readers, and JSON that later runs are compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import stats
+from benchmarks.lib.measure import Cell
+
+_LIBRARIES = ("outrider", "torch", "transformers", "grpcio", "protobuf")
+_PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "gap", "round")
+_SHOWN = ("date", "commit", "gpu", "cpu", "cores", "torch", "transformers", "prompts", "max_tokens")
+
+
+def machine() -> dict[str, Any]:
+    """Return the date, the commit, the CPU and the versions of libraries."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _LIBRARIES},
+    }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # Outrider itself may run from its folder
+        return "not installed"
+
+
+def command(module: str) -> str:
+    """Return the command line of this process, which runs `module`."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def head(title: str, command: str, facts: Mapping[str, object]) -> list[str]:
+    """Return the lines at the top of a report."""
+    told = "; ".join(f"{name} {value}" for name, value in facts.items())
+    return [f"# {title}", "", f"`{command}`", "", f"{told}.", ""]
+
+
+def document(
+    cells: Sequence[Cell], baseline_of: Callable[[str], str], setup: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the results of systems; `baseline_of` names the system that ratios are to."""
+    by_key = {(c.concurrency, c.system): c for c in cells}
+    results = []
+    for cell in cells:
+        reference = by_key.get((cell.concurrency, baseline_of(cell.system)))
+        results.append(
+            {
+                "system": cell.system,
+                "concurrency": cell.concurrency,
+                **stats.speeds(cell),
+                **stats.speculation(cell),
+                "ratio": None if reference is None else stats.ratio(cell, reference),
+                "reference": None if reference is None else reference.system,
+                "accepted_per_position": stats.accepted_per_position(cell),
+                "round_ms": stats.round_parts(cell),
+                "rounds_tokens_per_s": [run.tokens_per_s for run in cell.runs],
+            }
+        )
+    return {"setup": setup, "results": results}
+
+
+def markdown(found: dict[str, Any], title: str) -> str:
+    """Return a `document` as Markdown."""
+    setup = found["setup"]
+    lines = head(title, setup["command"], {n: setup[n] for n in _SHOWN if n in setup})
+    lines += [*setup["notes"], ""]
+    for concurrency in sorted({r["concurrency"] for r in found["results"]}):
+        rows = [r for r in found["results"] if r["concurrency"] == concurrency]
+        baselines = dict.fromkeys(r["reference"] for r in rows if r["reference"])
+        lines += [f"## {concurrency} concurrent", "", *_speeds(rows), ""]
+        if len(baselines) == 1:
+            lines += [f"Ratios are to {next(iter(baselines))}.", ""]
+        parts = [r for r in rows if r["round_ms"]]
+        if parts:
+            lines += ["The parts of a round in ms (benchmarks/README.md defines them):", ""]
+            names = [*_PARTS, *(["host_overhead"] if concurrency == 1 else [])]
+            body = [[r["system"], *(number(r["round_ms"].get(n)) for n in names)] for r in parts]
+            lines += [*table(["system", *(n.replace("_", " ") for n in names)], body), ""]
+    return "\n".join(lines)
+
+
+def _speeds(rows: Sequence[dict[str, Any]]) -> list[str]:
+    names = ["system", "tok/s", "min-max", "ratio", "TTFT ms", "TPOT ms"]
+    names += ["acc. length", "tok/round", "acceptance", "hits"]
+    body = [
+        [
+            r["system"],
+            number(r["tokens_per_s"], 1),
+            f"{r['tokens_per_s_min']:.0f}-{r['tokens_per_s_max']:.0f}",
+            number(r["ratio"]),
+            number(r["ttft_ms"], 0),
+            number(r["tpot_ms"], 1),
+            number(r.get("mean_acceptance_length")),
+            number(r.get("tokens_per_round")),
+            share(r.get("acceptance_rate")),
+            share(r.get("hit_rate")),
+        ]
+        for r in sorted(rows, key=lambda r: -r["tokens_per_s"])
+    ]
+    return table(names, body)
+
+
+def write(found: dict[str, Any], text: str, out: Path) -> None:
+    """Write `out`.json and `out`.md."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    out.with_suffix(".md").write_text(text)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return a table's cell, empty for None."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """Return a share as percent, empty for None."""
+    return "" if value is None else f"{value:.0%}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; all columns but the first align to the right."""
+    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join("-" * (w + 2) for w in widths)
+    return [line(head), f"|{rule}|", *(line(r) for r in rows)]

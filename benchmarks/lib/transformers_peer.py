@@ -1,0 +1,214 @@
+"""`transformers` as a peer: plain, assisted, prompt-lookup and batched `generate`.
+
+The module is also the worker process that runs `generate`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.processes import Child, Worker, python_path
+from benchmarks.lib.records import Run, TokenIds, completions_of
+from benchmarks.lib.worker_loop import Handler, serve
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_START_TIMEOUT_S = 120
+_TRIALS = 3
+_TRIAL_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class TransformersSystem:
+    """One mode of `generate`: plain, batched, assisted or lookup."""
+
+    name: str
+    worker: Worker
+    mode: str
+    dtype: str
+    concurrencies: frozenset[int]
+    timeout_s: float
+    num_assistant_tokens: int = 0
+
+    def run(
+        self,
+        prompts: Sequence[TokenIds],
+        max_tokens: int,
+        concurrency: int,  # noqa: ARG002
+    ) -> Run:
+        """See `System.run`. All modes but "batched" take one prompt after the other."""
+        answer = self.worker.ask(
+            {
+                "mode": self.mode,
+                "dtype": self.dtype,
+                "prompts": prompts,
+                "max_tokens": max_tokens,
+                "num_assistant_tokens": self.num_assistant_tokens,
+            },
+            self.timeout_s * len(prompts),
+        )
+        rounds = answer["forwards"] if self.mode in ("assisted", "lookup") else None
+        return Run(completions_of(answer), answer["wall_s"], rounds)
+
+
+def start_transformers(
+    target: Path, draft: Path, threads: int, log_dir: Path, children: list[Child]
+) -> Worker:
+    """Start a worker in this environment."""
+    command = [sys.executable, "-m", "benchmarks.lib.transformers_peer"]
+    command += [str(target), str(draft), str(threads)]
+    env = {"OMP_NUM_THREADS": str(threads), **python_path()}
+    child = Child(f"transformers-{threads}t", command, log_dir, env=env)
+    children.append(child)
+    return Worker(child, _START_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest setting of a mode, and the tokens per second of all settings."""
+
+    threads: int
+    dtype: str  # a key of DTYPES
+    num_assistant_tokens: int
+    tried: dict[str, float]
+
+
+def choose(
+    workers: dict[int, Worker],
+    mode: str,
+    assistant_tokens: Sequence[int],
+    prompts: Sequence[TokenIds],
+    timeout_s: float,
+) -> Choice:
+    """Try `mode` with every worker (by its threads), dtype and number of assistant tokens."""
+    systems = {
+        (threads, dtype, k): TransformersSystem(
+            "", worker, mode, DTYPES[dtype], frozenset(), timeout_s, k
+        )
+        for threads, worker in workers.items()
+        for dtype in DTYPES
+        for k in assistant_tokens
+    }
+    rates: dict[tuple[int, str, int], list[float]] = {key: [] for key in systems}
+    for system in systems.values():
+        system.run(prompts[:1], 4, 1)  # loads, and warms up
+    for i in range(_TRIALS):
+        prompt = prompts[i % len(prompts)]
+        for key, system in systems.items():
+            rates[key].append(system.run([prompt], _TRIAL_TOKENS, 1).tokens_per_s)
+    medians = {key: statistics.median(values) for key, values in rates.items()}
+    best = max(medians, key=lambda key: medians[key])
+    tried = {
+        f"{mode} {dtype} {threads} threads" + (f" k={k}" if mode != "plain" else ""): rate
+        for (threads, dtype, k), rate in medians.items()
+    }
+    return Choice(*best, tried)
+
+
+def build(target: str, draft: str, threads: int) -> Handler:
+    """Return a handler that loads the models on demand, once per dtype."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    torch.set_num_threads(threads)
+    models: dict[tuple[str, str], Any] = {}
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    def model(folder: str, dtype: str) -> Any:
+        if (folder, dtype) not in models:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype)
+            ).eval()
+            loaded.generation_config.eos_token_id = None  # exactly max_tokens, like all systems
+            loaded.generation_config.pad_token_id = 0
+            if folder == target:
+                loaded.register_forward_hook(count)
+            models[folder, dtype] = loaded
+        return models[folder, dtype]
+
+    class Clock(BaseStreamer):  # type: ignore[misc]
+        """Clock of the first token. `generate` puts the prompt first."""
+
+        def __init__(self) -> None:
+            self.puts = 0
+            self.first = 0.0
+
+        def put(self, _: object) -> None:
+            self.puts += 1
+            if self.puts == 2:
+                self.first = time.perf_counter()
+
+        def end(self) -> None: ...
+
+    def options(mode: str, dtype: str, num_assistant_tokens: int) -> dict[str, Any]:
+        if mode == "assisted":
+            assistant = model(draft, dtype)
+            config = assistant.generation_config
+            # 0: the library's own heuristics.
+            if num_assistant_tokens:
+                config.num_assistant_tokens = num_assistant_tokens
+                config.num_assistant_tokens_schedule = "constant"
+                config.assistant_confidence_threshold = 0.0
+            else:
+                config.num_assistant_tokens = 20
+                config.num_assistant_tokens_schedule = "constant"
+                config.assistant_confidence_threshold = 0.4
+            return {"assistant_model": assistant}
+        if mode == "lookup":
+            return {"prompt_lookup_num_tokens": num_assistant_tokens or 10}
+        return {}
+
+    def generate(
+        mode: str, dtype: str, prompts: list[list[int]], max_tokens: int, assistant_tokens: int
+    ) -> tuple[list[list[int]], float, float]:
+        width = max(len(p) for p in prompts)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        clock = Clock()
+        extra = options(mode, dtype, assistant_tokens)
+        start = time.perf_counter()
+        out = model(target, dtype).generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            streamer=clock,
+            **extra,
+        )
+        return out[:, width:].tolist(), time.perf_counter() - start, clock.first - start
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal forwards
+        mode, dtype, prompts = request["mode"], request["dtype"], request["prompts"]
+        rest = (request["max_tokens"], request["num_assistant_tokens"])
+        model(target, dtype)
+        options(mode, dtype, request["num_assistant_tokens"])
+        forwards = 0
+        completions = []
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for group in [prompts] if mode == "batched" else [[p] for p in prompts]:
+                outputs, total_s, ttft_s = generate(mode, dtype, group, *rest)
+                completions += [
+                    {"token_ids": ids, "total_s": total_s, "ttft_s": ttft_s} for ids in outputs
+                ]
+        wall_s = time.perf_counter() - start
+        return {"completions": completions, "wall_s": wall_s, "forwards": forwards}
+
+    return handle
+
+
+if __name__ == "__main__":
+    serve(lambda: build(sys.argv[1], sys.argv[2], int(sys.argv[3])))

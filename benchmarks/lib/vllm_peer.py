@@ -1,0 +1,135 @@
+"""vLLM as a peer: with its `draft_model` method, and without speculation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.lib.processes import REPO, Child, ProcessError, Worker
+from benchmarks.lib.program import say
+from benchmarks.lib.records import Run, TokenIds, completions_of
+from outrider.models.resolve import resolve_model
+
+METHODS = ("none", "draft_model")
+_ROOM = 64  # tokens beside a request's own, for its last draft
+_START_TIMEOUT_S = 600
+_THREADS = "2"
+# vLLM's own processes, no compiler at start, no network.
+_GPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+@dataclass(frozen=True)
+class VllmSystem:
+    """An engine of vLLM in its worker."""
+
+    name: str
+    worker: Worker
+    concurrencies: frozenset[int]
+    timeout_s: float
+
+    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
+        """See `System.run`."""
+        answer = self.worker.ask(
+            {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency},
+            self.timeout_s * len(prompts),
+        )
+        counts = (answer.get(name) for name in ("rounds", "drafted", "accepted"))
+        return Run(completions_of(answer), answer["wall_s"], *counts)
+
+
+@dataclass(frozen=True)
+class VllmEngine:
+    """Settings of an engine in bfloat16. It speculates if it has a draft model."""
+
+    python: str
+    target: Path
+    max_model_len: int
+    draft: Path | None = None
+    num_speculative_tokens: int = 0
+    max_num_seqs: int = 16
+    options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `LLM`
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, log_dir: Path, children: list[Child]) -> Worker:
+        """Start the engine, which compiles for minutes. Raises `ProcessError`."""
+        name = "vllm-none" if self.draft is None else "vllm-draft-model"
+        say(f"starting {name}: it compiles first, which takes minutes")
+        settings = {
+            "model": str(self.target),
+            "dtype": "bfloat16",
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            **self.options,
+        }
+        speculation = {
+            "method": "draft_model",
+            "model": str(self.draft),
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+        parts = (settings, None if self.draft is None else speculation)
+        command = [self.python, "-m", "benchmarks.lib.vllm_worker", *map(json.dumps, parts)]
+        env = {"OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+        child = Child(name, command, log_dir, env={**env, **self.env})
+        children.append(child)
+        return Worker(child, _START_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class VllmPlace:
+    """A Python that has vLLM, and its environment on a GPU."""
+
+    python: str
+    env: dict[str, str]
+
+    @classmethod
+    def find(cls, path: str | None) -> VllmPlace | None:
+        """Take a folder of vLLM's wheels for this Python, or another Python.
+
+        Raises `ProcessError` if `path` is neither.
+        """
+        if not path:
+            return None
+        if os.path.isdir(path):
+            return cls(sys.executable, {**_GPU_ENV, "PYTHONPATH": f"{path}:{REPO}"})
+        if shutil.which(path) is None:
+            raise ProcessError(f"--vllm {path} is neither a folder of wheels nor a Python.")
+        return cls(path, dict(_GPU_ENV))
+
+
+def start_on_gpu(
+    method: str,
+    place: VllmPlace,
+    args: argparse.Namespace,
+    concurrencies: Sequence[int],
+    timeout_s: float,
+    log_dir: Path,
+    children: list[Child],
+    gpu: str | None = None,
+) -> VllmSystem:
+    """Start one of `METHODS` by the flags that GPU programs share. Raises `ProcessError`.
+
+    `gpu` is CUDA_VISIBLE_DEVICES.
+    """
+    engine = VllmEngine(
+        place.python,
+        resolve_model(args.model, "target"),
+        max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
+        draft=resolve_model(args.draft_model, "draft") if method == "draft_model" else None,
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_num_seqs=max(concurrencies),
+        options={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},
+        env=place.env | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+    )
+    worker = engine.start(log_dir, children)
+    return VllmSystem(f"vllm {method}", worker, frozenset(concurrencies), timeout_s)

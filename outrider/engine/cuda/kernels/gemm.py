@@ -1,0 +1,231 @@
+"""Products of one or two rows whose weights lie in registers, and x as two int8.
+
+A program loads its weights before it waits for x. With programmatic dependent launch that is while
+the kernel before still runs, so that memory never idles between products.
+
+An int8 weight has a scale for every row. `int8_gemv_kernel` multiplies four numbers in one
+instruction, because converting each to a float takes longer than reading two bytes. So x becomes
+two int8, 256 * high + low, which is finer than bfloat16 except for numbers far below the largest of
+their row.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from outrider.engine.cuda.kernels.pointwise import silu_mul
+
+
+@triton.jit
+def normed(x, scale, weight, dtype: tl.constexpr):
+    """Norm x with its row's scale, rounded as by `rms_norm_kernel`; float32."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def finish(
+    here, present, sums, up_sums, dtype: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
+):
+    """Store the outputs where they are `present`."""
+    if GATED:  # rounded as by `silu_mul_kernel`
+        gate = sums.to(dtype).to(tl.float32)
+        up = up_sums.to(dtype).to(tl.float32)
+        sums = silu_mul(gate, up, dtype)
+    if ADD:
+        sums += tl.load(here, mask=present, other=0.0).to(tl.float32)
+    tl.store(here, sums.to(dtype), mask=present)
+
+
+@triton.jit(do_not_specialize=["rows"])  # one compilation for all numbers of rows
+def gemv_kernel(
+    x_ptr,  # [rows, K]
+    weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
+    norm_ptr,  # [K], read if NORM
+    out_ptr,  # [rows, N]
+    rows,
+    N,
+    K,
+    eps,  # of the norm
+    NORM: tl.constexpr,  # x is x over its root mean square, times norm
+    GATED: tl.constexpr,  # the output is silu(gate) * up
+    ADD: tl.constexpr,  # to the contents of out
+    ROWS: tl.constexpr,  # at least rows
+    BLOCK_N: tl.constexpr,  # divides N
+    BLOCK_K: tl.constexpr,  # at least K
+    PDL: tl.constexpr,
+):
+    """Multiply some rows of the weight, held in registers, number by number."""
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    inside = k < K
+    # Every weight is used once, so it need not stay in the cache.
+    weight = tl.load(
+        weight_ptr + n[:, None, None] * K + k, mask=inside, other=0.0, eviction_policy="evict_first"
+    )
+    if GATED:
+        up_weight = tl.load(
+            weight_ptr + (N + n)[:, None, None] * K + k,
+            mask=inside,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+    if NORM:
+        norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    present = row < rows
+    x = tl.load(x_ptr + row[None, :, None] * K + k, mask=inside & present[None, :, None], other=0.0)
+    dtype = x_ptr.dtype.element_ty
+    x = x.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / K + eps)
+        x = normed(x, scale, norm, dtype)
+    sums = tl.sum(weight.to(tl.float32) * x, axis=2)  # [BLOCK_N, ROWS]
+    up_sums = sums
+    if GATED:
+        up_sums = tl.sum(up_weight.to(tl.float32) * x, axis=2)
+    here = out_ptr + row[None, :] * N + n[:, None]
+    finish(here, present[None, :], sums, up_sums, dtype, GATED, ADD)
+
+
+@triton.jit
+def _dot4(a, b, ASM: tl.constexpr):
+    """Sum the products of four int8 each, in an int32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    sums = ((a << 24) >> 24) * ((b << 24) >> 24)
+    for left in tl.static_range(0, 24, 8):
+        sums += ((a << left) >> 24) * ((b << left) >> 24)
+    return sums
+
+
+@triton.jit
+def unit_of(largest):
+    """Return the unit of rows whose largest number is 127 * 256 units."""
+    return tl.maximum(largest, 1e-30) * (1.0 / 32512.0)
+
+
+@triton.jit
+def split(x, unit):
+    """Split x into int8 `high` and `low`: x is (256 * high + low) * unit."""
+    # The last bits of 1.5 * 2**23 plus a small number are the integer next to it. This is faster
+    # than a conversion. The 128 more make `high` round to the nearest.
+    fixed = (x * (1.0 / unit) + 12583040.0).to(tl.int32, bitcast=True)
+    return (fixed >> 8).to(tl.int8), (fixed ^ 128).to(tl.int8)
+
+
+@triton.jit
+def _sum_int8(weight, high, low, ASM: tl.constexpr):
+    """Sum products with 256 * high + low over the last axis: float32."""
+    of_high = tl.sum(_dot4(weight, high, ASM), axis=2).to(tl.float32)
+    return 256.0 * of_high + tl.sum(_dot4(weight, low, ASM), axis=2).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def int8_gemv_kernel(
+    x_ptr,  # [rows, 4 * K]
+    weight_ptr,  # int32 [N, K], of four int8 each; if GATED [2 * N, K], the gates first
+    scale_ptr,  # float32 [N] or [2 * N]
+    norm_ptr,  # [4 * K], read if NORM
+    out_ptr,  # [rows, N]
+    rows,
+    N,
+    K,
+    eps,  # of the norm
+    NORM: tl.constexpr,  # x is x over its root mean square, times norm
+    GATED: tl.constexpr,  # the output is silu(gate) * up
+    ADD: tl.constexpr,  # to the contents of out
+    ROWS: tl.constexpr,  # at least rows
+    BLOCK_N: tl.constexpr,  # divides N
+    BLOCK_K: tl.constexpr,  # at least K
+    ASM: tl.constexpr,  # on a device, not interpreted
+    PDL: tl.constexpr,
+):
+    """Multiply some rows of an int8 weight, four numbers at a time."""
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    word = tl.arange(0, BLOCK_K)
+    here = n[:, None, None] * K + word[None, None, :]
+    inside = word < K
+    weight = tl.load(
+        weight_ptr + here, mask=inside[None, None, :], other=0, eviction_policy="evict_first"
+    )
+    scale = tl.load(scale_ptr + n)[:, None]
+    if GATED:
+        up_weight = tl.load(
+            weight_ptr + N.to(tl.int64) * K + here,
+            mask=inside[None, None, :],
+            other=0,
+            eviction_policy="evict_first",
+        )
+        up_scale = tl.load(scale_ptr + N + n)[:, None]
+    byte = tl.arange(0, 4)
+    number = (4 * word[:, None] + byte[None, :])[None, :, :]
+    if NORM:
+        norm = tl.load(norm_ptr + number, mask=inside[None, :, None], other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    present = row < rows
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(
+        x_ptr + row[:, None, None] * (4 * K) + number,
+        mask=inside[None, :, None] & present[:, None, None],
+        other=0.0,
+    ).to(tl.float32)  # [ROWS, BLOCK_K, 4]
+    if NORM:
+        squares = tl.sum(tl.sum(x * x, axis=2), axis=1)
+        inverse = tl.rsqrt(squares / (4 * K) + eps)[:, None, None]
+        x = normed(x, inverse, norm, dtype)
+    unit = unit_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
+    high, low = split(x, unit[:, None, None])
+    at = 8 * byte[None, None, :]
+    high = tl.sum((high.to(tl.int32) & 255) << at, axis=2)[None, :, :]  # [1, ROWS, BLOCK_K]
+    low = tl.sum((low.to(tl.int32) & 255) << at, axis=2)[None, :, :]
+
+    unit = unit[None, :]
+    sums = _sum_int8(weight, high, low, ASM) * (scale * unit)  # [BLOCK_N, ROWS]
+    up_sums = sums
+    if GATED:
+        up_sums = _sum_int8(up_weight, high, low, ASM) * (up_scale * unit)
+    there = out_ptr + row[None, :] * N + n[:, None]
+    finish(there, present[None, :], sums, up_sums, dtype, GATED, ADD)
+
+
+@triton.jit
+def int8_hi_lo_kernel(
+    x_ptr,  # [rows, K]
+    norm_ptr,  # [K], read if NORM
+    hi_lo_ptr,  # int8 [2, rows, K]: high, low
+    unit_ptr,  # float32 [rows]
+    K,
+    eps,  # of the norm
+    NORM: tl.constexpr,  # x is x over its root mean square, times norm
+    BLOCK_K: tl.constexpr,  # at least K
+    PDL: tl.constexpr,
+):
+    """Split x into two int8, for int8 tensor cores."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    if NORM:
+        norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+        x = normed(x, scale, norm, x_ptr.dtype.element_ty)
+    unit = unit_of(tl.max(tl.abs(x), axis=0))
+    high, low = split(x, unit)
+    here = hi_lo_ptr + row * K + k
+    tl.store(here, high, mask=inside)
+    tl.store(here + rows * K, low, mask=inside)
+    tl.store(unit_ptr + row, unit)

@@ -1,0 +1,1 @@
+"""Linear layers and the operations between them: protocols, and plain torch."""

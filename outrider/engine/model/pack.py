@@ -1,0 +1,34 @@
+"""Choose the fastest linear layer for a weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.layers.linear import Linear, PackedLinear, can_prepack
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Return the fastest layer for a fixed weight [out, in], which it copies."""
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
+        from outrider.engine.cpu.linear import CompiledLinear, fits  # imports Numba
+
+        if fits(weight):
+            return CompiledLinear(weight, bias)
+    if weight.device.type == "cuda" and weight.dtype is torch.bfloat16:
+        from outrider.engine.cuda.gemm import linear as gemm  # imports Triton
+
+        if gemm.fits(weight, bias):
+            return gemm.FewRowsLinear(weight)
+    return PackedLinear(weight, bias)
+
+
+def prepack_linears(model: nn.Module) -> int:
+    """Pack every plain `nn.Linear` of a model in place where oneDNN can, and count them."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and can_prepack(child.weight.dtype, child.weight.device):
+                setattr(parent, name, pack_linear(child.weight, child.bias))
+                count += 1
+    return count

@@ -1,0 +1,122 @@
+"""Checks the blocks that proposers send. Lives on the event loop; never blocks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from outrider.draft_port import MAX_BLOCKS_AT_ONCE, DraftingEngine, PostedBlock
+from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.errors import InvalidRequestError
+from outrider.rpc import codec
+from outrider.v1 import draft_pb2
+from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.registry import ProposerRegistry
+from scorer_service.metrics import ScorerMetrics
+from scorer_service.sessions import Session
+
+_MAX_BLOCKS: Final = 2**14  # of a message: all streams wait while one is checked
+_log = logging.getLogger(__name__)
+
+
+class BlockReceiver:
+    """Hands good blocks of attached proposers to the engine."""
+
+    def __init__(
+        self, engine: DraftingEngine, registry: ProposerRegistry, metrics: ScorerMetrics
+    ) -> None:
+        self._engine = engine
+        self.registry = registry
+        self._metrics = metrics
+
+    def receive(self, proposer: AttachedProposer, blocks: Collection[draft_pb2.Block]) -> None:
+        """Post good blocks, drop stale ones, and drop and count bad ones.
+
+        Several bad blocks detach the proposer.
+        """
+        if proposer.detached.done():
+            return
+        if len(blocks) > _MAX_BLOCKS:
+            self.on_bad(proposer, f"{len(blocks)} blocks in a message")
+            return
+        good: list[PostedBlock] = []
+        now = time.perf_counter()  # one time for all blocks of a batch
+        if len(blocks) > MAX_BLOCKS_AT_ONCE * len(proposer.sessions):
+            blocks = _newest(blocks)
+        for block in blocks:
+            session_id = block.session
+            session = proposer.sessions.get(session_id)
+            if session is None and not 0 < session_id <= self.registry.last_opened:
+                self.on_bad(proposer, f"session {session_id} was never opened")
+            elif session is None or block.epoch != session.epoch:
+                self._metrics.stale_blocks.inc()
+            elif (checked := self._checked(proposer, session, block, now)) is not None:
+                good.append(checked)
+                if not session.drafted:
+                    self.registry.on_first_block(proposer, session)
+                continue
+            if proposer.detached.done():
+                break
+        if good:
+            self._engine.post_blocks(good)
+
+    def on_bad(self, proposer: AttachedProposer, what: str) -> None:
+        """Count a malformed message; too many end the stream."""
+        self._metrics.malformed_blocks.inc()
+        proposer.bad_blocks += 1
+        _log.warning("proposer %s sent a bad message: %s", proposer.id, what)
+        if proposer.bad_blocks >= self.registry.limits.max_bad_blocks:
+            error = InvalidRequestError(
+                f"{proposer.bad_blocks} malformed messages; the last: {what}", reason="BAD_BLOCKS"
+            )
+            self.registry.detach(proposer, error)
+
+    def _checked(
+        self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block, now: float
+    ) -> PostedBlock | None:
+        """Return the block for the engine; None for a bad one, which is counted."""
+        # Each field of the message is read once, since protobuf is slow at that.
+        base_len, method_index, draft_us = block.base_len, block.method_index, block.draft_us
+        draft_probs, length = block.draft_probs, len(session.committed)
+        max_nodes = self.registry.limits.max_block_tokens
+        try:
+            if base_len > length:
+                raise InvalidRequestError(
+                    f"base_len {base_len} is beyond what was committed", param="base_len"
+                )
+            if method_index >= len(proposer.methods):
+                raise InvalidRequestError(
+                    f"method_index {method_index} is none of Hello.methods", param="method_index"
+                )
+            probs: list[DraftProbs] = []
+            if draft_probs:
+                if len(draft_probs) > max_nodes:  # not worth converting
+                    raise InvalidRequestError(
+                        "one distribution per token, or none", param="draft_probs"
+                    )
+                probs = [*map(codec.draft_probs_from_proto, draft_probs)]
+            vocab_size = self.registry.served.vocab_size
+            tree = DraftTree.validated(
+                base_len, block.token_ids, block.parents, vocab_size, max_nodes, probs
+            )
+        except InvalidRequestError as error:
+            self.on_bad(proposer, error.message)
+            return None
+        if session.rounds is not None and base_len == length:
+            session.rounds.block(draft_us)
+        method = proposer.methods[method_index]
+        return PostedBlock(session.id, tree, proposer.id, draft_us, now, method)
+
+
+def _newest(blocks: Collection[draft_pb2.Block]) -> Collection[draft_pb2.Block]:
+    """Leave out blocks that the engine would drop unseen: checking them could take seconds."""
+    newer: Counter[int] = Counter()
+    kept: list[draft_pb2.Block] = []
+    for block in reversed(list(blocks)):
+        newer[block.session] += 1
+        if newer[block.session] <= MAX_BLOCKS_AT_ONCE:
+            kept.append(block)
+    return kept[::-1]

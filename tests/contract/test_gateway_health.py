@@ -1,0 +1,93 @@
+"""A gateway's health over both protocols, browsers, and names of parameters."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.errors import InvalidRequestError
+from outrider.rpc.channel import open_channel
+from outrider.v1 import generation_pb2
+from tests.contract.test_gateway_grpc import refusal
+from tests.support.fake_scorer import Script
+from tests.support.gateway import Running, running_gateway, tokens
+
+ORIGIN = "https://app.example.com"
+
+
+async def _watch(gateway: Running, status: int) -> None:
+    """Wait until gRPC's health says `status`."""
+    async with open_channel(gateway.grpc) as channel, asyncio.timeout(20):
+        check = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+        async for answer in health_pb2_grpc.HealthStub(channel).Watch(check):
+            if answer.status == status:
+                return
+
+
+async def test_gateway_when_its_scorer_leaves_and_returns_says_so_over_http_and_grpc() -> None:
+    async with (
+        running_gateway(Script(tokens("x"))) as gateway,
+        httpx.AsyncClient(base_url=gateway.http) as client,
+    ):
+        server = gateway.scorer.server
+        assert server is not None
+        for serving, status, code in (
+            (True, health_pb2.HealthCheckResponse.SERVING, 200),
+            (False, health_pb2.HealthCheckResponse.NOT_SERVING, 503),
+            (True, health_pb2.HealthCheckResponse.SERVING, 200),
+        ):
+            await server.set_serving(serving)
+            await _watch(gateway, status)
+            assert (await client.get("/health")).status_code == code
+
+
+@pytest.mark.parametrize("allowed", [(ORIGIN,), ("*",), ()])
+async def test_gateway_with_origins_answers_browsers_from_these_alone(
+    allowed: tuple[str, ...],
+) -> None:
+    headers = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    async with (
+        running_gateway(Script(tokens("x")), cors_origins=allowed) as gateway,
+        httpx.AsyncClient(base_url=gateway.http) as client,
+    ):
+        preflight = await client.options("/v1/chat/completions", headers=headers)
+        answer = await client.get("/v1/models", headers={"Origin": ORIGIN})
+        other = await client.get("/v1/models", headers={"Origin": "https://evil.example.com"})
+    if not allowed:
+        assert preflight.status_code == 405
+        assert "access-control-allow-origin" not in answer.headers
+        return
+    assert preflight.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == allowed[0]
+    if allowed != ("*",):
+        assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("stops", [["a"] * 17, [""], ["b" * 1025]])
+async def test_stop_strings_over_grpc_when_refused_are_named_as_in_the_message(
+    stops: list[str],
+) -> None:
+    async with running_gateway(Script(tokens("x"))) as gateway:
+        _, error = await refusal(
+            gateway, generation_pb2.GenerateRequest(text="x", stop_strings=stops)
+        )
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "stop_strings"
+
+
+async def test_text_parts_with_cache_hints_are_taken() -> None:
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+    async with (
+        running_gateway(Script(tokens("x"))) as gateway,
+        httpx.AsyncClient(base_url=gateway.http) as client,
+    ):
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
