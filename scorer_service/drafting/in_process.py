@@ -134,13 +134,9 @@ class InProcessProposer:
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
         began = time.perf_counter()
         self._on_device = False
-        own: list[FeatureRows] = []
-        if engine.features is not None:
-            own = engine.features.take_for(self._is_own)
-            for rows in own:  # read by nobody else, whatever happens
-                engine.features.give_back(rows.window, len(rows.rows))
+        own_rows = self._take_features(engine)
         with self._containing_failures():
-            for rows in own:
+            for rows in own_rows:
                 self._queue.features(self._keys[rows.session_id], rows.start, rows.rows)
             for new in engine.new_tokens:
                 key = self._keys.get(new.session_id)
@@ -180,8 +176,16 @@ class InProcessProposer:
                 self._listener.failed()
                 self._listener = None
 
+    def _take_features(self, engine: ColocatedEngine) -> list[FeatureRows]:
+        """Return the hidden states of own sessions; those for other proposers stay."""
+        if engine.features is None:
+            return []
+        own = engine.features.take_for(self._is_own)
+        for rows in own:
+            engine.features.give_back(rows.window, len(rows.rows))
+        return own
+
     def _is_own(self, rows: FeatureRows) -> bool:
-        """Tell whether hidden states are those of a session of this proposer."""
         key = self._keys.get(rows.session_id)
         return key is not None and self._sessions[key].epoch == rows.order.epoch
 

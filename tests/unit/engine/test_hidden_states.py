@@ -124,7 +124,7 @@ def test_hidden_states_read_only_the_spec_in_order() -> None:
     assert pool.read(torch.tensor([6]), asked, matrix).tolist() == [[11]]
 
 
-def test_states_move_with_keys_and_values() -> None:
+def test_hidden_states_move_with_keys_and_values() -> None:
     features = FeatureSpec(2, (0,))
     pools = KVPools(3, 2, torch.float32, torch.device("cpu"), features=features)
     assert pools.features is not None
