@@ -80,7 +80,7 @@ class DraftTracker:
             d.commits.clear()
             d.commits.append(PastCommit(len(seq.token_ids), now, asked))
             if proposer.id is not None:
-                d.drafter = self._drafters.get(proposer.id, proposer.id)
+                d.drafter = self._drafters.get(proposer.id, f"{proposer.id} ")
                 acceptance = self.policy.measured.acceptance
                 acceptance.join(d.acceptance, proposer.id, sampled=d.sampled)
                 d.worth_waiting = True
@@ -255,10 +255,7 @@ class DraftTracker:
         if round_.drafted:
             acceptance.observe(d.acceptance, d.proposer_id, round_, sampled=d.sampled)
         else:
-            explores = d.num_draft_tokens == 0 and self.policy.mode.drafts
-            acceptance.observe_undrafted(
-                d.acceptance, d.proposer_id, sampled=d.sampled, explores=explores
-            )
+            acceptance.observe_undrafted(d.acceptance, d.proposer_id, sampled=d.sampled)
         self._choose_k(d)
 
     def _choose_k(self, d: Drafting, *, asked: bool = True) -> None:
