@@ -11,8 +11,7 @@ PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of an unknown proposer: it is worth 
 ALMOST_SURE = 1.0 - 1e-9  # a geometric series of 1 has no sum
 ROW_FADE, PROPOSER_FADE = 0.9, 0.98  # kept per round of what is known
 FORGETTING = 1 / 16  # per round without a draft, by which a row's rate becomes its proposer's
-EXPLORING = 1 / 64  # per round that wanted none, by which it becomes the prior: for a new try
-ANSWER_FADE = 0.9  # kept per answer of what is known of a proposer's answers
+ANSWER_FADE = 0.85  # kept per answer of what is known of a proposer's answers
 
 
 @dataclass(slots=True)
@@ -79,15 +78,10 @@ class Acceptance:
         remember(self._known, key, (successes, PROPOSER_FADE * trials + round_.tried))
 
     def observe_undrafted(
-        self, row: RowAcceptance, proposer_id: str | None, *, sampled: bool, explores: bool
+        self, row: RowAcceptance, proposer_id: str | None, *, sampled: bool
     ) -> None:
-        """Let what is known of a row grow old in a round that verified no draft.
-
-        Where it wanted none it `explores`: it comes back to the prior, and so tries again.
-        """
-        if explores:
-            row.approach(PRIOR_SUCCESSES / PRIOR_TRIALS, EXPLORING)
-        elif (rate := self.of_proposer(proposer_id, sampled=sampled)) is not None:
+        """Let what is known of a row grow old in a round that verified no draft."""
+        if (rate := self.of_proposer(proposer_id, sampled=sampled)) is not None:
             row.approach(rate, FORGETTING)
 
 

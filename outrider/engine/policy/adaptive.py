@@ -18,6 +18,9 @@ from outrider.engine.policy.row import Drafting
 from outrider.engine.policy.waiting import Waiting
 from outrider.engine.sequence import Sequence
 
+TRIED_K = 16  # at most, or twice the present K: one round of 128 costs as much as several
+TRY_EVERY, TRY_STEPS = 16, 4  # steps with few drafts after which all rows try, and for how long
+
 
 class AdaptivePolicy:
     """Composes mode, draft length and waiting over one set of measurements."""
@@ -27,8 +30,9 @@ class AdaptivePolicy:
         self.measured = Measurements()
         self._modes = ModeSelector()
         self._length = DraftLength(self.measured.costs, self.measured.acceptance)
-        self._waiting = Waiting(self.measured)
+        self._waiting = Waiting(self.measured, self._length)
         self._num_running = 1
+        self._steps_with_few_drafts = 0
 
     @property
     def mode(self) -> DraftMode:
@@ -44,11 +48,18 @@ class AdaptivePolicy:
 
     def choose_k(self, d: Drafting, limit: int) -> int:
         if self.may_wait:
+            if self.tries_more:
+                return min(limit, max(TRIED_K, 2 * d.num_draft_tokens))
             return self._length.best_k(d, limit)
         return min(limit, 1) if self.mode.drafts else 0  # one tells that drafts come
 
+    @property
+    def tries_more(self) -> bool:
+        """Whether all rows draft more than seems best: what was measured may not hold any more."""
+        return self._modes.current.beginning or self._steps_with_few_drafts >= TRY_EVERY
+
     def patience_s(self, seq: Sequence) -> float:
-        return self._waiting.patience_s(seq, self._num_running)
+        return self._waiting.patience_s(seq, self._num_running, tries_more=self.tries_more)
 
     def choose_rows(
         self, ready: list[Sequence], waiting: Rows[Sequence], num_prefilling: int, now: float
@@ -66,4 +77,7 @@ class AdaptivePolicy:
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
+        self._steps_with_few_drafts += 1
+        if 2 * step.drafted > step.num_rows or self._steps_with_few_drafts > TRY_EVERY + TRY_STEPS:
+            self._steps_with_few_drafts = 0
         self._modes.step_done(step)

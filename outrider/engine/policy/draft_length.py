@@ -38,6 +38,11 @@ class DraftLength:
         self._acceptance = acceptance
         self._drafting_share = 0.0
 
+    @property
+    def most_draft(self) -> bool:
+        """Whether more than half of the rows draft."""
+        return self._drafting_share > 0.5
+
     def best_k(self, d: Drafting, limit: int) -> int:
         """Return K of a row's next round; `limit` until a step was measured."""
         (_, plain_s, _), *rounds = self._costs.rounds(d, limit)
@@ -60,7 +65,7 @@ class DraftLength:
 
         mine, without = goodputs(d.acceptance.rate), 1.0 / plain_s
         best = max(mine)
-        most_wait = self._drafting_share > 0.5 and not d.runs_ahead
+        most_wait = self.most_draft and not d.runs_ahead
         if best <= without and most_wait and self._costs.num_rows > 1:
             others = self._acceptance.of_proposer(d.proposer_id, sampled=d.sampled)
             if others is not None and max(goodputs(others)) > without:

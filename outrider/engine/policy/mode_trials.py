@@ -142,6 +142,11 @@ class ModeTrials:
         return self._trial is not None and self._trial.catching_up > 0
 
     @property
+    def beginning(self) -> bool:
+        """Whether drafts are on trial, and it is not known yet what they take."""
+        return self._trial is not None and self.mode.drafts and not self.settled
+
+    @property
     def settled(self) -> bool:
         """Whether nothing changed lately."""
         return self._settling <= 0.0
@@ -228,8 +233,9 @@ class ModeTrials:
     def _judge(self, trial: ModeTrial) -> None:
         tried, drafts = self._throughputs[trial.mode], trial.mode.drafts
         speedup = tried.speedup_over(self._best) / (WORTH if drafts else 1 / WORTH)
-        # Two modes that draft differ by little, and by the luck of their texts.
-        num_steps = INTERVAL if drafts and self.incumbent.drafts else self._trial_steps
+        # Two modes that draft may differ by little, and by the luck of their texts.
+        close = drafts and self.incumbent.drafts and 1 / FELL_BEHIND < speedup < FELL_BEHIND
+        num_steps = INTERVAL if close else self._trial_steps
         luck = math.sqrt(FEW_STEPS / TRIAL_STEPS * self._trial_steps / max(1.0, trial.compared))
         hopeless = speedup < 1.0 - (1.0 - HOPELESS) * luck and trial.compared >= FEW_STEPS
         if trial.compared >= num_steps or (hopeless and self.incumbent.drafts):

@@ -81,7 +81,7 @@ class DraftTracker:
             d.commits.clear()
             d.commits.append(PastCommit(len(seq.token_ids), now, asked))
             if proposer.proposer_id is not None:
-                d.drafter = self._drafters.get(proposer.proposer_id, proposer.proposer_id)
+                d.drafter = self._drafters.get(proposer.proposer_id, f"{proposer.proposer_id} ")
                 acceptance = self.policy.measured.acceptance
                 acceptance.join(d.acceptance, proposer.proposer_id, sampled=d.sampled)
                 d.worth_waiting = True
@@ -257,10 +257,7 @@ class DraftTracker:
         if round_.drafted:
             acceptance.observe(d.acceptance, d.proposer_id, round_, sampled=d.sampled)
         else:
-            explores = d.num_draft_tokens == 0 and self.policy.mode.drafts
-            acceptance.observe_undrafted(
-                d.acceptance, d.proposer_id, sampled=d.sampled, explores=explores
-            )
+            acceptance.observe_undrafted(d.acceptance, d.proposer_id, sampled=d.sampled)
         self._choose_k(d)
 
     def _choose_k(self, d: Drafting, *, asked: bool = True) -> None:

@@ -21,21 +21,24 @@ from collections.abc import Sequence as Rows
 
 from outrider.engine.policy import microbatches
 from outrider.engine.policy.base import Measurements
+from outrider.engine.policy.draft_length import DraftLength
 from outrider.engine.sequence import Sequence
 
 FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1  # for later ones: less is noise, more is felt
+TRYING_STEPS = 3.0  # that a row waits at least when it tries more
 FIRST_PATIENCE_STEPS = 3.0  # for a first block, beside the prompt's own time
 
 
 class Waiting:
-    """Answers from what was measured."""
+    """Answers from what was measured; `length` knows whether most rows draft."""
 
-    def __init__(self, measured: Measurements) -> None:
+    def __init__(self, measured: Measurements, length: DraftLength) -> None:
         self._costs = measured.costs
         self._availability = measured.availability
+        self._length = length
 
-    def patience_s(self, seq: Sequence, num_running: int) -> float:
+    def patience_s(self, seq: Sequence, num_running: int, *, tries_more: bool) -> float:
         """Return how long after its last commit a row waits for its draft at most.
 
         That is until most drafts have come, and no longer than waiting pays. All rounds together
@@ -50,6 +53,8 @@ class Waiting:
             return max(0.0, d.awaited_since + allowed_s - d.round.committed_at)
         gain_s = d.acceptance.expected_accepted(d.num_draft_tokens) * step_s
         gain_s = max(MIN_PATIENCE_S, gain_s)
+        if tries_more:  # a draft that comes too late says nothing of those that are waited for
+            return min(MAX_PATIENCE_S, max(gain_s, TRYING_STEPS * step_s))
         if mean_s > gain_s:
             return 0.0
         # On a shared device the search would slow down a step beside it: the row waits.
@@ -94,9 +99,15 @@ class Waiting:
         with D the time until the last draft is there, later where steps share its device. For j = m
         there is no second step.
         """
-        arrivals = sorted([self._due(seq, now) for seq in waiting])
+        dues = [self._due(seq, now) for seq in waiting]
+        arrivals = sorted(dues)
         if microbatch_step_s:
             return microbatches.start_at(len(ready), arrivals, microbatch_step_s, now)
+        # A first block waits for its prompt's processing: only its own row waits for it.
+        known = [due for seq, due in zip(waiting, dues, strict=True) if seq.drafting.blocks]
+        together = known and not num_prefilling and self._length.most_draft
+        if together and all(_on_demand(seq) for seq in (*ready, *waiting)):
+            return max(known)
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
         going, num_waiting = len(ready) + num_prefilling, len(waiting)
         contention_s = max([self._costs.contention_s(seq.drafting) for seq in waiting])
@@ -119,3 +130,7 @@ class Waiting:
         d = seq.drafting
         usual = d.round.committed_at + self._costs.usual(d)[1]  # in the past if it is unknown
         return usual if now < usual < d.round.deadline else d.round.deadline
+
+
+def _on_demand(seq: Sequence) -> bool:
+    return seq.drafting.waits and not seq.drafting.runs_ahead

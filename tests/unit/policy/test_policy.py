@@ -18,6 +18,7 @@ from outrider.engine.policy.acceptance import Acceptance, RowAcceptance
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Measurements, Policy, Ready, StepDone
 from outrider.engine.policy.circuit_breaker import FIRST_OPEN_ROUNDS
+from outrider.engine.policy.draft_length import DraftLength
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.policy.mode_trials import INTERVAL
@@ -337,12 +338,12 @@ def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
 def test_row_that_gave_up_drafts_again_after_a_time() -> None:
     policy = AdaptivePolicy(4)
     Bench(policy, max_tokens=400).run()
-    acceptance, row = policy.measured.acceptance, Drafting(4, proposer=DraftOffer("a", 4))
+    acceptance, row = policy.measured.acceptance, Drafting(4, drafter="a ")
     for _ in range(8):
         acceptance.observe(row.acceptance, "a", Round(4, 4, 0, rejected=True), sampled=False)
     assert policy.choose_k(row, 4) == 0
     for _ in range(64):
-        acceptance.observe_undrafted(row.acceptance, "a", sampled=False, explores=True)
+        acceptance.observe_undrafted(row.acceptance, "a", sampled=False)
     assert policy.choose_k(row, 4) == 4
 
 
@@ -360,7 +361,7 @@ def test_row_of_another_temperature_begins_with_its_own_kind() -> None:
     assert join(sampled=True).rate < 0.05
     greedy = join(sampled=False)
     assert greedy.rate == unknown
-    acceptance.observe_undrafted(greedy, "a", sampled=False, explores=False)
+    acceptance.observe_undrafted(greedy, "a", sampled=False)
     assert greedy.rate == unknown, "nor does it become a sampled one while it goes without"
 
 
@@ -391,10 +392,11 @@ def test_nobody_waits_once_a_trial_of_drafting_is_over(monkeypatch: pytest.Monke
 def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None:
     measured = Measurements()
     measured.costs.observe_step(8, 40, 0.005)
+    length = DraftLength(measured.costs, measured.acceptance)
     ready, waiting = (_on_demand(i) for i in range(2))
     for due, start_at in ((0.004, 0.004), (0.006, 0.0)):  # and then a step of both, or one each
         waiting.drafting.round.deadline = due
-        assert Waiting(measured).start_at([ready], [waiting], 0, now=0.0) == start_at
+        assert Waiting(measured, length).start_at([ready], [waiting], 0, now=0.0) == start_at
 
 
 def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
@@ -643,11 +645,13 @@ def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
     for _ in range(4000):
         k = policy.choose_k(Drafting(8, acceptance=row), 8)
         chosen_k.append(k)
+        drafted = int(k > 0)
+        policy.step_done(StepDone(1, 1, 1, 0.0, drafted, comparable=False, answered=1))
         measured.costs.observe_step(1, 1 + k, step_times().estimate(1 + k))
         if k:
             measured.acceptance.observe(row, "a", Round(k, k, 0, rejected=True), sampled=False)
         else:
-            measured.acceptance.observe_undrafted(row, "a", sampled=False, explores=True)
+            measured.acceptance.observe_undrafted(row, "a", sampled=False)
     assert any(chosen_k[-100:]), "what was useless for long may not be any more"
 
 
