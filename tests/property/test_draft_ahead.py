@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -124,19 +124,30 @@ def draw_request(session: int, rng: random.Random) -> Request:
     return replace(request, speculation=SpeculationParams(advice=advice))
 
 
-def check(
-    seed: int,
-    net: Net,
-    k: int,
-    policy: str,
-    step_s: float,
-    forward_s: float,
-    eps: float,
-    max_branches: int,
-    num_pages: int,
-    beside: str,
-) -> None:
-    rng = random.Random(seed)
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A random world: its scorer, its draft model and the network between them."""
+
+    seed: int
+    net: Net
+    k: int
+    policy: str
+    step_s: float
+    forward_s: float
+    eps: float
+    max_branches: int
+    num_pages: int
+    beside: str
+
+
+def check(schedule: Schedule) -> None:
+    net, k, max_branches, beside = (
+        schedule.net,
+        schedule.k,
+        schedule.max_branches,
+        schedule.beside,
+    )
+    rng = random.Random(schedule.seed)
     config = EngineConfig(
         page_size=PAGE_SIZE,
         num_pages=NUM_PAGES,
@@ -151,9 +162,13 @@ def check(
         "adaptive": AdaptivePolicy(k),
         "changing": Changing(k, max_wait_s=max_wait_s),
     }
-    world = World(policies[policy], config, lambda n: step_s * (1 + n / 64), rng)
+    world = World(policies[schedule.policy], config, lambda n: schedule.step_s * (1 + n / 64), rng)
     model = draft_model(
-        eps, forward_s, max_branches=max_branches, num_pages=num_pages, max_model_len=MAX_LEN
+        schedule.eps,
+        schedule.forward_s,
+        max_branches=max_branches,
+        num_pages=schedule.num_pages,
+        max_model_len=MAX_LEN,
     )
     if beside == "in one process":
         copying = [method(max_branches) for method in COPYING.values()]
@@ -185,7 +200,7 @@ def check(
 @settings(max_examples=300, **quietly)
 @given(**schedules)
 def test_text_is_the_targets_own(**schedule: Any) -> None:
-    check(**schedule)
+    check(Schedule(**schedule))
 
 
 @pytest.mark.slow
@@ -193,4 +208,4 @@ def test_text_is_the_targets_own(**schedule: Any) -> None:
 @settings(max_examples=5000, **quietly)
 @given(**schedules)
 def test_text_is_the_targets_own_over_thousands_of_schedules(**schedule: Any) -> None:
-    check(**schedule)
+    check(Schedule(**schedule))
