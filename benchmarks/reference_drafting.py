@@ -128,7 +128,9 @@ def merit(traces: Sequence[Tokens], vocab_size: int) -> list[Row]:
         done = [
             (
                 trace,
-                replay(target, FixedPolicy(k), i, trace.prompt, trace.output, proposer, trace.advice, k),
+                replay(
+                    target, FixedPolicy(k), i, trace.prompt, trace.output, proposer, trace.advice, k
+                ),
             )
             for i, trace in enumerate(traces)
         ]

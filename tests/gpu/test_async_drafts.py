@@ -39,7 +39,9 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
         choose_and_verify=choose_and_verify,
     )
     config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=200)
-    engine = Engine(model, config, policy=FixedPolicy(K if drafts else 0, max_wait_s=0.0), runner=runner)
+    engine = Engine(
+        model, config, policy=FixedPolicy(K if drafts else 0, max_wait_s=0.0), runner=runner
+    )
     if drafts:
         draft = clear_llama(CUDA, PAGES, noise=0.03)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
