@@ -239,7 +239,7 @@ def test_deterministic_alternatives_do_not_depend_on_order(seed: int) -> None:
         assert kept.guess(path, 8) == source().guess(path, 8)
         if chance.random() < 0.2:
             written.extend(path)
-            kept._follower.commit(len(kept._follower.tokens), path, 16)
+            kept.follower.commit(len(kept.follower.tokens), path, 16)
             kept.commit()
 
 
