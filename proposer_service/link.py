@@ -66,8 +66,7 @@ class ScorerLink:
         self._config = config
         self._metrics = metrics
         self._conversation: Conversation | None = None
-        self._draining = False
-        self._hurry = asyncio.Event()  # set: no wait before the next dial, which is called off
+        self._draining = asyncio.Event()
         self._last_error: OutriderError | None = UnavailableError("not connected yet")
 
     def status(self) -> proposer_pb2.ScorerLink:
@@ -84,10 +83,10 @@ class ScorerLink:
         """Dial until drained or cancelled; raises nothing."""
         config, loop = self._config, asyncio.get_running_loop()
         backoff = config.backoff_first_s
-        while not self._draining:
+        while not self._draining.is_set():
             started = loop.time()
             error = await self._dial()
-            if self._draining:
+            if self._draining.is_set():
                 return
             if loop.time() - started > _STEADY_S:
                 backoff = config.backoff_first_s
@@ -100,12 +99,12 @@ class ScorerLink:
             # Many proposers see a scorer die at the same moment, hence the jitter.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
-                    await self._hurry.wait()
+                    await self._draining.wait()
             backoff = min(2 * backoff, config.backoff_max_s)
 
     async def drain(self, grace_s: float) -> None:
         """Say Goodbye, and wait at most `grace_s` for the scorer to close its sessions."""
-        self._end_dialling()
+        self._draining.set()
         if self._conversation is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
@@ -113,14 +112,10 @@ class ScorerLink:
 
     async def retire(self, grace_s: float) -> None:
         """Let the stream's sessions end by themselves, then drain."""
-        self._end_dialling()
+        self._draining.set()
         if self._conversation is not None:
             await self._conversation.until_unused()
             await self.drain(grace_s)
-
-    def _end_dialling(self) -> None:
-        self._draining = True
-        self._hurry.set()
 
     def _log_error(self, error: OutriderError) -> None:
         """Log an error that differs from the last one."""
@@ -165,12 +160,15 @@ class ScorerLink:
             if frames is not None:
                 cleanup.callback(frames.close)
             if welcome.HasField("data_connection"):
-                connected = draft_pb2.DataConnected(used=frames is not None)
-                async with asyncio.timeout(self._config.answer_timeout_s):
-                    await write(call, draft_pb2.DraftRequest(data_connected=connected))
+                used = draft_pb2.DataConnected(used=frames is not None)
+                await self._send(call, draft_pb2.DraftRequest(data_connected=used))
             if welcome.wants_projection:
-                await self._send_projection(call)
-            if self._draining:  # since the dial; nobody would end the conversation
+                matrix = self._worker.projection
+                for start in range(0, len(matrix), _CHUNK_BYTES):
+                    data = matrix[start : start + _CHUNK_BYTES]
+                    chunk = draft_pb2.ProjectionChunk(offset=start, data=data)
+                    await self._send(call, draft_pb2.DraftRequest(projection=chunk))
+            if self._draining.is_set():  # since the dial; nobody would end the conversation
                 return
             cleanup.pop_all()
         link, most = next(_link_ids), welcome.max_block_tokens
@@ -190,14 +188,9 @@ class ScorerLink:
             )
         return welcome
 
-    async def _send_projection(self, call: Call) -> None:
-        matrix = self._worker.projection
-        for start in range(0, len(matrix), _CHUNK_BYTES):
-            chunk = draft_pb2.ProjectionChunk(
-                offset=start, data=matrix[start : start + _CHUNK_BYTES]
-            )
-            async with asyncio.timeout(self._config.answer_timeout_s):
-                await write(call, draft_pb2.DraftRequest(projection=chunk))
+    async def _send(self, call: Call, message: draft_pb2.DraftRequest) -> None:
+        async with asyncio.timeout(self._config.answer_timeout_s):
+            await write(call, message)
 
     async def _connect(self, welcome: draft_pb2.Welcome) -> FrameSocket | None:
         """Return the data connection that Welcome offers, if there is one within reach."""
