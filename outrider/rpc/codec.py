@@ -25,18 +25,24 @@ from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, draft_pb2
 
 KIND_TO_PROTO: Final = {
-    kind: common_pb2.TokenKind.Value(f"TOKEN_KIND_{kind.name}") for kind in TokenKind
+    TokenKind.PLAIN: common_pb2.TOKEN_KIND_PLAIN,
+    TokenKind.ACCEPTED: common_pb2.TOKEN_KIND_ACCEPTED,
+    TokenKind.RECOVERED: common_pb2.TOKEN_KIND_RECOVERED,
+    TokenKind.BONUS: common_pb2.TOKEN_KIND_BONUS,
 }
 KIND_FROM_PROTO: Final = {value: kind for kind, value in KIND_TO_PROTO.items()}
 
 FINISH_TO_PROTO: Final = {
-    reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
 
 RULE_TO_PROTO: Final = {
-    rule: common_pb2.VerificationRule.Value(f"VERIFICATION_RULE_{rule.name}")
-    for rule in VerificationRule
+    VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
+    VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
+    VerificationRule.TYPICAL: common_pb2.VERIFICATION_RULE_TYPICAL,
+    VerificationRule.TOP_P_WINDOW: common_pb2.VERIFICATION_RULE_TOP_P_WINDOW,
 }
 RULE_FROM_PROTO: Final = {value: rule for rule, value in RULE_TO_PROTO.items()}
 
