@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -25,18 +24,25 @@ from outrider.params import (
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, draft_pb2
 
-KIND_TO_PROTO: Final[Mapping[TokenKind, common_pb2.TokenKind]] = {
-    kind: getattr(common_pb2, f"TOKEN_KIND_{kind.name}") for kind in TokenKind
+KIND_TO_PROTO: Final = {
+    TokenKind.PLAIN: common_pb2.TOKEN_KIND_PLAIN,
+    TokenKind.ACCEPTED: common_pb2.TOKEN_KIND_ACCEPTED,
+    TokenKind.RECOVERED: common_pb2.TOKEN_KIND_RECOVERED,
+    TokenKind.BONUS: common_pb2.TOKEN_KIND_BONUS,
 }
 KIND_FROM_PROTO: Final = {value: kind for kind, value in KIND_TO_PROTO.items()}
 
-FINISH_TO_PROTO: Final[Mapping[FinishReason, common_pb2.FinishReason]] = {
-    reason: getattr(common_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason
+FINISH_TO_PROTO: Final = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
 
-RULE_TO_PROTO: Final[Mapping[VerificationRule, common_pb2.VerificationRule]] = {
-    rule: getattr(common_pb2, f"VERIFICATION_RULE_{rule.name}") for rule in VerificationRule
+RULE_TO_PROTO: Final = {
+    VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
+    VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
+    VerificationRule.TYPICAL: common_pb2.VERIFICATION_RULE_TYPICAL,
+    VerificationRule.TOP_P_WINDOW: common_pb2.VERIFICATION_RULE_TOP_P_WINDOW,
 }
 RULE_FROM_PROTO: Final = {value: rule for rule, value in RULE_TO_PROTO.items()}
 
