@@ -101,7 +101,7 @@ class HeadInflation(Inflation):
         head[known:, d] = -PENALTY
         # Differences between target and draft ids; extra tokens are extra ones of the target.
         d2t = torch.full((len(head),), old.vocab_size - known)
-        d2t[:known] = checkpoint.tensor("d2t") if "d2t" in checkpoint else 0
+        d2t[:known] = checkpoint.stored("d2t") if "d2t" in checkpoint else 0
         scale = (dim / old.head_dim) ** 0.5
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         norm = self._norm(stored("norm"))

@@ -96,8 +96,8 @@ class DelayProxy:
                 try:
                     await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    for each in directions:
-                        each.cancel()
+                    for direction in directions:
+                        direction.cancel()
                     await asyncio.gather(*directions, return_exceptions=True)
         finally:
             self._connections.discard(task)

@@ -25,7 +25,5 @@ def test_pair_runs_every_rule_and_coupled_keeps_the_text(tmp_path: Path) -> None
         with_draft = stats.rounds - stats.k_histogram[0]
         assert one.length == pytest.approx(1 + stats.accepted / with_draft)
         assert one.tokens_per_round == 24 / stats.rounds > 1
-    sent = {name: rows[name].bytes_per_round or 0 for name in RULES[1:]}
-    assert sent["rejection"] > 10 * sent["coupled"] > 0
     lines = document(list(rows.values()), "command", {"cpu": "this", "k": 3})
     assert sum(line.startswith("| 0.8 ") for line in lines) == len(RULES)

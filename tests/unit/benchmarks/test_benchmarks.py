@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.lib import stats
 from benchmarks.lib.measure import Cell
-from benchmarks.lib.prompts import Prompts, repetition
+from benchmarks.lib.prompts import Prompts
 from benchmarks.lib.records import Completion, Run, first_divergence
 
 
@@ -74,11 +74,6 @@ def test_first_divergence_is_the_first_differing_index(
 def test_prompts_group_at_the_end_wraps_around() -> None:
     prompts = Prompts(((1,), (2,), (3,)), "", "")
     assert prompts.group(1, 2) == ((3,), (1,))
-
-
-def test_repetition_counts_repeated_8_grams() -> None:
-    assert repetition([tuple(range(20))]) == 0.0
-    assert repetition([(7,) * 16]) == pytest.approx(8 / 9)
 
 
 def test_load_without_the_file_raises_prompts_error(tmp_path: Path) -> None:

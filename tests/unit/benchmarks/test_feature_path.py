@@ -85,11 +85,6 @@ def test_rows_of_times_are_per_round_with_a_draft() -> None:
     assert found.hit_rate == 0.5
 
 
-def test_sample_line_tells_the_parts_of_a_round() -> None:
-    line = SAMPLES[WAY].drafting[0].line()
-    assert line == "9.0 tok/s; ms: round 30.00, score 10.00, draft 2.00, way 1.00, wait 1.00"
-
-
 def test_rows_of_counts_the_prompts_features_apart() -> None:
     found = row(WAY)
     assert found.bytes_per_token == 100.0
