@@ -362,9 +362,10 @@ class Engine:
         self._scheduler.check_invariants()
 
     def _note_launch(self) -> None:
-        """Tell the policy of the step in flight, once the step before has been counted."""
+        """Tell the policy of the step in flight, once all that came before it has been counted."""
         flight = self._in_flight
         if flight is not None and flight.set_aside is None:
+            self._count_blocks()
             flight.set_aside = self._scheduler.launched(flight.step, flight.began)
 
     def _count_blocks(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider.engine.model.linear import Linear, PackedLinear
+from outrider.engine.layers.linear import Linear, PackedLinear
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree

@@ -108,7 +108,7 @@ def test_special_tokens_of_two_files_are_those_of_transformers(
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ [1].index(9) }}", "ValueError"),
         ("{{ 10.0 ** 1000 }}", "OverflowError"),
-        ("{{ messages[0].nothing.more }}", "undefined"),
+        ("{{ messages[0].nothing.more }}", "no attribute"),
     ],
 )
 def test_chat_template_that_raises_is_an_invalid_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.config import SPECULATION_POLICIES, EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.draft_mode import DraftMode
@@ -24,13 +25,13 @@ def test_off_policy_with_attached_proposer_verifies_nothing() -> None:
         sampling, stop = SamplingParams(temperature=0.0), StopParams(max_tokens=LENGTH)
         engine.submit(Request(session, PROMPT, sampling, stop, speculation))
         assert session.bit_length() in engine.snapshot().undrafted_sizes, "nobody asks for drafts"
-        engine.set_drafting(session, "eager", 4)
+        engine.set_drafting(session, DraftOffer("eager", 4))
     commits = []
     while engine.snapshot().running or engine.snapshot().waiting:
         for session in (1, 2):
             if (tokens := engine.committed(session)) is not None:
                 block = DraftTree.chain(len(tokens), text[len(tokens) : len(tokens) + 4])
-                engine.post_block(session, block, "eager", 1)
+                engine.post_block(PostedBlock(session, block, "eager", 1))
         events = engine.step()
         assert events is not None, "a row waits for a draft"
         assert events.counts is not None
