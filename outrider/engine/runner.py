@@ -14,11 +14,11 @@ from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
 from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_token_logprobs
-from outrider.engine.sampling.tree_walk import padded, path_order, per_row, walk_trees
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.tree_mask import depths
+from outrider.engine.tree_walk import padded, path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs
 

@@ -19,7 +19,7 @@ from outrider.draft_port import (
     PostedBlock,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.commands import HiddenStateCommands
+from outrider.engine.hidden_state_commands import HiddenStateCommands
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.errors import (
     CapacityError,

@@ -22,9 +22,9 @@ from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
 from outrider.engine.sampling.coupled import Sample, sample
-from outrider.engine.sampling.tree_walk import walk
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 from outrider.engine.step import Step, StepResult
+from outrider.engine.tree_walk import walk
 
 
 class CapturableModel(Model, Protocol):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider.engine.layers.linear import Linear, PackedLinear
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
@@ -21,6 +20,7 @@ from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.trees import TargetDraws
 from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import ProposerLimits, SessionStart
+from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError

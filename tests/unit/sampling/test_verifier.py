@@ -12,11 +12,11 @@ from outrider.draft_tree import chain_parents
 from outrider.engine.batch import RowSlice
 from outrider.engine.policy.row import Drafting
 from outrider.engine.rounds import token_kinds
-from outrider.engine.sampling.tree_walk import path_order, walk_trees
 from outrider.engine.sampling.verify import verify, verify_rows, verify_tree, verify_trees
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow
 from outrider.engine.tree_mask import depths
+from outrider.engine.tree_walk import path_order, walk_trees
 from outrider.types import Request, TokenKind
 
 
