@@ -76,6 +76,7 @@ class Gateway:
             if config.metrics_port is None
             else {"metrics": self._telemetry.serve_metrics(config.host, config.metrics_port)}
         )
+        await self._grpc.set_serving(True)
         self._health = asyncio.create_task(self._follow_health(self._grpc, self._pool))
 
         self._http = _HttpServer(
@@ -125,10 +126,13 @@ class Gateway:
         self._telemetry.shutdown()
 
     async def _follow_health(self, server: GrpcServer, pool: ScorerPool) -> None:
-        """Serve over gRPC's health what /health says: whether a scorer is within reach."""
+        """Say in the gRPC health of the service, as /health does, if a scorer is within reach.
+
+        The process as a whole stays SERVING, since a restart brings no scorer back.
+        """
         while True:
             changed = pool.changed
-            await server.set_serving(bool(pool.serving))
+            await server.set_serving(bool(pool.serving), process=False)
             await changed.wait()
 
     async def wait_failed(self) -> None:

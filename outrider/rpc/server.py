@@ -93,14 +93,14 @@ class GrpcServer:
         self._servers = servers
         return port
 
-    async def set_serving(self, serving: bool) -> None:
-        """Set the answer to health checks."""
+    async def set_serving(self, serving: bool, *, process: bool = True) -> None:
+        """Set the answer to health checks: of the services, and of the `process` as a whole."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
             else health_pb2.HealthCheckResponse.NOT_SERVING
         )
-        for name in ("", *self._service_names):
+        for name in (*([""] if process else []), *self._service_names):
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:

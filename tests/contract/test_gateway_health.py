@@ -21,12 +21,14 @@ ORIGIN = "https://app.example.com"
 
 
 async def _watch(gateway: Running, status: int) -> None:
-    """Wait until gRPC's health says `status`."""
+    """Wait until gRPC's health says `status` of the service; the process is always well."""
     async with open_channel(gateway.grpc) as channel, asyncio.timeout(20):
         check = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
         async for answer in health_pb2_grpc.HealthStub(channel).Watch(check):
             if answer.status == status:
-                return
+                break
+        process = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert process.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_gateway_when_its_scorer_leaves_and_returns_says_so_over_http_and_grpc() -> None:
