@@ -1,6 +1,6 @@
 """A closed loop of requests on two simulated devices: a target's steps beside a draft's forwards.
 
-Times are those of an 8B target and a 1B draft on two H200s (benchmarks/results/gpu_versions.md): a
+Times were measured with an 8B target and a 1B draft on two H200s: a
 step by its rows and draft tokens, a forward of the draft by its rows, prompts, Python, and the way
 between both.
 """

@@ -13,7 +13,7 @@ from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_br
 from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.proposer import Pace
 
-# The embedded pair at temperature 1, shared noise (benchmarks/shared_noise.py): acceptance .54, the
+# The embedded pair at temperature 1, shared noise gives: acceptance .54, the
 # rest by rank. Four tokens are verified, and what may follow them is known.
 PLACE = (0.54, 0.15, 0.07, 0.033, 0.033, 0.015, 0.015, 0.015)
 CHANCES = np.array([PLACE] * 5)
@@ -186,7 +186,7 @@ def test_outcomes_acceptance_is_that_of_best_candidates() -> None:
     assert outcomes.acceptance == pytest.approx(0.75, abs=0.05)
 
 
-# Seconds of an 8B target and a 1B draft on an H200 each (gpu_versions.md), K = 4.
+# Seconds of an 8B target and a 1B draft on an H200 each, K = 4.
 H200 = Pace(step_s=0.0049, network_s=0.0012)
 
 

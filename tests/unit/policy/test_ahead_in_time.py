@@ -12,7 +12,7 @@ from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 from tests.support.simulators.simulation import Net, World, draft_model
 
-STEP_S, WAY_S = 0.0049, 0.00115  # benchmarks/results/gpu_versions.md
+STEP_S, WAY_S = 0.0049, 0.00115  # of an 8B on an H200
 CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048, num_speculative_tokens=4)
 
 
