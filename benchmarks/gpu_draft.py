@@ -188,8 +188,7 @@ def main() -> int:
     about = f"{setup['gpu']}; {bench.weights / 1e9:.2f} GB of weights; {bandwidth / 1e12:.2f} TB/s."
     title = f"# Drafting {args.num_tokens} tokens, context {args.context}"
     parts = [title, "", f"`{setup['command']}`", "", about, "", *report.table(head, lines), ""]
-    text = "\n".join(parts)
-    print(text)
+    print(text := "\n".join(parts))
     report.write({"setup": setup, "results": [asdict(row) for row in table]}, text, args.out)
     return 0
 

@@ -41,11 +41,10 @@ class Outcome:
 
 def engine_config(model: PagedModel, k: int) -> EngineConfig:
     """Return the configuration of an engine with K draft tokens and no prefix cache."""
-    room = model.page_size * model.num_pages
     return EngineConfig(
         page_size=model.page_size,
         num_pages=model.num_pages,
-        max_model_len=min(model.max_model_len, room),
+        max_model_len=min(model.max_model_len, model.page_size * model.num_pages),
         num_speculative_tokens=k,
         enable_prefix_caching=False,
     )
