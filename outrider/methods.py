@@ -14,6 +14,12 @@ METHODS: Final = (
 HIDDEN_STATE_METHODS: Final = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
 """Those that read hidden states of the target, with a module that was trained for it."""
 
+COPYING_METHODS: Final = frozenset({"deterministic", "ngram", "suffix"})
+"""Those that need neither the vocabulary nor the tokenizer."""
+
+SELF_LIMITING_METHODS: Final = frozenset({"deterministic", "suffix"})
+"""Those that draft no more than they are sure of."""
+
 METHOD_ALIASES: Final = {
     "inference_with_reference": "ngram",
     "deepseek_mtp": "mtp",

@@ -1,6 +1,7 @@
 """Prometheus metrics of a scorer, with vLLM's names where they mean the same.
 
-Counters advance once per engine step, by the sums in its events, so the cost does not grow with
+Counters advance once per engine step, by the sums in its events
+(`StepCounts` in outrider/counts.py), so the cost does not grow with
 tokens.
 """
 

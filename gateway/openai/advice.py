@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gateway.intake import MAX_REFERENCES, Intake
-from gateway.openai.models import Request
-from gateway.openai.options import ExtraConfig, within
+from gateway.openai.request_objects import ExtraConfig, within
+from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
 from outrider.params import Advice, TokenIds, require
 

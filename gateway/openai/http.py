@@ -26,9 +26,9 @@ from gateway.intake import GenerationRequest, Settings
 from gateway.openai.advice import read_advice
 from gateway.openai.answer import Answer
 from gateway.openai.errors import BodyTooLargeError, error_body, error_response, public_error
-from gateway.openai.models import ChatRequest, CompletionRequest
-from gateway.openai.models import Request as OpenAIRequest
 from gateway.openai.parse import parse
+from gateway.openai.requests import ChatRequest, CompletionRequest
+from gateway.openai.requests import Request as OpenAIRequest
 from gateway.openai.responses import Shaper
 from outrider.errors import InvalidRequestError
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from gateway.openai.models import Request
+from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
 
 _HARMLESS = frozenset(

@@ -11,7 +11,7 @@ from google.protobuf.json_format import MessageToDict
 
 from gateway.generation import Chunk, Ending
 from gateway.openai.logprobs import Spell, chat_logprobs, completion_logprobs, mean_logprob
-from gateway.openai.options import Kind
+from gateway.openai.request_objects import Kind
 from gateway.output import OutputToken
 from outrider.v1 import common_pb2
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from outrider.errors import CapacityError, OutriderError, ProposerRefusedError
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
-from outrider.methods import METHODS
+from outrider.methods import COPYING_METHODS, METHODS, SELF_LIMITING_METHODS
 from outrider.params import MAX_SPECULATIVE_TOKENS, require
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
@@ -16,11 +16,6 @@ from scorer_service.drafting.outbox import Outbox
 from scorer_service.sessions import Session, SessionListener
 
 _MAX_NAME_CHARS: Final = 1024
-
-# Methods that need neither the vocabulary nor the tokenizer.
-_COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
-# Methods that draft no more than they are sure of.
-_SELF_LIMITING = frozenset({"deterministic", "suffix"})
 
 
 class AttachedProposer:
@@ -111,7 +106,11 @@ class AttachedProposer:
         """
         limit = session.num_speculative_tokens
         asked = session.request.speculation.num_speculative_tokens
-        if asked is None and limit and not _SELF_LIMITING.isdisjoint(self.methods_for(session)):
+        if (
+            asked is None
+            and limit
+            and not SELF_LIMITING_METHODS.isdisjoint(self.methods_for(session))
+        ):
             limit = MAX_SPECULATIVE_TOKENS
         return min(limit, self.max_draft_tokens)
 
@@ -135,7 +134,7 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
                 reason="UNKNOWN_METHOD",
             )
     require(hello.method == methods[0], "method", "the first of methods")
-    copies = _COPYING_METHODS.issuperset(methods)
+    copies = COPYING_METHODS.issuperset(methods)
     theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
     # Models of a family pad their vocabularies differently, beyond the tokenizer's ids.
     smaller = theirs == ours != "" and 0 < hello.vocab_size < served.vocab_size

@@ -1,4 +1,7 @@
-"""Verification: a drafted token is accepted where the target chose the same one."""
+"""Verification: a drafted token is accepted where the target chose the same one.
+
+On CUDA `verify_row_kernel` in cuda/kernels/topk_topp.py computes the same.
+"""
 
 from __future__ import annotations
 

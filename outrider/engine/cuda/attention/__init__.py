@@ -1,1 +1,1 @@
-"""Paged attention on CUDA."""
+"""Paged attention on CUDA: what launches it. Our kernel is in ../kernels/attention.py."""

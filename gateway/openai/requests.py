@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from gateway.intake import Limits
-from gateway.openai.options import (
+from gateway.openai.request_objects import (
     UINT32,
     Biases,
     ExtraConfig,

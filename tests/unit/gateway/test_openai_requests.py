@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.openai.models import ChatRequest, CompletionRequest, Request
 from gateway.openai.parse import parse
+from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from outrider.errors import InvalidRequestError
 
 NUMBERS = st.one_of(
