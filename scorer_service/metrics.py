@@ -1,8 +1,7 @@
 """Prometheus metrics of a scorer, with vLLM's names where they mean the same.
 
-Counters advance once per engine step, by the sums in its events
-(`StepCounts` in outrider/counts.py), so the cost does not grow with
-tokens.
+Counters advance once per engine step, by the sums in its events (`StepCounts` in
+outrider/counts.py), so the cost does not grow with tokens.
 """
 
 from __future__ import annotations
