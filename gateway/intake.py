@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a client asks for besides its prompt and limits."""
+    """Settings of a request besides its prompt and limits."""
 
     operation: str  # gen_ai.operation.name
     sampling: SamplingParams

@@ -18,7 +18,7 @@ from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a step committed for a row."""
+    """Tokens that a step committed to a row, and their round."""
 
     seq: Sequence
     base_len: int  # committed tokens before the step
@@ -32,7 +32,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a step committed."""
+    """Result of a step over all rows."""
 
     step: Step
     emitted: tuple[Emitted, ...]

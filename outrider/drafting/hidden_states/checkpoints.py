@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from outrider.engine.model.loader import read_text_config
 from outrider.errors import ConfigError
+from outrider.models.files import read_json
 from outrider.models.modules import EMBEDDINGS, HEADS
 from outrider.models.resolve import TRAINING_STATE
 
@@ -233,10 +233,4 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no settings.")
-    return config
+    return read_json(path)
