@@ -53,6 +53,7 @@ class Drafting:
     asked: bool = False  # the proposer knows that the next round is to have a draft
     worth_waiting: bool = True  # the proposer has drafts often enough
     blocks: int = 0  # that came from the present proposer
+    last_block_at: float = 0.0  # when the last of them came; before, when it got the row
     awaited_since: float = 0.0  # when the first of them could be used, if it had come
     no_guess_at: int = -1  # committed length for which the proposer said it has no guess
     waited_in_vain: tuple[float, float] = (0.0, 0.0)  # (start, end) of the last such wait

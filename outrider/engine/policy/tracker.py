@@ -77,7 +77,7 @@ class DraftTracker:
         d = seq.drafting
         if proposer.proposer_id != d.proposer.proposer_id:
             d.breaker, d.hits, d.blocks = CircuitBreaker(), HitRate(wait_s=d.hits.wait_s), 0
-            d.awaited_since = now
+            d.awaited_since = d.last_block_at = now
             d.commits.clear()
             d.commits.append(PastCommit(len(seq.token_ids), now, asked))
             if proposer.proposer_id is not None:
@@ -107,26 +107,30 @@ class DraftTracker:
         elif block.base_len == length:  # an empty block
             d.no_guess_at = length
             d.breaker.deadline_misses = 0
-        network_s = self._answered(arrived) - arrived.draft_s
+        asked_at = self._answered(arrived)
+        # No proposer drafted for longer than it was asked; without a commit, since its last block.
+        passed_s = max(0.0, arrived.at - (d.last_block_at if asked_at is None else asked_at))
+        d.last_block_at = max(d.last_block_at, arrived.at)
+        propose_s = min(arrived.draft_s, passed_s)
         c, counts = seq.counters, self.counts
-        c.propose_s += arrived.draft_s
-        counts.propose_s += arrived.draft_s
-        if network_s > 0.0:
-            c.network_s += network_s
-            counts.network_s += network_s
+        c.propose_s += propose_s
+        counts.propose_s += propose_s
+        if asked_at is not None:
+            c.network_s += passed_s - propose_s
+            counts.network_s += passed_s - propose_s
         if arrived.proposer_id not in c.proposer_ids:
             c.proposer_ids.append(arrived.proposer_id)
 
-    def _answered(self, arrived: ArrivedBlock) -> float:
-        """Measure the delay since the commit that a block answers. Returns it; 0 without one."""
-        d, now = arrived.seq.drafting, arrived.at
+    def _answered(self, arrived: ArrivedBlock) -> float | None:
+        """Measure the delay since the commit that a block answers. Returns when that was, if any."""
+        d = arrived.seq.drafting
         for i, commit in enumerate(d.commits):
             if commit.length == arrived.block.base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
                 if commit.awaited and d.blocks > 1:  # the first one also took the prompt's time
                     self._measure(arrived, commit.at)
-                return max(0.0, now - commit.at)
-        return 0.0
+                return commit.at
+        return None
 
     def _measure(self, arrived: ArrivedBlock, since: float) -> None:
         d, now, num_tokens = arrived.seq.drafting, arrived.at, len(arrived.block.token_ids)

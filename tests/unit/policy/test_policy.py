@@ -75,6 +75,8 @@ class Bench:
     # latest of a session only
     tax_s: float = 0.0  # what drafts made since the last step cost the next one
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    draft_us: int = 1000  # that the proposer says it drafted
+    copies: int = 1  # of each block that come, one millisecond apart
 
     def __post_init__(self) -> None:
         self.now = self.began
@@ -140,7 +142,7 @@ class Bench:
         arrival = self.now + (self.delay_s if delay_s is None else delay_s)
         self._drafting_until = arrival
         arrival += self.hiccup_s * (self._rounds == self.requests + 1)
-        self._due.append((arrival, session, tree))
+        self._due += [(arrival + 1e-3 * n, session, tree) for n in range(self.copies)]
 
     def run(self) -> list[RequestStats]:
         done: dict[int, RequestStats] = {}
@@ -148,7 +150,7 @@ class Bench:
             self._due.sort(key=lambda item: item[0])
             while self._due and self._due[0][0] <= self.now:
                 arrived_at, session, tree = self._due.pop(0)
-                self.engine.post_block(PostedBlock(session, tree, "a", 1000, arrived_at))
+                self.engine.post_block(PostedBlock(session, tree, "a", self.draft_us, arrived_at))
             if self._asked_for and self.now >= self._drafting_until:
                 asked, self._asked_for = self._asked_for, {}
                 for session, (base, count) in asked.items():
@@ -487,6 +489,25 @@ def test_blocks_without_tokens_do_not_tell_how_long_a_draft_takes() -> None:
         began = bench.now
     assert stats.output_tokens / stats.rounds > 4.0
     assert stats.fallback_rounds <= 2
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_drafting_time_that_a_proposer_tells_is_at_most_the_time_that_passed(copies: int) -> None:
+    """The first copy is bounded by the commit that it answers, the others by the copy before."""
+    bench = Bench(FixedPolicy(4), draft_us=2**32 - 1, copies=copies, max_tokens=60)
+    (stats,) = bench.run()
+    answered = len(bench.commits[0])  # and the last one is not, as Open is
+    most_ms = answered * (bench.delay_s * 1e3 + copies - 1)
+    assert 0.8 * most_ms < stats.propose_ms <= most_ms + 1e-6
+    assert stats.network_ms == 0.0
+
+
+def test_drafting_time_that_a_proposer_tells_is_believed_within_the_delay() -> None:
+    bench = Bench(FixedPolicy(4), max_tokens=60)
+    (stats,) = bench.run()
+    answered = len(bench.commits[0])
+    assert stats.propose_ms == pytest.approx(answered * 1.0)
+    assert stats.network_ms == pytest.approx(answered * (bench.delay_s * 1e3 - 1.0))
 
 
 def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> None:
