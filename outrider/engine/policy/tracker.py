@@ -13,7 +13,7 @@ from outrider.counts import StepCounts
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.engine.policy.base import Policy, Ready
-from outrider.engine.policy.circuit_breaker import CircuitBreaker
+from outrider.engine.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.engine.policy.draft_mode import SAMPLED_TEMPERATURE, DraftMode
 from outrider.engine.policy.row import (
     CurrentRound,
@@ -22,7 +22,7 @@ from outrider.engine.policy.row import (
     PastCommit,
 )
 from outrider.engine.policy.timing import Delay, remember
-from outrider.engine.policy.waiting import FIRST_PATIENCE_S
+from outrider.engine.policy.waiting import FIRST_PATIENCE_S, MAX_PATIENCE_S
 from outrider.engine.rounds import USEFUL, BlockFate, Round
 from outrider.engine.sequence import Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
@@ -53,6 +53,7 @@ class DraftTracker:
         """What happened since the last step's events; the engine adds to it too."""
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
         self._batches: dict[tuple[str, bool], float] = {}  # when each drafter's last one came
+        self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
         self._launched_at = 0.0
 
     def take_counts(self) -> StepCounts:
@@ -111,6 +112,8 @@ class DraftTracker:
         # No proposer drafted for longer than it was asked; without a commit, since its last block.
         passed_s = max(0.0, arrived.at - (d.last_block_at if asked_at is None else asked_at))
         d.last_block_at = max(d.last_block_at, arrived.at)
+        if fate is USEFUL or (asked_at is not None and passed_s <= MAX_PATIENCE_S):
+            self._in_vain.pop(arrived.proposer_id, None)
         propose_s = min(arrived.draft_s, passed_s)
         c, counts = seq.counters, self.counts
         c.propose_s += propose_s
@@ -165,7 +168,8 @@ class DraftTracker:
             lacks_draft = seq.draft is None and _is_awaited(seq)
             if current.looked_at is None:
                 current.looked_at, current.at_hand = now, seq.draft is not None
-                patience_s = self.policy.patience_s(seq) if lacks_draft else 0.0
+                patient = lacks_draft and not self._is_set_aside(seq.drafting)
+                patience_s = self.policy.patience_s(seq) if patient else 0.0
                 current.deadline = current.committed_at + patience_s if lacks_draft else now
             if not may_wait:
                 current.deadline = min(current.deadline, current.committed_at)  # nothing is missed
@@ -211,8 +215,16 @@ class DraftTracker:
             return False
         # A proposer from which nothing has come for long is missed, waited for or not.
         silent = not d.blocks and now > d.awaited_since + FIRST_PATIENCE_S
-        in_vain = wanted and (current.deadline > current.committed_at or silent)
-        return in_vain and d.breaker.missed()
+        silent = silent or self._is_set_aside(d)
+        if not wanted or not (current.deadline > current.committed_at or silent):
+            return False
+        proposer_id = d.proposer_id or ""
+        remember(self._in_vain, proposer_id, self._in_vain.get(proposer_id, 0) + 1)
+        return d.breaker.missed()
+
+    def _is_set_aside(self, d: Drafting) -> bool:
+        """Whether the row has no block yet, and other rows awaited its proposer in vain."""
+        return not d.blocks and self._in_vain.get(d.proposer_id or "", 0) >= MISSES_ALLOWED
 
     def _count_hit(self, seq: Sequence, wanted: bool, drafted: int) -> None:
         """Count a hit, or a miss by its cause, of a round that `wanted` a draft."""

@@ -98,20 +98,26 @@ class Bench:
 
         self.model.forward = timed  # type: ignore[method-assign]
         self.engine = Engine(self.model, CONFIG, policy=self.policy, clock=lambda: self.now)
-        self.commits: list[list[Commit]] = [[] for _ in range(self.requests)]
+        self.commits: list[list[Commit]] = []
+        self.done: dict[int, RequestStats] = {}
         self.rows_per_step: list[int] = []
         self._due: list[tuple[float, int, DraftTree]] = []
         self._rounds = self._taxed = 0
         self._began = self._drafting_until = -1.0  # its cycle
         self._asked_for: dict[int, tuple[int, int]] = {}  # while it is busy: base, count
-        for i in range(self.requests):
-            self.engine.submit(self._request(i))
-            self.engine.set_drafting(
-                i, DraftOffer("a", 4, requested=self.asked, own_device=self.own_device)
-            )
-            if self.asked:
-                first = self.delay_s if self.first_delay_s is None else self.first_delay_s
-                self._answer(i, 2, 4, first * (1 + i % self.prompts_apart))
+        for _ in range(self.requests):
+            self.submit()
+
+    def submit(self) -> None:
+        i = len(self.commits)
+        self.commits.append([])
+        self.engine.submit(self._request(i))
+        self.engine.set_drafting(
+            i, DraftOffer("a", 4, requested=self.asked, own_device=self.own_device)
+        )
+        if self.asked:
+            first = self.delay_s if self.first_delay_s is None else self.first_delay_s
+            self._answer(i, 2, 4, first * (1 + i % self.prompts_apart))
 
     def _request(self, i: int) -> Request:
         return Request(
@@ -145,8 +151,8 @@ class Bench:
         self._due += [(arrival + 1e-3 * n, session, tree) for n in range(self.copies)]
 
     def run(self) -> list[RequestStats]:
-        done: dict[int, RequestStats] = {}
-        while len(done) < self.requests:
+        """Run until all requests have ended, and return the stats of each."""
+        while len(self.done) < len(self.commits):
             self._due.sort(key=lambda item: item[0])
             while self._due and self._due[0][0] <= self.now:
                 arrived_at, session, tree = self._due.pop(0)
@@ -166,11 +172,11 @@ class Bench:
             for commit in events.commits:
                 self.commits[commit.session_id].append(commit)
                 if commit.stats is not None:
-                    done[commit.session_id] = commit.stats
+                    self.done[commit.session_id] = commit.stats
                 else:
                     base = commit.base_len + len(commit.token_ids)
                     self._answer(commit.session_id, base, commit.num_draft_tokens)
-        return [done[i] for i in range(self.requests)]
+        return [self.done[i] for i in range(len(self.commits))]
 
 
 def test_a_good_proposer_is_waited_for_and_used() -> None:
@@ -519,6 +525,32 @@ def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> Non
     early = round(FIRST_PATIENCE_S / STEP_S[0][1])
     assert early <= stats.misses_late <= early + 3 + 1 + 1 + 1
     assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
+
+
+@pytest.mark.parametrize("policy", [AdaptivePolicy(4), FixedPolicy(4, max_wait_s=0.05)])
+def test_a_proposer_that_is_set_aside_is_not_waited_for_by_later_requests(policy: Policy) -> None:
+    bench = Bench(policy, dead=set(range(100)), max_tokens=12)
+    bench.run()
+    assert bench.done[0].waits >= 1, "of an unknown proposer a draft may come"
+    for _ in range(2):
+        bench.submit()
+        bench.run()
+    for _ in range(4):
+        bench.submit()
+    for stats in bench.run()[-4:]:
+        assert stats.waits == 0
+        assert stats.wait_ms == 0.0
+
+
+@pytest.mark.parametrize("agreement", [0.0, 1.0])
+def test_a_proposer_that_was_set_aside_is_waited_for_after_its_blocks(agreement: float) -> None:
+    """Also after wrong ones: what they are worth is for acceptance to tell."""
+    bench = Bench(AdaptivePolicy(4), dead={0}, max_tokens=60, agreement=agreement)
+    bench.run()
+    bench.submit()
+    assert bench.run()[1].wait_ms < 1e3 * bench.delay_s * bench.done[1].waits + 1e-6
+    bench.submit()
+    assert bench.run()[2].waits >= 1
 
 
 class AsksLater(AdaptivePolicy):
