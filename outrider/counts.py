@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+DRAFT_FATES: Final = ("hit", "waited", "late", "wrong", "none")
+"""What may become of the draft that a round wanted: it was at hand at once; it came while the row
+waited; it did not come in time; what came was for another text; the proposer had no guess. A round
+that waited for a proposer that drafts ahead is late or wrong. A round wants no draft while nobody
+would wait for one."""
 
 
 class Admission(NamedTuple):
@@ -29,7 +35,7 @@ class StepCounts:
     accepted_by: Counter[str] = field(default_factory=Counter)
     output_tokens: int = 0
     fates: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Rounds that wanted a draft, by (proposer, fate); a fate is hit, late or wrong."""
+    """Rounds that wanted a draft, each once, by (proposer, one of `DRAFT_FATES`)."""
     wait_s: float = 0.0  # of rows for their drafts
     propose_s: float = 0.0  # of drafts, as reported by their proposers
     network_s: float = 0.0  # from a commit to its draft's arrival, without propose_s

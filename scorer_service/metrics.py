@@ -11,7 +11,7 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.counts import StepCounts
+from outrider.counts import DRAFT_FATES, StepCounts
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.features import FeatureBatch
 from outrider.rpc.telemetry import METRIC_PREFIX
@@ -28,7 +28,6 @@ _REQUEST_SECONDS = (
 _POWERS = tuple(float(2**i) for i in range(13))
 _MAX_PROPOSERS, _MAX_POOLS = 1024, 256
 _OTHER = "other"  # the pool of proposers beyond these limits
-ROUND_FATES = ("hit", "late", "wrong")
 _STEP_PARTS = ("draft", "schedule", "forward", "verify", "commit", "idle", "gap")
 _ROUND_PARTS = ("propose", "network", "wait", "score", "commit")
 _COUNTERS = {
@@ -96,8 +95,9 @@ class ScorerMetrics:
         )
         self._pool_rounds = self._labelled(
             "pool_rounds",
-            "Rounds that wanted a draft, by the pool of their proposer and the draft's fate: hit, "
-            "late or wrong.",
+            "Rounds that wanted a draft, by the pool of their proposer and the draft's fate. hit: "
+            "at hand at once; waited: came while the row waited, on demand; late; wrong: for "
+            "another text; none: the proposer had no guess.",
             "pool",
             "fate",
         )
@@ -105,11 +105,10 @@ class ScorerMetrics:
         self._pool_names: set[str] = set()
         blocks = self._labelled(
             "draft_blocks",
-            "Draft blocks by fate: hit, late, wrong (per round), stale, malformed (dropped).",
+            "Draft blocks dropped, by fate: stale or malformed.",
             "fate",
         )
         self.stale_blocks, self.malformed_blocks = blocks("stale"), blocks("malformed")
-        self._fates = {fate: blocks(fate) for fate in ROUND_FATES}
         steps = self._labelled(
             "steps",
             "Engine steps, by the way in which rows come to drafts: none, on demand, or ahead, by "
@@ -160,7 +159,7 @@ class ScorerMetrics:
         pool = pool if pool in self._pool_names else _OTHER
         self._pools.pop(proposer_id, None)
         self._pools[proposer_id] = pool
-        for fate in ROUND_FATES:
+        for fate in DRAFT_FATES:
             self._pool_rounds(pool, fate)  # reported from 0, so that a rate includes the first
         if len(self._pools) > _MAX_PROPOSERS:
             del self._pools[next(iter(self._pools))]
@@ -238,7 +237,6 @@ class ScorerMetrics:
             self._pool_drafted(pool).inc(tokens)
             self._pool_accepted(pool).inc(counts.accepted_by[proposer_id])
         for (proposer_id, fate), rounds in counts.fates.items():
-            self._fates[fate].inc(rounds)
             self._pool_rounds(self._pools.get(proposer_id, _OTHER), fate).inc(rounds)
 
         host_s = (timings.schedule_ms + timings.commit_ms) / 1e3

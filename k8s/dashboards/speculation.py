@@ -11,10 +11,9 @@ _DRAFTED = "outrider:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "outrider:spec_decode_num_accepted_tokens_total"
 _PER_POS = "outrider:spec_decode_num_accepted_tokens_per_pos_total"
 _ROUNDS = "outrider:spec_decode_num_rounds_total"
-_BLOCKS = "outrider:draft_blocks_total"
+_FATES = "outrider:pool_rounds_total"
 _TOKENS = "outrider:generation_tokens_total"
 _PLAIN_S, _DECODE_S = "outrider:decode_plain_seconds_total", "outrider:decode_seconds_total"
-_ROUND_FATES = f'{MODEL},fate=~"hit|late|wrong"'
 
 
 def speculation() -> Dashboard:
@@ -24,7 +23,7 @@ def speculation() -> Dashboard:
     accepted_by_model, drafts_by_model = (
         total(counter, "model_name") for counter in (_ACCEPTED, _DRAFTS)
     )
-    hit = total(_BLOCKS, matchers=f'{MODEL},fate="hit"')
+    hit = total(_FATES, matchers=f'{MODEL},fate="hit"')
     return build(
         "outrider-speculation",
         "Outrider: speculation",
@@ -54,7 +53,7 @@ def speculation() -> Dashboard:
                     "Hit rate",
                     "Rounds that had their draft at once, of those that wanted one.",
                     "percentunit",
-                    f"{hit} / {total(_BLOCKS, matchers=_ROUND_FATES)}",
+                    f"{hit} / {total(_FATES)}",
                 ),
             ),
             "Acceptance": (
@@ -117,10 +116,11 @@ def speculation() -> Dashboard:
                 ),
                 Graph(
                     "Rounds by what became of their draft",
-                    "hit: at hand at once; late: right or unknown, but not there in time; wrong: "
-                    "what was there was for another text, guessed ahead or drafted too late.",
+                    "hit: at hand at once; waited: came while the row waited; late: right or "
+                    "unknown, but not there in time; wrong: for another text, guessed ahead or "
+                    "drafted too late; none: the proposer had no guess.",
                     "percentunit",
-                    (Series(total(_BLOCKS, "fate", _ROUND_FATES), "{{fate}}"),),
+                    (Series(total(_FATES, "fate"), "{{fate}}"),),
                     stack="percent",
                 ),
                 Graph(
@@ -140,11 +140,7 @@ def speculation() -> Dashboard:
                     "stale: for an epoch that is over; malformed: a proposer's fault, after "
                     "several of which it is detached.",
                     "cps",
-                    (
-                        Series(
-                            total(_BLOCKS, "fate", f'{MODEL},fate=~"stale|malformed"'), "{{fate}}"
-                        ),
-                    ),
+                    (Series(total("outrider:draft_blocks_total", "fate"), "{{fate}}"),),
                 ),
             ),
             "Goodput": (

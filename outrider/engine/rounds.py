@@ -33,9 +33,7 @@ class Counters:
     accepted: int = 0
     rounds_by_drafted: Counter[int] = field(default_factory=Counter)
     rounds_by_accepted: Counter[int] = field(default_factory=Counter)
-    hits: int = 0
-    misses_late: int = 0
-    misses_wrong: int = 0
+    fates: Counter[str] = field(default_factory=Counter)  # rounds by `DRAFT_FATES`
     waits: int = 0
     wait_s: float = 0.0
     fallback_rounds: int = 0

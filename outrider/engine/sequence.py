@@ -157,9 +157,9 @@ class Sequence:
             k_histogram=tuple(
                 c.rounds_by_drafted[k] for k in range(max(c.rounds_by_drafted, default=-1) + 1)
             ),
-            hits=c.hits,
-            misses_late=c.misses_late,
-            misses_wrong=c.misses_wrong,
+            hits=c.fates["hit"],
+            misses_late=c.fates["late"],
+            misses_wrong=c.fates["wrong"],
             waits=c.waits,
             wait_ms=c.wait_s * 1e3,
             fallback_rounds=c.fallback_rounds,

@@ -180,8 +180,8 @@ async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
     assert float(lines[of_pool]) == accepted
     aux = output.aux_info
     for fate, rounds in (("hit", aux.hits), ("late", aux.misses_late), ("wrong", aux.misses_wrong)):
-        blocks = f'outrider:draft_blocks_total{{fate="{fate}",model_name="default"}}'
-        assert float(lines[blocks]) == rounds
+        of_fate = f'outrider:pool_rounds_total{{fate="{fate}",model_name="default",pool="test"}}'
+        assert float(lines[of_fate]) == rounds
     for k, rounds in enumerate(aux.k_histogram[1:], start=1):
         by_k = 'outrider:spec_decode_num_rounds_total{model_name="default",num_draft_tokens="%d"}'
         assert float(lines.get(by_k % k, "0")) == rounds

@@ -125,7 +125,7 @@ class DraftTracker:
             c.proposer_ids.append(arrived.proposer_id)
 
     def _answered(self, arrived: ArrivedBlock) -> float | None:
-        """Measure the delay since the commit that a block answers. Returns when that was, if any."""
+        """Measure the delay since the commit that a block answers, and return that time, if any."""
         d = arrived.seq.drafting
         for i, commit in enumerate(d.commits):
             if commit.length == arrived.block.base_len:
@@ -189,13 +189,13 @@ class DraftTracker:
     def _count_launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         d, c, current = seq.drafting, seq.counters, seq.drafting.round
         c.iter_count += 1
-        if drafted and (current.looked_at is None or current.at_hand):
-            c.hits += 1
-            self.counts.fates[d.proposer_id or "", "hit"] += 1
+        if (fate := _draft_fate(seq, drafted)) is not None:
+            c.fates[fate] += 1
+            self.counts.fates[d.proposer_id or "", fate] += 1
         if current.looked_at is None:  # it processed its prompt, and missed nothing
             return False
         wanted = _is_awaited(seq) or (current.at_hand and d.num_draft_tokens > 0)
-        self._count_hit(seq, wanted, drafted)
+        self._count_hit(seq, wanted)
         waited_s = now - current.looked_at if not current.at_hand and d.waits else 0.0
         if waited_s > 0.0:
             c.waits += 1
@@ -226,8 +226,8 @@ class DraftTracker:
         """Whether the row has no block yet, and other rows awaited its proposer in vain."""
         return not d.blocks and self._in_vain.get(d.proposer_id or "", 0) >= MISSES_ALLOWED
 
-    def _count_hit(self, seq: Sequence, wanted: bool, drafted: int) -> None:
-        """Count a hit, or a miss by its cause, of a round that `wanted` a draft."""
+    def _count_hit(self, seq: Sequence, wanted: bool) -> None:
+        """Count whether a round that `wanted` a draft had it at once."""
         d, c, current = seq.drafting, seq.counters, seq.drafting.round
         if not wanted:
             d.hits.last = None
@@ -238,10 +238,6 @@ class DraftTracker:
             (c.after_hit if d.hits.last else c.after_miss)[hit] += 1
         d.hits.last = hit
         d.hits.share += ((hit and not d.proposer.colocated) - d.hits.share) * (1 - HIT_FADE)
-        if not current.at_hand and (d.runs_ahead or not drafted):
-            c.misses_wrong += current.wrong
-            c.misses_late += not current.wrong
-            self.counts.fates[d.proposer_id or "", "wrong" if current.wrong else "late"] += 1
 
     def preempted(self, seq: Sequence) -> None:
         """Note that a row lost its pages: it waits for no draft until it has them again."""
@@ -281,6 +277,22 @@ class DraftTracker:
         d.runs_ahead = d.proposer.runs_ahead and self.policy.mode is not DraftMode.ON_DEMAND
         limit = min(d.limit, d.proposer.max_draft_tokens) if asked else 0
         d.num_draft_tokens = min(self.policy.choose_k(d, limit), limit) if limit else 0
+
+
+def _draft_fate(seq: Sequence, drafted: int) -> str | None:
+    """Return which of `DRAFT_FATES` a round's draft had; None if the round wanted no draft."""
+    d, current = seq.drafting, seq.drafting.round
+    if current.looked_at is None:  # it processed its prompt, and missed nothing
+        return "hit" if drafted else None
+    if current.at_hand:
+        return "hit" if d.num_draft_tokens else None
+    if seq.draft is not None and not (d.runs_ahead and d.waits):
+        return "waited"
+    if not d.waits:
+        return None
+    if d.no_guess_at == len(seq.token_ids):
+        return "none"
+    return "wrong" if current.wrong else "late"
 
 
 def _is_awaited(seq: Sequence) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from outrider.counts import Admission, StepCounts
+from outrider.counts import DRAFT_FATES, Admission, StepCounts
 from outrider.features import (
     FeatureBatch,
     FeatureOrder,
@@ -33,7 +33,7 @@ COUNTS = StepCounts(
     drafted_by=Counter({"a": 8, "b": 4}),
     accepted_by=Counter({"a": 5, "b": 1}),
     output_tokens=10,
-    fates=Counter({("a", "hit"): 2, ("b", "late"): 1}),
+    fates=Counter({("a", "hit"): 2, ("b", "late"): 1, ("b", "waited"): 3}),
     wait_s=0.004,
     propose_s=0.5,
     network_s=0.25,
@@ -72,11 +72,11 @@ def test_scorer_metrics_count_a_step() -> None:
     for pool, drafted, accepted in (("large", 16, 10), ("small", 8, 2)):
         assert metrics("pool_draft_tokens_total", pool=pool) == drafted
         assert metrics("pool_accepted_tokens_total", pool=pool) == accepted
-    fates = {"hit": 4, "late": 2, "wrong": 0, "stale": 0, "malformed": 0}
-    assert {fate: metrics("draft_blocks_total", fate=fate) for fate in fates} == fates
-    assert metrics("pool_rounds_total", pool="large", fate="hit") == 4
-    assert metrics("pool_rounds_total", pool="large", fate="late") == 0
-    assert metrics("pool_rounds_total", pool="small", fate="late") == 2
+    for pool, fates in (("large", {"hit": 4}), ("small", {"late": 2, "waited": 6})):
+        for fate in DRAFT_FATES:
+            assert metrics("pool_rounds_total", pool=pool, fate=fate) == fates.get(fate, 0)
+    assert metrics("draft_blocks_total", fate="stale") == 0
+    assert metrics("draft_blocks_total", fate="malformed") == 0
     ways = {"none": 0, "on demand": 2, "ahead": 0}
     assert {way: metrics("steps_total", way=way) for way in ways} == ways
     assert metrics("generation_tokens_total") == 20
