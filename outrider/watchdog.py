@@ -50,6 +50,8 @@ class Watchdog:
         _log.error(
             "the %s thread hangs: one piece of work has taken %g s. This process ends, so that "
             "others take over; if the next one hangs, too, look at the device (dmesg, nvidia-smi). "
-            "The thread is here:\n%s",
-            *(self._thread.name, PATIENCE_S, "".join(traceback.format_stack(frame))),
+            "The thread is here:",
+            *(self._thread.name, PATIENCE_S),
         )
+        for line in "".join(traceback.format_stack(frame)).splitlines():
+            _log.error("%s", line)

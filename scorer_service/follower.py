@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +16,7 @@ from outrider.engine.model.parallel.ranks import Ranks
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.models.resolve import resolve_model
 from outrider.rpc import runtime
+from outrider.rpc.logs import configure_logging
 from scorer_service.app import NAME
 from scorer_service.config import ScorerOptions
 from scorer_service.loading import join, load
@@ -29,9 +29,7 @@ def follow(options: ScorerOptions, ranks: Ranks) -> int:
     Once the model is loaded, signals are ignored: the leader drains and needs this rank for that.
     """
     name = f"{NAME} rank {ranks.rank}"
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
-    )
+    configure_logging(name)
     transformers.utils.logging.disable_progress_bar()
     # A Python handler would wait while C++ waits for the other ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

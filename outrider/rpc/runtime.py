@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Protocol
 import uvloop
 
 from outrider.errors import OutriderError
+from outrider.rpc.logs import configure_logging
 
 # Read on import, since the parent may die while torch is being imported.
 _PARENT = os.getppid()
@@ -85,9 +85,7 @@ def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
 
     An `OutriderError` becomes a line on stderr and exit code 2.
     """
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
-    )
+    configure_logging(name)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_until_signal(name, service, exit_with_parent=exit_with_parent))

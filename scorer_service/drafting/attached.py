@@ -15,7 +15,14 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.outbox import Outbox
 from scorer_service.sessions import Session, SessionListener
 
-_MAX_NAME_CHARS: Final = 1024
+_MAX_NAME_CHARS: Final = {
+    "proposer_id": 256,
+    "pool": 256,
+    "model": 1024,
+    "method": 64,
+    "tokenizer_hash": 64,
+    "device": 256,
+}
 
 
 class AttachedProposer:
@@ -30,6 +37,7 @@ class AttachedProposer:
         listener: SessionListener | None = None,
     ) -> None:
         self.id: str = hello.proposer_id
+        self.incarnation: int = hello.incarnation
         self.method: str = hello.method
         self.pool: str = hello.pool or "default"
         self.methods: tuple[str, ...] = tuple(hello.methods) or (hello.method,)
@@ -120,9 +128,10 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     agreed_version(hello.protocol_version)
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
         require(bool(getattr(hello, name)), name, "set")
-    for name in ("proposer_id", "model", "pool"):  # labels of metrics
-        fits = len(getattr(hello, name)) <= _MAX_NAME_CHARS
-        require(fits, name, f"at most {_MAX_NAME_CHARS} characters long")
+    for name, most in _MAX_NAME_CHARS.items():  # for logs and labels of metrics
+        text = getattr(hello, name)
+        fits = len(text) <= most and text.isprintable()
+        require(fits, name, f"at most {most} printable characters")
     # Checked first, since going through many methods takes time.
     require(len(hello.methods) <= len(METHODS), "methods", f"at most {len(METHODS)}")
     methods = tuple(hello.methods) or (hello.method,)

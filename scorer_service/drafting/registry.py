@@ -67,6 +67,12 @@ class ProposerRegistry:
                 f"{self.limits.max_proposers} proposers are attached already",
                 reason="TOO_MANY_PROPOSERS",
             )
+        if former is not None and hello.incarnation < former.incarnation:
+            raise ProposerRefusedError(
+                "a newer process is attached under this proposer_id: give each its own, and a "
+                "larger incarnation at every start",
+                reason="OLDER_INCARNATION",
+            )
         proposer = AttachedProposer(hello, self.served, self.limits, features, listener)
         proposer.ready = not self.projections.lacks(features)
         if former is not None:

@@ -398,6 +398,7 @@ REFUSALS: dict[str, dict[str, object]] = {
     "TOKENIZER_MISMATCH": {"tokenizer_hash": "cd" * 32},
     "UNKNOWN_METHOD": {"method": "telepathy"},
     "TOO_MANY_PROPOSERS": {"proposer_id": "another"},
+    "OLDER_INCARNATION": {"incarnation": 0},
 }
 
 
@@ -413,6 +414,18 @@ async def test_scorer_refuses_a_proposer_that_does_not_fit_with_the_reason(reaso
             assert (type(error), error.reason) == (errors.ProposerRefusedError, reason)
             output = await scorer.generate(PROMPT)
             assert output.aux_info.accepted > 0, "the one that fits is not disturbed"
+
+
+async def test_scorer_refuses_names_that_could_forge_a_line_of_its_log() -> None:
+    async with running_scorer() as scorer:
+        for name in ("proposer_id", "pool", "model", "method", "tokenizer_hash", "device"):
+            forging = hello(**{name: "a\nb"})
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ScriptedProposer(scorer.stub, follow(greedy_truth), forging).dial()
+            error = status.from_rpc_error(caught.value)
+            assert isinstance(error, errors.InvalidRequestError)
+            assert error.param == name
+        assert not scorer.hub.registry.proposers
 
 
 async def test_scorer_accepts_a_draft_padded_less_than_the_target() -> None:
