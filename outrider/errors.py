@@ -24,6 +24,8 @@ class OutriderError(Exception):
     """
 
     reason = "INTERNAL"
+    retry_after_s: float | None = None
+    """The same request may succeed after so long; None: it has to change, or nobody knows."""
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)
@@ -76,6 +78,7 @@ class UnavailableError(OutriderError):
     """The service is starting, draining or out of reach."""
 
     reason = "UNAVAILABLE"
+    retry_after_s = 1.0
 
 
 class DeadlineError(OutriderError):

@@ -15,7 +15,7 @@ from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
 from outrider.rpc.data_connection import DataPort
-from outrider.rpc.feature_codec import response_to_bytes
+from outrider.rpc.feature_codec import features_to_proto, response_to_bytes
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
@@ -162,6 +162,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             waiting_requests=snapshot.waiting,
             total_pages=snapshot.total_pages,
             free_pages=snapshot.free_pages,
+            features=features_to_proto(served.features),
             proposers=[
                 scorer_pb2.AttachedProposer(
                     proposer_id=proposer.id,

@@ -73,9 +73,9 @@ def error_body(error: OutriderError) -> dict[str, object]:
 
 
 def error_response(error: OutriderError) -> JSONResponse:
-    """Return the body with its status; Retry-After for capacity, in whole seconds."""
+    """Return the body with its status, and Retry-After in whole seconds where it may help."""
     headers = {}
-    if isinstance(error, CapacityError):
+    if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, UnauthenticatedError):
         headers["WWW-Authenticate"] = "Bearer"

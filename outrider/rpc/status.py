@@ -1,7 +1,7 @@
 """Converts between `OutriderError` and gRPC status, by one table.
 
-A status carries `google.rpc.ErrorInfo{reason, domain: "outrider", metadata: {param}}` and, for
-capacity, `google.rpc.RetryInfo`.
+A status carries `google.rpc.ErrorInfo{reason, domain: "outrider", metadata: {param}}` and, where
+trying again may help, `google.rpc.RetryInfo`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def to_status(error: errors.OutriderError) -> status_pb2.Status:
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
         info.metadata["param"] = error.param
     details = [_pack(info)]
-    if isinstance(error, errors.CapacityError):
+    if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))

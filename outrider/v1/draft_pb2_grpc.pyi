@@ -8,8 +8,10 @@ The proposer dials ScorerService.Draft and the conversation goes:
   1. proposer -> Hello      who it is. Sent once, first, within 10 s.
   2. scorer   -> Welcome    accepted; or the RPC ends with FAILED_PRECONDITION and
                             ErrorInfo.reason PROTOCOL_VERSION, VOCAB_MISMATCH,
-                            TOKENIZER_MISMATCH, UNKNOWN_METHOD, TOO_MANY_PROPOSERS or
-                            FEATURES_UNAVAILABLE.
+                            TOKENIZER_MISMATCH, UNKNOWN_METHOD, FEATURES_UNAVAILABLE,
+                            OLDER_INCARNATION or TOO_MANY_PROPOSERS. Redial slowly (every
+                            half minute): the last two pass by themselves, the others
+                            when a configuration is corrected.
                             Welcome may offer a DataConnection, through which all that
                             follows then goes.
   3. scorer   -> Open       a session: the committed prefix, sampling and limits.
@@ -41,17 +43,25 @@ of another epoch is dropped without a word.
 
 Trust: the scorer checks every Block and drops bad ones (unknown session, base
 beyond what it committed, parent index not before its child, token outside the
-vocabulary, more nodes than max_block_tokens). After several it ends the stream
-with INVALID_ARGUMENT, reason BAD_BLOCKS.
+vocabulary, more nodes than max_block_tokens, a method_index that names no method).
+A message that has no place after Hello counts like a bad Block. The eighth in the
+life of a stream ends it with INVALID_ARGUMENT, reason BAD_BLOCKS.
 
-Other ends of the stream: DEADLINE_EXCEEDED (no Hello in time), RESOURCE_EXHAUSTED
-(the proposer does not read what it is sent; RetryInfo says when to redial),
-UNAVAILABLE (the scorer starts or drains, or the same proposer_id dialled anew),
-OK (after Goodbye, or the proposer closed its side).
+Other ends of the stream:
+  INVALID_ARGUMENT    reason INVALID_REQUEST: Hello does not come first, or a field of it
+                      is unset, too long or not printable; a bad projection; beside a data
+                      connection: a frame that is too long or no DraftRequest, or a message
+                      on the stream. metadata["param"] names the field.
+  DEADLINE_EXCEEDED   no Hello, DataConnected or projection in time.
+  RESOURCE_EXHAUSTED  with ErrorInfo and RetryInfo: the proposer does not read what it is
+                      sent; redial when RetryInfo says. Without: gRPC refused a message of
+                      more than 16 MiB; send smaller ones.
+  UNAVAILABLE         the scorer starts or drains, or the same proposer_id dialled anew.
+  OK                  after Goodbye, or the proposer closed its side.
 
 The stream may end at any time, by either side, with no harm. A proposer
-redials with backoff (0.1 s doubling to 5 s), with the same proposer_id and a
-new incarnation.
+redials with backoff (0.1 s doubling to 5 s), with the same proposer_id and an
+incarnation that is not smaller.
 """
 
 from collections import abc as _abc

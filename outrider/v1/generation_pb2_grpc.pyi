@@ -33,8 +33,11 @@ class GenerationServiceStub:
       INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
       NOT_FOUND           the model is not served here. Ask ListModels.
       UNAUTHENTICATED     no valid key in the "authorization" metadata. Send one.
-      RESOURCE_EXHAUSTED  queues are full; RetryInfo says when to try again.
-      UNAVAILABLE         no scorer can be reached. Retry with backoff.
+      RESOURCE_EXHAUSTED  queues are full; RetryInfo says when to try again. Without RetryInfo
+                          the request is too large (--max-body-bytes), which gRPC itself
+                          refuses, without ErrorInfo: do not retry.
+      UNAVAILABLE         no scorer can be reached, for --resume-timeout; RetryInfo says when
+                          to try again. Without ErrorInfo the gateway cannot be reached.
       DEADLINE_EXCEEDED   the request's deadline passed. What was streamed so far is valid.
       INTERNAL            a bug. Report it with the request id.
     Cancelling the RPC aborts the request.
@@ -57,8 +60,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
       NOT_FOUND           the model is not served here. Ask ListModels.
       UNAUTHENTICATED     no valid key in the "authorization" metadata. Send one.
-      RESOURCE_EXHAUSTED  queues are full; RetryInfo says when to try again.
-      UNAVAILABLE         no scorer can be reached. Retry with backoff.
+      RESOURCE_EXHAUSTED  queues are full; RetryInfo says when to try again. Without RetryInfo
+                          the request is too large (--max-body-bytes), which gRPC itself
+                          refuses, without ErrorInfo: do not retry.
+      UNAVAILABLE         no scorer can be reached, for --resume-timeout; RetryInfo says when
+                          to try again. Without ErrorInfo the gateway cannot be reached.
       DEADLINE_EXCEEDED   the request's deadline passed. What was streamed so far is valid.
       INTERNAL            a bug. Report it with the request id.
     Cancelling the RPC aborts the request.
@@ -77,8 +83,11 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
       NOT_FOUND           the model is not served here. Ask ListModels.
       UNAUTHENTICATED     no valid key in the "authorization" metadata. Send one.
-      RESOURCE_EXHAUSTED  queues are full; RetryInfo says when to try again.
-      UNAVAILABLE         no scorer can be reached. Retry with backoff.
+      RESOURCE_EXHAUSTED  queues are full; RetryInfo says when to try again. Without RetryInfo
+                          the request is too large (--max-body-bytes), which gRPC itself
+                          refuses, without ErrorInfo: do not retry.
+      UNAVAILABLE         no scorer can be reached, for --resume-timeout; RetryInfo says when
+                          to try again. Without ErrorInfo the gateway cannot be reached.
       DEADLINE_EXCEEDED   the request's deadline passed. What was streamed so far is valid.
       INTERNAL            a bug. Report it with the request id.
     Cancelling the RPC aborts the request.

@@ -34,10 +34,11 @@ class ScorerServiceStub:
       INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
       RESOURCE_EXHAUSTED  the admission queue is full; RetryInfo says when to try again,
                           or try another scorer at once.
-      UNAVAILABLE         starting or draining. Try another scorer.
+                          Without RetryInfo gRPC itself refused a message that is too large.
+      UNAVAILABLE         starting or draining. Try another scorer, or this one when RetryInfo says.
       DEADLINE_EXCEEDED   the deadline passed. Tokens already streamed are valid.
       FAILED_PRECONDITION (Draft only) the proposer does not fit; ErrorInfo.reason says why.
-                          Mend the configuration; do not retry in a loop.
+                          Do not retry in a loop; draft.proto says which reasons pass.
       INTERNAL            a bug. Report it.
     """
 
@@ -64,10 +65,11 @@ class ScorerServiceAsyncStub(ScorerServiceStub):
       INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
       RESOURCE_EXHAUSTED  the admission queue is full; RetryInfo says when to try again,
                           or try another scorer at once.
-      UNAVAILABLE         starting or draining. Try another scorer.
+                          Without RetryInfo gRPC itself refused a message that is too large.
+      UNAVAILABLE         starting or draining. Try another scorer, or this one when RetryInfo says.
       DEADLINE_EXCEEDED   the deadline passed. Tokens already streamed are valid.
       FAILED_PRECONDITION (Draft only) the proposer does not fit; ErrorInfo.reason says why.
-                          Mend the configuration; do not retry in a loop.
+                          Do not retry in a loop; draft.proto says which reasons pass.
       INTERNAL            a bug. Report it.
     """
 
@@ -90,10 +92,11 @@ class ScorerServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
       RESOURCE_EXHAUSTED  the admission queue is full; RetryInfo says when to try again,
                           or try another scorer at once.
-      UNAVAILABLE         starting or draining. Try another scorer.
+                          Without RetryInfo gRPC itself refused a message that is too large.
+      UNAVAILABLE         starting or draining. Try another scorer, or this one when RetryInfo says.
       DEADLINE_EXCEEDED   the deadline passed. Tokens already streamed are valid.
       FAILED_PRECONDITION (Draft only) the proposer does not fit; ErrorInfo.reason says why.
-                          Mend the configuration; do not retry in a loop.
+                          Do not retry in a loop; draft.proto says which reasons pass.
       INTERNAL            a bug. Report it.
     """
 

@@ -20,6 +20,7 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import Proposer
 from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel
+from outrider.rpc.feature_codec import features_from_proto
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
 from tests.support.models.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, row, selection
 from tests.support.services.draft_scorer import DraftScorer, commit, open_
@@ -72,6 +73,7 @@ async def test_features_are_sent_completely_and_correctly(spec: FeatureSpec) -> 
         method = reader(scorer, spec)
         async with attached(scorer, method):
             outputs = await asyncio.gather(*(scorer.generate(p, max_tokens=30) for p in prompts))
+        assert features_from_proto((await scorer.info()).features) == CAPTURED
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.token_ids == scorer.model.greedy_text(prompt, 30)
         assert sum(output.aux_info.accepted for output in outputs) > 20

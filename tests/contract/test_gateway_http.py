@@ -492,6 +492,7 @@ async def test_completion_when_scorer_drains_is_503() -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await gateway.client.completions.create(model="default", prompt="x")
         assert caught.value.status_code == 503
+        assert caught.value.response.headers["retry-after"] == "1"
 
 
 # Life

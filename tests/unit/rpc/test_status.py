@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import any_pb2
-from google.rpc import status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
 from outrider.rpc import status
@@ -78,6 +78,26 @@ async def test_status_round_trips_an_error(
     assert (back.message, back.reason) == (error.message, error.reason)
     assert getattr(back, "param", None) == getattr(error, "param", None)
     assert getattr(back, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (errors.UnavailableError("no scorer"), 1),
+        (errors.CapacityError("full", retry_after_s=2.0), 2),
+        (errors.InternalError("a bug"), None),
+    ],
+)
+def test_status_tells_when_to_retry_only_where_that_may_help(
+    error: errors.OutriderError, seconds: int | None
+) -> None:
+    delays = []
+    for detail in status.to_status(error).details:
+        retry = error_details_pb2.RetryInfo()
+        if detail.Is(retry.DESCRIPTOR):
+            detail.Unpack(retry)
+            delays.append(retry.retry_delay.seconds)
+    assert delays == ([] if seconds is None else [seconds])
 
 
 @pytest.mark.parametrize("character", ["x", "\n", "\u2603"])
