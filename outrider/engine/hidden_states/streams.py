@@ -178,10 +178,13 @@ class HiddenStateStreams:
     def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
         """Wait as `take`, and return those rows that `wants` accepts; `take` gets the others."""
         self._finish_copies()
+        if self._on_host is None:
+            return []
         taken: list[FeatureRows] = []
-        if self._on_host is not None:
-            taken = [rows for rows in self._on_host if wants(rows)]
-            self._on_host = [rows for rows in self._on_host if not wants(rows)]
+        others: list[FeatureRows] = []
+        for rows in self._on_host:
+            (taken if wants(rows) else others).append(rows)
+        self._on_host = others
         return taken
 
     def _finish_copies(self) -> None:
