@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -19,6 +20,29 @@ class Admission(NamedTuple):
     queue_s: float  # from its arrival
     prompt_tokens: int
     cached_prompt_tokens: int
+
+
+class RoundSums(NamedTuple):
+    """What rounds by their (drafted, accepted) tokens sum up to."""
+
+    drafted: int
+    accepted: int
+    by_k: Counter[int]  # rounds by the tokens that they verified
+    by_position: Counter[int]  # rounds that accepted the token at this place of their draft
+
+
+def sum_rounds(rounds: Mapping[tuple[int, int], int]) -> RoundSums:
+    """Sum up numbers of rounds by (drafted, accepted) tokens."""
+    drafted = accepted = 0
+    by_k: Counter[int] = Counter()
+    by_position: Counter[int] = Counter()
+    for (k, kept), number in rounds.items():
+        drafted += k * number
+        accepted += kept * number
+        by_k[k] += number
+        for position in range(kept):
+            by_position[position] += number
+    return RoundSums(drafted, accepted, by_k, by_position)
 
 
 @dataclass(slots=True)

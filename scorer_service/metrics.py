@@ -11,7 +11,7 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.counts import DRAFT_FATES, StepCounts
+from outrider.counts import DRAFT_FATES, StepCounts, sum_rounds
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.features import FeatureBatch
 from outrider.rpc.telemetry import METRIC_PREFIX
@@ -215,22 +215,13 @@ class ScorerMetrics:
         self._counters["feature_seconds"].inc(batch.seconds)
 
     def _count_rounds(self, timings: StepTimings, counts: StepCounts) -> None:
-        drafts = draft_tokens = accepted_tokens = 0
-        by_k: dict[int, int] = {}
-        by_position: dict[int, int] = {}
-        for (drafted, accepted), rounds in counts.rounds.items():
-            by_k[drafted] = by_k.get(drafted, 0) + rounds
-            drafts += rounds if drafted else 0
-            draft_tokens += rounds * drafted
-            accepted_tokens += rounds * accepted
-            for position in range(accepted):
-                by_position[position] = by_position.get(position, 0) + rounds
-        self._counters["spec_decode_num_drafts"].inc(drafts)
-        self._counters["spec_decode_num_draft_tokens"].inc(draft_tokens)
-        self._counters["spec_decode_num_accepted_tokens"].inc(accepted_tokens)
-        for k, rounds in by_k.items():
+        sums = sum_rounds(counts.rounds)
+        self._counters["spec_decode_num_drafts"].inc(counts.rounds.total() - sums.by_k[0])
+        self._counters["spec_decode_num_draft_tokens"].inc(sums.drafted)
+        self._counters["spec_decode_num_accepted_tokens"].inc(sums.accepted)
+        for k, rounds in sums.by_k.items():
             self._rounds(k).inc(rounds)
-        for position, rounds in by_position.items():
+        for position, rounds in sums.by_position.items():
             self._accepted_per_pos(position).inc(rounds)
         for proposer_id, tokens in counts.drafted_by.items():
             pool = self._pools.get(proposer_id, _OTHER)

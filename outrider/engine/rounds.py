@@ -28,11 +28,8 @@ class Counters:
     """What is summed up for `RequestStats`; seconds here, milliseconds there."""
 
     iter_count: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rounds_by_drafted: Counter[int] = field(default_factory=Counter)
-    rounds_by_accepted: Counter[int] = field(default_factory=Counter)
+    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Rounds that emitted something, by (drafted, accepted) tokens, after trimming."""
     fates: Counter[str] = field(default_factory=Counter)  # rounds by `DRAFT_FATES`
     waits: int = 0
     wait_s: float = 0.0
@@ -54,11 +51,7 @@ class Counters:
         if drafted and method:
             before = self.by_method.get(method, (0, 0))
             self.by_method[method] = (before[0] + drafted, before[1] + accepted)
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.rounds_by_drafted[drafted] += 1
-        self.rounds_by_accepted[accepted] += 1
+        self.rounds[drafted, accepted] += 1
 
 
 class Round(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.counts import sum_rounds
 from outrider.draft_tree import DraftTree
 from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.policy.row import Drafting
@@ -143,20 +144,16 @@ class Sequence:
     def stats(self) -> RequestStats:
         """Return the request's account so far."""
         c = self.counters
+        sums = sum_rounds(c.rounds)
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens,
             output_tokens=self.num_output_tokens,
             iter_count=c.iter_count,
-            rounds=c.rounds,
-            drafted=c.drafted,
-            accepted=c.accepted,
-            accepted_per_pos=tuple(
-                sum(n for accepted, n in c.rounds_by_accepted.items() if accepted > position)
-                for position in range(max(c.rounds_by_accepted, default=0))
-            ),
-            k_histogram=tuple(
-                c.rounds_by_drafted[k] for k in range(max(c.rounds_by_drafted, default=-1) + 1)
-            ),
+            rounds=c.rounds.total(),
+            drafted=sums.drafted,
+            accepted=sums.accepted,
+            accepted_per_pos=tuple(sums.by_position[i] for i in range(len(sums.by_position))),
+            k_histogram=tuple(sums.by_k[k] for k in range(max(sums.by_k, default=-1) + 1)),
             hits=c.fates["hit"],
             misses_late=c.fates["late"],
             misses_wrong=c.fates["wrong"],
