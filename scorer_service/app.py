@@ -129,7 +129,8 @@ class ScorerApp:
             device=device_id(options.device) if options.ranks is None else "",
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
-        self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
+        limits = DraftLimits(max_sessions=info.max_num_seqs + info.max_waiting)
+        self._hub = hub = Hub(worker, served, limits, metrics)
         _watch(metrics, worker, hub, served)
         hubs.append(hub)
         if colocated is not None:

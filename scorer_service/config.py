@@ -70,6 +70,8 @@ class DraftLimits:
 
     hello_timeout_s: float = 10.0
     max_proposers: int = 64
+    max_sessions: int = 1 << 16
+    """Requests that the scorer holds at most: a proposer's room for more says nothing."""
     max_block_tokens: int = 512
     """Nodes of a block."""
     max_bad_blocks: int = 8

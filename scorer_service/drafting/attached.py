@@ -42,7 +42,7 @@ class AttachedProposer:
         self.pool: str = hello.pool or "default"
         self.methods: tuple[str, ...] = tuple(hello.methods) or (hello.method,)
         self.model: str = hello.model
-        self.max_sessions: int = hello.max_sessions
+        self.max_sessions: int = min(hello.max_sessions, limits.max_sessions)
         self.max_draft_tokens: int = hello.max_draft_tokens
         self.runs_ahead: bool = hello.runs_ahead
         # An unknown device may be the scorer's.
@@ -50,7 +50,7 @@ class AttachedProposer:
         self.colocated = listener is not None
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
-        self.limit = hello.max_sessions
+        self.limit = self.max_sessions
         """Sessions that it may have: fewer while other scorers' sessions fill it."""
         self.full_until = 0.0  # loop time; then one more session is tried
         self.probing = False  # one more session was tried, and its first draft lets others follow

@@ -198,3 +198,12 @@ async def test_registry_session_without_room_goes_to_a_proposer_that_has_some() 
     bench.hub.registry.on_lost(full, draft_pb2.Lost(session=session.id, epoch=1))
     assert session.proposer is other
     assert bench.submit().proposer is other
+
+
+async def test_registry_proposer_that_boasts_of_its_room_gets_no_more_than_others() -> None:
+    bench = Bench(DraftLimits(max_sessions=64), clock=Clock())
+    boaster = bench.attach("boaster", max_sessions=2**32 - 1)
+    other = bench.attach("other", max_sessions=64)
+    for _ in range(10):
+        bench.submit()
+    assert len(boaster.sessions) == len(other.sessions) == 5
