@@ -21,7 +21,6 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.drafting.sessions import SessionMethod
-from outrider.features import FeatureSpec
 
 MAX_FEATURE_BYTES = 2**30
 """Bound of the rows that wait to be used, all sessions together."""
@@ -79,15 +78,15 @@ class FeatureSession:
 
     def add(self, start: int, rows: Tensor) -> bool:
         """Append the new part of `rows` [n, width] from position `start`; False for a gap."""
-        if start > self.end:
+        known = self.end - start
+        if known < 0:
             return False
-        fresh = rows[self.end - start :]
-        if len(fresh) < len(rows):
-            fresh = fresh.clone()  # a view would keep the repeated rows
-        if len(fresh):
-            self._chunks.append(fresh)
-            self.end += len(fresh)
-            self._held.count += len(fresh)
+        count = len(rows) - known
+        if count > 0:
+            # A view would keep the repeated rows.
+            self._chunks.append(rows[known:].clone() if known else rows)
+            self.end += count
+            self._held.count += count
         return True
 
     def rows(self, start: int, end: int) -> Tensor:
@@ -139,8 +138,9 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         assert traits.features is not None
         super().__init__(traits)
         self._masks = masks
-        self._spec: FeatureSpec = traits.features
-        self._max_held = max_feature_bytes // self._spec.row_bytes
+        spec = traits.features
+        self._width, self._row_bytes = spec.width, spec.row_bytes
+        self._max_held = max_feature_bytes // self._row_bytes
         self._held = HeldRows()
 
     @property
@@ -151,7 +151,7 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         state = self._sessions.get(session)
         if state is None or state.follower.silent:
             return
-        if len(rows) % self._spec.row_bytes or not state.add(start, self._unpack(rows)):
+        if len(rows) % self._row_bytes or not state.add(start, self._unpack(rows)):
             self._lose(session)
             return
         self._used(state)
@@ -188,7 +188,6 @@ class FeatureMethod(SessionMethod[FeatureSession]):
 
     def _unpack(self, rows: bytes | memoryview) -> Tensor:
         if not rows:
-            return torch.empty(0, self._spec.width, dtype=torch.bfloat16)
+            return torch.empty(0, self._width, dtype=torch.bfloat16)
         # Without a copy: rows are megabytes, and only read.
-        flat = torch.frombuffer(rows, dtype=torch.bfloat16)
-        return flat.view(-1, self._spec.width)
+        return torch.frombuffer(rows, dtype=torch.bfloat16).view(-1, self._width)

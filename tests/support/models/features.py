@@ -103,7 +103,7 @@ class RowReader(FeatureMethod):
                 features=spec,
             )
         )
-        self._guess = guess
+        self._spec, self._guess = spec, guess
         self._matrix = projection
         self.wrong = self.unfinished = 0
         self.seen: dict[SessionKey, int] = {}
