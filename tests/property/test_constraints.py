@@ -34,6 +34,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import FinishReason, Request
+from tests.support.json_schemas import conforms
 from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.models.hash_model import HashModel
 
@@ -161,31 +162,6 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 schemas = st.recursive(leaves, nested, max_leaves=3)
 
 
-def conforms(value: Any, schema: dict[str, Any]) -> bool:
-    """For the schemas above."""
-    if "enum" in schema:
-        return value in schema["enum"]
-    kind = schema["type"]
-    if kind == "object":
-        properties = schema["properties"]
-        return (
-            isinstance(value, dict)
-            and value.keys() == properties.keys()
-            and all(conforms(value[name], inner) for name, inner in properties.items())
-        )
-    if kind == "array":
-        inner = schema["items"]
-        return (
-            isinstance(value, list) and len(value) <= 2 and all(conforms(v, inner) for v in value)
-        )
-    if kind == "integer":
-        return type(value) is int and -20 <= value <= 300
-    if kind == "string":
-        pattern = schema.get("pattern", "(?s:.{0,4})")
-        return isinstance(value, str) and re.fullmatch(pattern.strip("^$"), value) is not None
-    return type(value) is {"boolean": bool, "null": type(None)}[kind]
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(schema=schemas, k=st.integers(0, 6), seed=st.integers(0, 2**16))
 def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int) -> None:
@@ -209,7 +185,7 @@ def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int)
     assert run(requests, k, rng, [output for output, _ in truths]) == truths
     for output, reason in truths:
         if reason is FinishReason.STOP:
-            assert conforms(json.loads(TOKENIZER.decode(output)), schema)
+            assert conforms(json.loads(TOKENIZER.decode(output)), schema, schema)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in VerificationRule if rule.value != "coupled"])
