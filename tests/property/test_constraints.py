@@ -389,10 +389,13 @@ def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
         assert COMPILER.compiled(constraint) is not first
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
+@pytest.mark.parametrize("drafted", ["", "ab!", "ab!ee", "abd"])
+def test_a_grammar_that_leads_nowhere_fails_its_request_only(drafted: str) -> None:
+    """Also where a draft leads there, or past it. The other request gets the same draft."""
     model = HashModel(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
-    engine = Engine(model, config, eos_token_ids=frozenset({EOS}))
+    policy = FixedPolicy(4, max_wait_s=0)
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=policy)
     dead = Constraint(ConstraintKind.GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     for session, biases in enumerate((((TOKENIZER.token_to_id("!"), 100.0),), ())):
         request = Request(
@@ -403,6 +406,11 @@ def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
             constraint=dead if biases else None,
         )
         engine.submit(request, COMPILER.editor(dead, request.stop) if biases else None)
+        if path := TOKENIZER.encode(drafted).ids:
+            engine.set_drafting(session, DraftOffer("p", 4))
+            parents = list(range(-1, len(path) - 1))
+            tree = DraftTree.validated(1, path, parents, vocab_size=VOCAB, max_nodes=64)
+            engine.post_block(PostedBlock(session, tree, "p", 1))
     failed, finished, outputs = [], [], {0: [], 1: []}
     while len(failed) + len(finished) < 2:
         events = engine.step()
