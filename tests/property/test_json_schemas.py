@@ -69,6 +69,8 @@ def test_json_schema_that_compiles_is_satisfied_to_its_end(schema: Any, seed: in
 
 
 SCORE = {"properties": {"score": {"type": "integer"}}, "required": ["score"], "type": "object"}
+OBJECT = {"type": "object"}
+EVERY_NAME = {"patternProperties": {"": {"type": ["integer", "null"]}}, "minProperties": 1}
 CLOSED = {"additionalProperties": False}
 ONLY_SCORE = {"patternProperties": {"^score$": {"minimum": 3, "maximum": 5}}}
 
@@ -81,6 +83,8 @@ ONLY_SCORE = {"patternProperties": {"^score$": {"minimum": 3, "maximum": 5}}}
         {"allOf": [{**SCORE, **CLOSED}, ONLY_SCORE]},
         {**SCORE, "patternProperties": {"^(score|rank)$": {"type": "integer"}, "^x": True}},
         {**SCORE, "patternProperties": {r"^[^\s\S]$": {"type": "null"}}, **CLOSED},
+        {**SCORE, "patternProperties": {".*": {"minimum": 3}, "^x": {"const": 4}}},
+        {"allOf": [{"additionalProperties": {"type": "null"}}, {**OBJECT, **EVERY_NAME}]},
         {"type": "string", "pattern": '^[^"]{1,4}$'},
         {"type": "object", "patternProperties": {'^[^"]{1,2}$': {"type": "null"}}, **CLOSED},
         {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
@@ -99,7 +103,6 @@ def test_json_schema_takes_no_escaped_key_for_another_property() -> None:
     assert editor.num_allowed(tuple(TOKENIZER.encode(r'{"\u0061":1}').ids)) < 4
 
 
-OBJECT = {"type": "object"}
 NEEDS_ITSELF = {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}
 
 
@@ -110,7 +113,8 @@ NEEDS_ITSELF = {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}
         ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": NEEDS_ITSELF}}, "/x"),
         ({**OBJECT, "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "of # "),
         ({**OBJECT, "additionalProperties": {"type": "null"}, "minProperties": 2}, "minProp"),
-        ({**OBJECT, "patternProperties": {"": False}, "minProperties": 1}, "every name"),
+        ({**OBJECT, "patternProperties": {"": False}, "minProperties": 1}, "nsatisfiable"),
+        ({"patternProperties": {"^a": 0, "^[^a]": 0, "^$": 0}, "minProperties": 1}, "none matches"),
         ({**OBJECT, "patternProperties": {f"^{i}": True for i in range(65)}}, "too many"),
         (
             {**OBJECT, "properties": {"a": {"enum": ["b"], "type": "null"}}, "required": ["a"]},

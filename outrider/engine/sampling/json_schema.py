@@ -56,17 +56,24 @@ def _mend(root: dict[str, Any], schemas: list[dict[str, Any]]) -> None:
         _mend_classes(schema)
     matches = _matches(schemas)
     _check_characters(schemas)
-    _check_counts(root, schemas)
     _check_recursion(root, schemas, matches)
-    only_names = [pattern for pattern, names in matches.items() if not _more(pattern, names)]
+    every = [pattern for pattern in matches if _every_name([pattern])]
+    listed = [pattern for pattern, names in matches.items() if not _more(pattern, names)]
     for schema in schemas:
         patterns = _dict(schema, "patternProperties")
-        for pattern in [pattern for pattern in only_names if pattern in patterns]:
-            value = patterns.pop(pattern)
-            properties = schema.setdefault("properties", {})
-            for name in matches[pattern]:
-                known = properties.get(name)
-                properties[name] = value if known is None else {"allOf": [known, value]}
+        for pattern in [pattern for pattern in listed if pattern in patterns]:
+            _add(schema.setdefault("properties", {}), matches[pattern], patterns.pop(pattern))
+        if values := [patterns.pop(pattern) for pattern in every if pattern in patterns]:
+            schema["additionalProperties"] = value = {"allOf": values}
+            for known in (_dict(schema, "properties"), patterns):
+                _add(known, [*known], value)
+    _check_counts(schemas)
+
+
+def _add(schemas: dict[str, Schema], names: list[str], schema: Schema) -> None:
+    """Let the values of these names satisfy a schema, too."""
+    for name in names:
+        schemas[name] = {"allOf": [schemas[name], schema]} if name in schemas else schema
 
 
 def _schemas(node: Any) -> Iterator[dict[str, Any]]:
@@ -139,7 +146,7 @@ def _check_characters(schemas: list[dict[str, Any]]) -> None:
                     raise ValueError(f"control characters are not supported: pattern {pattern!r}")
 
 
-def _check_counts(root: dict[str, Any], schemas: list[dict[str, Any]]) -> None:
+def _check_counts(schemas: list[dict[str, Any]]) -> None:
     counting = [schema for schema in schemas if _number(schema, "minProperties")]
     for schema in counting:
         required = set(_strings(_list(schema, "required")))
@@ -148,18 +155,8 @@ def _check_counts(root: dict[str, Any], schemas: list[dict[str, Any]]) -> None:
                 "minProperties may be at most one more than there are required properties, because "
                 "the others' names may repeat"
             )
-    if not counting:
-        return
-    defs = _dict(root, "$defs")
-    forbidden = {
-        pattern: False
-        for schema in schemas
-        for pattern, value in _dict(schema, "patternProperties").items()
-        if "Unsatisfiable" in _matcher({"allOf": [value], "$defs": defs}).get_error()
-    }
-    allowed = _matcher({"type": "object", "patternProperties": forbidden})
-    if not allowed.is_error() and not _fits(allowed, '{"'):
-        raise ValueError("minProperties cannot be satisfied: patternProperties forbid every name")
+    if counting and _every_name([p for s in schemas for p in _dict(s, "patternProperties")]):
+        raise ValueError("minProperties beside patternProperties needs names that none matches")
 
 
 def _matcher(schema: Schema) -> LLMatcher:
@@ -175,7 +172,7 @@ def _fits(matcher: LLMatcher, text: str) -> bool:
 
 def _matches(schemas: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Return the names in a schema that its patterns match, by pattern."""
-    patterns = {p for schema in schemas for p in _dict(schema, "patternProperties")}
+    patterns = dict.fromkeys(p for schema in schemas for p in _dict(schema, "patternProperties"))
     names = dict.fromkeys(
         name
         for schema in schemas
@@ -205,6 +202,12 @@ def _more(pattern: str, names: list[str]) -> bool:
         }
     )
     return others.is_error() or _fits(others, '{"')
+
+
+def _every_name(patterns: list[str]) -> bool:
+    """Return whether each name matches one of these patterns."""
+    others = _matcher({"type": "object", "patternProperties": dict.fromkeys(patterns, False)})
+    return not others.is_error() and not _fits(others, '{"')
 
 
 def _check_recursion(
