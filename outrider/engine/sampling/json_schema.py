@@ -17,11 +17,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 Schema = Any  # a dict, a bool, or what is no schema
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+_DEFINITIONS = ("$defs", "definitions")
+_OF_NAMES = ("properties", "patternProperties", *_DEFINITIONS)  # schemas by name
 _OF_VALUES = ("const", "enum", "default", "examples")  # no schemas
 _MAX_PATTERNS = 64
 _MAX_MATCHES = 100_000  # patterns times names
-_MAX_PASSES = 100
+_MAX_PASSES = 32
 ESCAPES = 'nrbtf\\"'
 """What may follow a backslash. A key with the escape `u` would pass for another property's."""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without the escape `u`
@@ -211,17 +212,20 @@ def _every_name(patterns: list[str]) -> bool:
 
 
 def _check_recursion(
-    root: Schema, schemas: list[dict[str, Any]], matches: dict[str, list[str]]
+    root: dict[str, Any], schemas: list[dict[str, Any]], matches: dict[str, list[str]]
 ) -> None:
     """Refuse a $ref to what needs itself: whoever begins such a value never ends it.
 
-    The values of finite length are found from the inside out, by type.
+    Values of finite length are found from the inside out, by type.
     """
     anchors = {f"#{s['$anchor']}": s for s in schemas if isinstance(s.get("$anchor"), str)}
-    targets: dict[str, Schema] = {}
-    for schema in schemas:
-        if isinstance(ref := schema.get("$ref"), str) and ref not in targets:
-            targets[ref] = anchors.get(ref, _target(root, ref))
+    targets: dict[str, Schema] = {}  # what is reached first comes first
+    reached: list[Schema] = [{key: root[key] for key in root if key not in _DEFINITIONS}]
+    for part in reached:
+        for schema in _schemas(part):
+            if isinstance(ref := schema.get("$ref"), str) and ref not in targets:
+                targets[ref] = target = anchors.get(ref, _target(root, ref))
+                reached += [] if target is root else [target]
     finite: set[tuple[str, str]] = set()
 
     def known(ref: str, kind: str) -> bool:
@@ -234,7 +238,7 @@ def _check_recursion(
         if len(finite) == before:
             break
     else:
-        raise ValueError(f"more than {_MAX_PASSES} references in a row")
+        raise ValueError("too many $refs that lead from one to another")
     for ref, target in targets.items():
         if target is not False and not any(known(ref, kind) for kind in _TYPES):
             raise ValueError(
