@@ -285,6 +285,22 @@ async def test_output_format_refused_by_scorer_has_the_clients_name() -> None:
     assert "structured_outputs.json cannot be used: why." in caught.value.message
 
 
+async def test_output_format_that_gets_stuck_is_an_error_and_no_finish_reason() -> None:
+    stuck = InvalidRequestError("grammar leads to a place.", param="grammar")
+    grammar: Any = {"extra_body": {"structured_outputs": {"grammar": 'start: "h" x\nx: x "e"'}}}
+    async with running_gateway(Script(tokens(TEXT), refuse=stuck, die_after=4)) as gateway:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(gateway, **grammar)
+        stream = await complete(gateway, stream=True, **grammar)
+        choices: list[Any] = []
+        with pytest.raises(openai.APIError, match=r"structured_outputs\.grammar leads") as event:  # noqa: PT012
+            async for chunk in stream:
+                choices += chunk.choices
+    assert caught.value.param == event.value.param == "structured_outputs.grammar"
+    assert TEXT.startswith("".join(choice.text for choice in choices))
+    assert not any(choice.finish_reason for choice in choices)
+
+
 # Speculation
 
 

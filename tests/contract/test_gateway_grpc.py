@@ -13,7 +13,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cli.client import GenerateOptions, stream
-from outrider.errors import CapacityError, OutriderError, PromptTooLongError, UnauthenticatedError
+from outrider.errors import (
+    CapacityError,
+    InvalidRequestError,
+    OutriderError,
+    PromptTooLongError,
+    UnauthenticatedError,
+)
 from outrider.models.chat_template import ChatTemplate
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
@@ -229,6 +235,15 @@ async def test_generate_with_bad_field_names_it(
         code, error = await refusal(gateway, request_)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert getattr(error, "param", None) == param
+
+
+async def test_generate_whose_constraint_gets_stuck_is_an_invalid_argument() -> None:
+    stuck = InvalidRequestError("grammar leads to a place.", param="grammar")
+    async with running_gateway(Script(tokens(TEXT), refuse=stuck, die_after=4)) as gateway:
+        code, error = await refusal(gateway, generation_pb2.GenerateRequest(text="x"))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "grammar"
 
 
 async def test_generate_when_refused_has_matching_status() -> None:

@@ -34,6 +34,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import FinishReason, Request
+from tests.support.json_schemas import conforms
 from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.models.hash_model import HashModel
 
@@ -161,31 +162,6 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 schemas = st.recursive(leaves, nested, max_leaves=3)
 
 
-def conforms(value: Any, schema: dict[str, Any]) -> bool:
-    """For the schemas above."""
-    if "enum" in schema:
-        return value in schema["enum"]
-    kind = schema["type"]
-    if kind == "object":
-        properties = schema["properties"]
-        return (
-            isinstance(value, dict)
-            and value.keys() == properties.keys()
-            and all(conforms(value[name], inner) for name, inner in properties.items())
-        )
-    if kind == "array":
-        inner = schema["items"]
-        return (
-            isinstance(value, list) and len(value) <= 2 and all(conforms(v, inner) for v in value)
-        )
-    if kind == "integer":
-        return type(value) is int and -20 <= value <= 300
-    if kind == "string":
-        pattern = schema.get("pattern", "(?s:.{0,4})")
-        return isinstance(value, str) and re.fullmatch(pattern.strip("^$"), value) is not None
-    return type(value) is {"boolean": bool, "null": type(None)}[kind]
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(schema=schemas, k=st.integers(0, 6), seed=st.integers(0, 2**16))
 def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int) -> None:
@@ -209,7 +185,7 @@ def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int)
     assert run(requests, k, rng, [output for output, _ in truths]) == truths
     for output, reason in truths:
         if reason is FinishReason.STOP:
-            assert conforms(json.loads(TOKENIZER.decode(output)), schema)
+            assert conforms(json.loads(TOKENIZER.decode(output)), schema, schema)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in VerificationRule if rule.value != "coupled"])
@@ -413,10 +389,13 @@ def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
         assert COMPILER.compiled(constraint) is not first
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
+@pytest.mark.parametrize("drafted", ["", "ab!", "ab!ee", "abd"])
+def test_a_grammar_that_leads_nowhere_fails_its_request_only(drafted: str) -> None:
+    """Also where a draft leads there, or past it. The other request gets the same draft."""
     model = HashModel(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
-    engine = Engine(model, config, eos_token_ids=frozenset({EOS}))
+    policy = FixedPolicy(4, max_wait_s=0)
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=policy)
     dead = Constraint(ConstraintKind.GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     for session, biases in enumerate((((TOKENIZER.token_to_id("!"), 100.0),), ())):
         request = Request(
@@ -427,6 +406,11 @@ def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
             constraint=dead if biases else None,
         )
         engine.submit(request, COMPILER.editor(dead, request.stop) if biases else None)
+        if path := TOKENIZER.encode(drafted).ids:
+            engine.set_drafting(session, DraftOffer("p", 4))
+            parents = list(range(-1, len(path) - 1))
+            tree = DraftTree.validated(1, path, parents, vocab_size=VOCAB, max_nodes=64)
+            engine.post_block(PostedBlock(session, tree, "p", 1))
     failed, finished, outputs = [], [], {0: [], 1: []}
     while len(failed) + len(finished) < 2:
         events = engine.step()

@@ -24,7 +24,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.sampling.grammar import grammar_of, limits, load_tokenizer
+from outrider.engine.sampling.grammar import load_tokenizer, new_matcher
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import Constraint, StopParams, TokenIds
 from outrider.types import FinishReason
@@ -119,9 +119,7 @@ class ConstraintCompiler:
     def _compile(self, constraint: Constraint) -> LLMatcher:
         param = constraint.kind.value
         try:
-            matcher = LLMatcher(
-                self._tokenizer, grammar_of(constraint), log_level=0, limits=limits(constraint.kind)
-            )
+            matcher = new_matcher(self._tokenizer, constraint)
             error = matcher.get_error()
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             if not error and _NO_TEXT not in matcher.get_error():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from outrider.engine.sampling.json_schema import ESCAPES, without_dead_ends
 from outrider.errors import ConfigError
 from outrider.params import Constraint, ConstraintKind
 
@@ -14,6 +17,9 @@ _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 _INTERSECTION = re.compile(r"&|~(?!\s*\d)")
 """Intersection of terminals by `&`, or exclusion by `~`. (`x ~ 3` repeats x.)"""
+
+_STACK_BYTES = 2**28  # reserved; used by a constraint with a chain of thousands of references
+_stack_size_lock = threading.Lock()
 
 
 def load_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
@@ -28,7 +34,31 @@ def load_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
         raise ConfigError(f"llguidance cannot read this tokenizer: {error}") from error
 
 
-def grammar_of(constraint: Constraint) -> str:
+def new_matcher(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
+    """Compile a constraint; the matcher says what it cannot compile. Raises `ValueError`.
+
+    llguidance follows references (a schema's $refs, a grammar's rules) by recursion. A long chain
+    of them would overflow the stack of the calling thread, and end the process.
+    """
+    compiled: Future[LLMatcher] = Future()
+
+    def compile_here() -> None:
+        try:
+            grammar, bounds = _grammar_of(constraint), _limits(constraint.kind)
+            compiled.set_result(LLMatcher(tokenizer, grammar, log_level=0, limits=bounds))
+        except Exception as error:
+            compiled.set_exception(error)
+
+    with _stack_size_lock:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=compile_here, name="constraint", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+    return compiled.result()
+
+
+def _grammar_of(constraint: Constraint) -> str:
     """Translate a constraint to llguidance's own format. Raises `ValueError`."""
     source = constraint.source
     if constraint.kind is ConstraintKind.REGEX:
@@ -38,11 +68,13 @@ def grammar_of(constraint: Constraint) -> str:
         if _INTERSECTION.search(_LITERAL.sub("", source)):
             raise ValueError("terminals with & or ~ are not supported, write what they may be")
         return LLMatcher.grammar_from_lark(source)
-    schema = '{"type": "object"}' if constraint.kind is ConstraintKind.JSON_OBJECT else source
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    anything = constraint.kind is ConstraintKind.JSON_OBJECT
+    schema = '{"type": "object"}' if anything else without_dead_ends(source)
+    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": ESCAPES}
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)  # type: ignore[arg-type]
 
 
-def limits(kind: ConstraintKind) -> LLParserLimits:
+def _limits(kind: ConstraintKind) -> LLParserLimits:
     """Bound a compilation to seconds, a mask to milliseconds and a cache to some 100 MB.
 
     Items are the ways to read the text so far. Only those of a grammar can grow without end.

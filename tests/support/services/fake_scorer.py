@@ -31,7 +31,7 @@ class Script:
     delay_s: float = 0.0
     method: str = "draft_model"  # by which all drafts are made
     together: int = 0  # nobody is answered before so many requests have run at once
-    refuse: OutriderError | None = None
+    refuse: OutriderError | None = None  # at once, or where it would die
     die_after: int | None = None  # tokens sent before the stream breaks ...
     dies_as: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
     hang_after: int | None = None  # tokens sent before nothing more comes
@@ -62,7 +62,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata() or ()))
-        if self.script.refuse is not None:
+        if self.script.refuse is not None and self.script.die_after is None:
             await abort(context, self.script.refuse)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -114,6 +114,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
                 response.aux_info.CopyFrom(self._account(sent, rounds, accepted))
             yield response
             if script.die_after is not None and sent >= script.die_after:
+                if script.refuse is not None:
+                    await abort(context, script.refuse)
                 await context.abort(*script.dies_as)
             if script.hang_after is not None and sent >= script.hang_after:
                 await asyncio.sleep(3600)
