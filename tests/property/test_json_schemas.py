@@ -23,7 +23,7 @@ from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
 TOKENIZER = byte_tokenizer()
 VOCAB = TOKENIZER.get_vocab_size()
 COMPILER = ConstraintCompiler(TOKENIZER.to_str(), VOCAB, frozenset({EOS}))
-SHORT = [EOS, *(TOKENIZER.token_to_id(text) for text in '}]":,nul0123456789')]
+SHORT = [EOS, *(TOKENIZER.token_to_id(text) for text in '}]":,nul1234567890')]
 QUOTE, IN_STRINGS = TOKENIZER.token_to_id('"'), TOKENIZER.token_to_id("(")
 MAX_TOKENS = 400
 
