@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.models.files import read_json
 from outrider.models.resolve import EMBEDDED, resolve_model
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -44,10 +44,7 @@ def states_read(method: str, module: str | None) -> str:
         folder = resolve_model(None, method)
     else:
         folder = Path(module).expanduser()
-    try:
-        layers = aux_layers(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError):  # to be downloaded, or who loads it says what is wrong with it
-        layers = None
+    layers = aux_layers(read_json(folder / "config.json"))  # no file: it is to be downloaded
     return "eagle3" if layers is None else ",".join(map(str, layers))
 
 

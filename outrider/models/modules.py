@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
 from outrider.models.resolve import resolve_model
+from outrider.models.weight_files import read_index
 
 EMBEDDINGS: Final = (
     "model.embed_tokens.weight",
@@ -37,9 +37,10 @@ def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
 
 
 def shared_files(folder: Path) -> tuple[str, ...]:
-    """Return the files of a target that hold the tensors modules share with it."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        return tuple({index[name] for name in (*EMBEDDINGS, *HEADS) if name in index})
-    except (OSError, ValueError, KeyError, TypeError):  # one file, or the target says what is wrong
-        return ("*.safetensors",)
+    """Return the files of a target that hold the tensors modules share with it.
+
+    Raises `ConfigError` for a broken index.
+    """
+    index = read_index(folder)
+    shared = {index[name] for name in (*EMBEDDINGS, *HEADS) if name in index}
+    return tuple(sorted(shared)) or ("*.safetensors",)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import ConfigError
+from outrider.models.weight_files import check_is_folder
 
 EMBEDDED = "embedded"
 EMBEDDED_HEADS: Final = frozenset({"eagle3", "mtp", "medusa", "mlp_speculator"})
@@ -41,12 +42,9 @@ def resolve_model(
             )
         return folder
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
-        return folder
     if folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
-        raise ConfigError(f"There is no model folder {name}.")
+        check_is_folder(folder)
+        return folder
     return _download(name, () if tokenizer_only else weights)
 
 

@@ -10,13 +10,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.engine.model.checkpoint import is_finite, not_finite
 from outrider.engine.model.loader import read_text_config
 from outrider.errors import ConfigError
 from outrider.models.files import read_json
-from outrider.models.modules import EMBEDDINGS, HEADS
+from outrider.models.modules import EMBEDDINGS, HEADS, shared_files
 from outrider.models.resolve import TRAINING_STATE
+from outrider.models.weight_files import (
+    COMPUTED,
+    check_is_folder,
+    listed,
+    read_headers,
+    read_index,
+    shards,
+)
 
-_SCALES = "_scale_inv"
+_SAFE, _SCALES = ".safetensors", "_scale_inv"
 
 
 class TensorSource(Protocol):
@@ -36,20 +45,30 @@ class Checkpoint:
     """A folder's config.json, and its tensors by name, each loaded when it is asked for.
 
     The folder holds safetensors, or files that `torch.load` reads without running code (`*.bin`,
-    `*.pt`). Where files are named `preferred`, up to the ending, no others are read. Raises
-    `ConfigError` for a folder that is no checkpoint, and for broken files.
+    `*.pt`). Where files are named `preferred`, up to the ending, no others are read. An index says
+    which files belong together. Raises `ConfigError` for a folder that is no checkpoint, and for
+    missing or broken files.
     """
 
-    def __init__(self, folder: Path, preferred: str = "*") -> None:
+    def __init__(self, folder: Path, preferred: str = "", *, shared_only: bool = False) -> None:
+        """With `shared_only`, read the files with tensors that modules share with a target."""
+        check_is_folder(folder)
         self.folder = folder
-        self.config = _read_config(folder)
-        self._file_of: dict[str, Any] = {}  # of safetensors
-        self._loaded: dict[str, Tensor] = {}  # of the other kinds
+        self.config = read_json(folder / "config.json")
+        self._loaded: dict[str, Tensor] = {}  # of pickled files
         self.taken: set[str] = set()
+        files = self._files(preferred, shared_only=shared_only)
+        headers = read_headers(folder, [file for file in files if file.endswith(_SAFE)])
         try:
-            self._find(self._files(preferred) or self._files())
-        except (OSError, SafetensorError, ValueError) as error:
+            handles = {t.file: safe_open(folder / t.file, "pt") for t in headers.values()}
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"The weights in {folder} cannot be read: {error}") from error
+        self._file_of: dict[str, Any] = {
+            name: handles[tensor.file] for name, tensor in headers.items()
+        }
+        for file in files:
+            if not file.endswith(_SAFE):
+                self._loaded.update(_unpickled(folder / file))
         self.names = frozenset(self._file_of) | frozenset(self._loaded)
         if not self.names:
             raise ConfigError(f"{folder} holds no weights (*.safetensors, *.bin or *.pt).")
@@ -58,11 +77,16 @@ class Checkpoint:
         return name in self.names
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return floating-point numbers; float8 is multiplied by its factors, to float32.
+        """Return finite numbers; float8 is multiplied by its factors, to float32.
 
         Raises `ConfigError` unless they are there in this shape, and for other quantisations.
         """
-        stored = self.stored(name, *shape)
+        found = self._floats(self.stored(name, *shape), name)
+        if not is_finite(found):
+            raise not_finite(self.folder, name)
+        return found
+
+    def _floats(self, stored: Tensor, name: str) -> Tensor:
         if stored.is_floating_point() and stored.dtype.itemsize > 1:
             return stored
         block = self._block_size()
@@ -110,17 +134,16 @@ class Checkpoint:
             )
         return stored.long()
 
-    def check_all_taken(self, ignored: Iterable[str] = ()) -> None:
-        """Raise `ConfigError` if tensors were not read: the module would differ without them."""
-        left = sorted(
-            name
-            for name in self.names - self.taken - set(ignored)
-            if not name.endswith(".rotary_emb.inv_freq")  # older files have it; config.json rules
-        )
+    def check_all_taken(self, ignored: Iterable[str] = (), prefix: str = "") -> None:
+        """Raise `ConfigError` if tensors were not read: the module would differ without them.
+
+        Those without the `prefix` belong to the target, beside which the module is stored.
+        """
+        left = {name for name in self.names - self.taken - set(ignored) if name.startswith(prefix)}
+        left = {name for name in left if not COMPUTED.fullmatch(name)}
         if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ConfigError(
-                f"{self.folder} holds {', '.join(left[:3])}{more}, which its format does not have: "
+                f"{self.folder} holds {listed(left)}, which its format does not have: "
                 "drafts would not be what the module was trained for."
             )
 
@@ -153,25 +176,33 @@ class Checkpoint:
             'quantization_config {"quant_method": "fp8", "weight_block_size": [128, 128]}.'
         )
 
-    def _files(self, name: str = "*") -> list[Path]:
-        if safe := sorted(self.folder.glob(f"{name}.safetensors")):
-            return safe
-        others = [*self.folder.glob(f"{name}.bin"), *self.folder.glob(f"{name}.pt")]
-        return sorted(path for path in others if not any(map(path.match, TRAINING_STATE)))
+    def _files(self, preferred: str, *, shared_only: bool) -> list[str]:
+        """Return the names of the files to read: safetensors, or else pickled ones."""
+        for name in (preferred, "*") if preferred else ("*",):
+            if name == "*" and read_index(self.folder):
+                return list(shared_files(self.folder)) if shared_only else shards(self.folder)
+            if safe := sorted(path.name for path in self.folder.glob(f"{name}{_SAFE}")):
+                return safe
+            others = [*self.folder.glob(f"{name}.bin"), *self.folder.glob(f"{name}.pt")]
+            others = [path for path in others if not any(map(path.match, TRAINING_STATE))]
+            if others:
+                return sorted(path.name for path in others)
+        return []
 
-    def _find(self, paths: list[Path]) -> None:
-        for path in paths:
-            if path.suffix == ".safetensors":
-                file: Any = safe_open(path, framework="pt")
-                self._file_of.update(dict.fromkeys(file.keys(), file))
-                continue
-            try:
-                content = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # a broken pickle raises anything
-                raise ValueError(f"{path.name}: {error or type(error).__name__}") from error
-            if isinstance(content, dict):
-                tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
-                self._loaded.update(tensors)
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file that torch.save wrote, without running code in it."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken pickle raises anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"The weights in {path.parent} cannot be read: {path.name}: {reason} Download it "
+            "again, or save it as safetensors."
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ConfigError(f"{path} holds more than tensors by name: save it as safetensors.")
+    return content
 
 
 def dequantise(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Tensor:
@@ -188,7 +219,7 @@ class TargetTensors:
     """The tensors that a draft module shares with its target: embedding and head."""
 
     def __init__(self, folder: Path) -> None:
-        self._checkpoint = Checkpoint(folder)
+        self._checkpoint = Checkpoint(folder, shared_only=True)
         config = self._checkpoint.config
         self.folder = folder
         self.config: dict[str, Any] = {**config, **self._checkpoint.group("text_config")}
@@ -227,10 +258,3 @@ class TargetTensors:
         if not isinstance(value, int):
             raise ConfigError(f"config.json in {self.folder} has no {key}.")
         return value
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
-    return read_json(path)

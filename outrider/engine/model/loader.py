@@ -17,7 +17,6 @@ from outrider.engine.layers.ops import LlamaOps, TorchOps
 from outrider.engine.model.attention_backends import attention_traits, choose_backend
 from outrider.engine.model.checkpoint import (
     check_finite,
-    check_folder,
     read_config,
     read_model,
 )
@@ -39,6 +38,7 @@ from outrider.engine.model.transformers_step import TransformersStep
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
 from outrider.models.eos import read_eos_token_ids
+from outrider.models.weight_files import check_folder
 
 logger = logging.getLogger(__name__)
 

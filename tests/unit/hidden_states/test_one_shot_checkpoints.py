@@ -104,9 +104,7 @@ def test_medusa_without_biases_needs_none(tmp_path: Path, target: Path) -> None:
     folder = save(tmp_path / "m", {}, medusa_vllm(tensors, bias=False), "model.safetensors")
     unbiased = {n: t * 0 if n.endswith("bias") else t for n, t in tensors.items()}
     check(load(folder, target), unbiased, heads=2)
-    save(
-        tmp_path / "m", {"medusa_fc_bias": True}, medusa_vllm(tensors, bias=False), "m.safetensors"
-    )
+    save(folder, {"medusa_fc_bias": True}, medusa_vllm(tensors, bias=False), "model.safetensors")
     with pytest.raises(ConfigError, match=r"no tensor blocks\.0\.layers\.0\.bias"):
         load(folder, target)
 

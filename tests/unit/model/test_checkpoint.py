@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.model.checkpoint import check_finite, check_folder, read_config, read_model
+from outrider.engine.model.checkpoint import check_finite, read_config, read_model
 from outrider.errors import ConfigError
+from outrider.models.weight_files import check_folder
 
 SIZES = {
     "vocab_size": 32,

@@ -38,7 +38,7 @@ def load_eagle(
     prefixes = [f"layers.{i}." for i in range(checkpoint.number("num_hidden_layers", 1))]
     stack = LlamaStack(checkpoint, checkpoint.config, prefixes, place, max_model_len)
     head = EagleHead(checkpoint, target, stack, place)
-    checkpoint.check_all_taken(ignored=("embed_tokens.weight",))
+    checkpoint.check_all_taken(ignored=("embed_tokens.weight",))  # a copy of the target's
     return head
 
 
@@ -51,7 +51,9 @@ class EagleHead(LlamaHead):
         super().__init__(stack, place, target.embedding())
         hidden = stack.shape.hidden_size
         self.features = FeatureSpec(hidden_size=hidden, final_norm=True)
-        bias = checkpoint.tensor("fc.bias", hidden) if "fc.bias" in checkpoint else None
+        # Published files differ, and few say it in config.json.
+        biased = "fc.bias" in checkpoint or checkpoint.config.get("bias") is True
+        bias = checkpoint.tensor("fc.bias", hidden) if biased else None
         self._fc = place.linear(checkpoint.tensor("fc.weight", hidden, 2 * hidden), bias)
         self._head = place.linear(target.head())
         self.uses = (Use(self._fc, alone=True), *self._layer_uses, Use(self._head, alone=True))

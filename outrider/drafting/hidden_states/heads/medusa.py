@@ -133,6 +133,8 @@ def load_medusa(
     config = checkpoint.config
     layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
     needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
+    spelt = re.compile(re.escape(prefix) + layout.layer_weight.replace("weight", "bias"))
+    needs_bias = needs_bias or any(map(spelt.fullmatch, checkpoint.names))
     token_map, known = None, config.get("truncated_vocab_size")
     name = f"{prefix}token_map"
     if known != target.vocab_size and (known is not None or name in checkpoint):
@@ -145,7 +147,7 @@ def load_medusa(
         name = prefix + layout.layer.format(i=i, j=j)
         size = target.hidden_size
         weight = checkpoint.tensor(f"{name}.weight", size, size).to(device, dtype)
-        if not needs_bias and f"{name}.bias" not in checkpoint:
+        if not needs_bias:
             return weight, None
         return weight, checkpoint.tensor(f"{name}.bias", size).to(device, dtype)
 
@@ -168,8 +170,8 @@ def load_medusa(
     lm_heads = [lm_head(checkpoint.tensor(name), name) for name in names]
     if not lm_heads:
         lm_heads = [lm_head(target.head(), "lm_head.weight")]
-    if not prefix:
-        checkpoint.check_all_taken(ignored=["token_map"])
+    # A map of the whole vocabulary says nothing.
+    checkpoint.check_all_taken(ignored=[f"{prefix}token_map"], prefix=prefix)
     return MedusaHead(
         MedusaWeights(
             tuple(blocks),

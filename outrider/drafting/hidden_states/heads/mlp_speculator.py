@@ -164,6 +164,22 @@ def load_mlp_speculator(
         )
         for i in range(num_stages)
     ]
-    if not tied:  # tied weights may be written once or once a step
-        checkpoint.check_all_taken()
+    checkpoint.check_all_taken(_copies(checkpoint, prefix, num_stages) if tied else ())
     return MlpSpeculatorHead(stages, scale_input=bool(config.get("scale_input", False)))
+
+
+def _copies(checkpoint: Checkpoint, prefix: str, num_stages: int) -> list[str]:
+    """Return the tied tensors that are written once a step. Raises `ConfigError` if they differ."""
+    copies = []
+    for kind in ("emb.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight"):
+        first = 1 if kind.startswith("proj") else 0
+        for stage in range(first + 1, num_stages):
+            copy, tied = (f"{prefix}{kind.format(i)}" for i in (stage, first))
+            if copy not in checkpoint:
+                continue
+            if not torch.equal(checkpoint.stored(copy), checkpoint.stored(tied)):
+                raise ConfigError(
+                    f"config.json in {checkpoint.folder} has tie_weights, but {copy} is not {tied}."
+                )
+            copies.append(copy)
+    return copies

@@ -22,6 +22,7 @@ from outrider.drafting.hidden_states.heads.mtp import (
 from outrider.drafting.hidden_states.heads.mtp_formats import MtpFormat, detect, family_of
 from outrider.engine.model.config_sizes import caches_latents, head_dim, num_kv_heads
 from outrider.errors import ConfigError
+from outrider.models.modules import EMBEDDINGS, HEADS
 
 _EXPERTS = re.compile(r"(block\.mlp\.experts)\.(gate_up|down)_proj")
 _BAD_SETTINGS = (
@@ -52,6 +53,12 @@ def load_mtp(
             f"config.json in {folder}: feed_back is {feed_back!r}; known are post_norm, raw."
         )
     stored, numbers = detect(checkpoint.names)
+    wanted = values.get("num_nextn_predict_layers", values.get("mtp_num_hidden_layers"))
+    if isinstance(wanted, int) and wanted > len(numbers):
+        raise ConfigError(
+            f"{folder} holds {len(numbers)} of the {wanted} prediction modules that its "
+            "config.json counts: download the others."
+        )
     family, place = family_of(stored, values), Place.of(dtype, device)
     try:
         config = family.config(values, len(numbers))
@@ -81,9 +88,8 @@ def load_mtp(
             LayerModule(_filled(empty, reader, place), rotary, latent=shape.latents is not None)
             for empty, reader in zip(weights, readers, strict=True)
         ]
-    for reader in readers:
-        reader.check_all_taken()
     embedding, head, ids = _vocabulary(checkpoint, target, stored)
+    _check_all_taken(checkpoint, stored, numbers)
     raw = feed_back == "raw"
     return MtpHead(modules, shape, place, embedding, head, draft_ids=ids, feed_back_raw=raw)
 
@@ -115,19 +121,6 @@ class ModuleTensors:
         if _EXPERTS.fullmatch(name) and source not in self._checkpoint:
             return self._experts(name, shape)
         return self._checkpoint.tensor(source, *shape)
-
-    def check_all_taken(self) -> None:
-        """Raise `ConfigError` if the module has tensors that nothing read."""
-        prefix = self._stored.root.format(i=self._number)
-        left = self._checkpoint.names - self._checkpoint.taken
-        left -= {prefix + name for name in self._stored.copies}
-        foreign = sorted(name for name in left if name.startswith(prefix))
-        if foreign:
-            raise ConfigError(
-                f"{self.folder} holds {', '.join(foreign[:3])}, which the format of "
-                f"{self._stored.name} does not have: drafts would not be what the head was "
-                "trained for."
-            )
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return [experts, out, in] from a tensor per expert, gate above up."""
@@ -183,6 +176,18 @@ class LlamaTensors:
             heads = found.view(-1, self._head_dim, *shape[1:])
             return heads.index_select(1, self._order).reshape(shape)
         return found
+
+
+def _check_all_taken(checkpoint: Checkpoint, stored: MtpFormat, numbers: list[int]) -> None:
+    """Raise `ConfigError` if tensors were not read that belong to the modules."""
+    roots = [stored.root.format(i=number) for number in numbers]
+    copies = {root + name for root in roots for name in stored.copies}
+    if stored.root.startswith("model.layers.") and numbers[0] == 0:  # no target is stored beside
+        # The target's are used in place of these; model.d2t names the tokens of model.t2d.
+        checkpoint.check_all_taken({*copies, *EMBEDDINGS, *HEADS, "model.t2d"})
+    else:
+        for root in roots:
+            checkpoint.check_all_taken(copies, root)
 
 
 def _filled(weights: ModuleWeights, tensors: ModuleTensors, place: Place) -> ModuleWeights:
