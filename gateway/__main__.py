@@ -8,9 +8,9 @@ import os
 import sys
 
 from gateway.config import GatewayConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, refuse
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
-from outrider.rpc.runtime import EXIT_CONFIG, run
+from outrider.rpc.runtime import run
 from outrider.rpc.targets import parse_entries
 from outrider.signals import end_at_sigterm
 
@@ -27,8 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         flags["deployment"] = take_deployment(flags)
         config = GatewayConfig(**flags)
     except ConfigError as error:
-        print(f"gateway: {error.message}", file=sys.stderr, flush=True)
-        return EXIT_CONFIG
+        return refuse("gateway", error)
 
     # Before grpc is imported: its C core logs in its own way what we report in ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

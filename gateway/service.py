@@ -147,9 +147,10 @@ def check_scorer(info: scorer_pb2.GetScorerInfoResponse, tokenizer: Tokenizer) -
         raise ConfigError(
             f"{who} uses another tokenizer than this gateway: start both with the same --model."
         )
-    if info.vocab_size < tokenizer.vocab_size:
+    if info.vocab_size < tokenizer.needed_vocab_size:
         raise ConfigError(
-            f"{who} knows {info.vocab_size} tokens, the tokenizer has {tokenizer.vocab_size}."
+            f"{who} knows {info.vocab_size} tokens, the tokenizer has "
+            f"{tokenizer.needed_vocab_size}: use the tokenizer that the model was trained with."
         )
 
 

@@ -16,6 +16,8 @@ OutriderError
 
 from __future__ import annotations
 
+import sys
+
 
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose.
@@ -109,3 +111,9 @@ class InternalError(OutriderError):
     """A bug in Outrider."""
 
     reason = "INTERNAL"
+
+
+def refuse(name: str, error: OutriderError) -> int:
+    """Print one line on stderr that says why a process does not start; return its exit code."""
+    print(f"{name}: {' '.join(error.message.split())}", file=sys.stderr, flush=True)
+    return 2

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from outrider.drafting.building.config import ModelConfig
+from outrider.drafting.building.config import ModelConfig, check_files
 from outrider.drafting.building.flags import add_method_flags, take_methods
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, refuse
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from outrider.signals import end_at_sigterm
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal, and return the exit code."""
     try:
         config, exit_with_parent = parse(argv)
+        check_files(config.methods)
     except OutriderError as error:
-        print(f"proposer: {error.message}", file=sys.stderr)
-        return 2
+        return refuse("proposer", error)
     for method in config.methods:
         if isinstance(method, ModelConfig):
             # torch and NumPy, which are imported below, read them.

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.config import SPECULATION_POLICIES
-from outrider.errors import ConfigError
+from outrider.drafting.building.config import check_files
+from outrider.errors import ConfigError, refuse
+from outrider.models.local_files import check_target
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.signals import end_at_sigterm
 
@@ -166,9 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal, and return the exit code."""
     try:
         args = resolve(argv)
+        check_target(args["model"])
+        check_files(args["in_process_proposer"])
     except ConfigError as error:
-        print(f"scorer: {error.message}", file=sys.stderr, flush=True)
-        return 2
+        return refuse("scorer", error)
     exit_with_parent = args.pop("exit_with_parent")
     # The libraries read these when they are loaded, below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])

@@ -19,13 +19,14 @@ from outrider.device import device_id
 from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
+from outrider.engine.model.loader import check_config
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
-from outrider.models.resolve import resolve_model
+from outrider.models.resolve import find_local, resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc import runtime
@@ -79,12 +80,19 @@ class ScorerApp:
         self._constraints: Constraints | None = None
 
     async def start(self) -> dict[str, str]:
-        """Listen at once, with health NOT_SERVING, then load the model and serve."""
+        """Listen, with health NOT_SERVING, then load the model and serve.
+
+        A model on this machine that cannot be served is refused before that, as far as config.json
+        tells.
+        """
         options = self._options
         if options.ranks is not None and options.in_process_proposer:
             raise ConfigError(
                 "--in-process-proposer is for a replica of one rank: start a proposer beside it."
             )
+        folder = find_local(options.model, "target")
+        if folder is not None:
+            await asyncio.wrap_future(in_thread(lambda: check_config(folder)))
         port = await self._server.start()
         data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)

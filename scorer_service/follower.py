@@ -13,7 +13,7 @@ import transformers
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.engine.model.parallel.ranks import Ranks
-from outrider.errors import ConfigError, OutriderError, UnavailableError
+from outrider.errors import ConfigError, OutriderError, UnavailableError, refuse
 from outrider.models.resolve import resolve_model
 from outrider.rpc import runtime
 from outrider.rpc.logs import configure_logging
@@ -45,8 +45,8 @@ def follow(options: ScorerOptions, ranks: Ranks) -> int:
             runtime.progress(name, f"follows with its part of {options.model} on {group.device}")
             group.follow(model)
     except OutriderError as error:
-        runtime.progress(name, error.message)
-        return 1 if isinstance(error, UnavailableError) else runtime.EXIT_CONFIG
+        code = refuse(name, error)
+        return 1 if isinstance(error, UnavailableError) else code
     except Exception:
         logging.exception("a forward failed")
         return 1

@@ -33,6 +33,19 @@ def resolve_model(
     one of `EMBEDDED_HEADS`. With `tokenizer_only` no weights are downloaded, else the files that
     `weights` names. Raises `ConfigError` with what to do about it.
     """
+    folder = find_local(name, role)
+    if folder is not None:
+        check_is_folder(folder)
+        return folder
+    assert name is not None, "the embedded model is local"
+    return _download(name, () if tokenizer_only else weights)
+
+
+def find_local(name: str | None, role: str) -> Path | None:
+    """Return the place of a model on this machine, whatever is there; None: to be downloaded.
+
+    Raises `ConfigError` if the embedded model is asked for and missing.
+    """
     if name is None or name == EMBEDDED:
         folder = Path(str(resources.files("outrider.models"))) / "data" / role
         if not (folder / "config.json").is_file():
@@ -42,10 +55,8 @@ def resolve_model(
             )
         return folder
     folder = Path(name).expanduser()
-    if folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
-        check_is_folder(folder)
-        return folder
-    return _download(name, () if tokenizer_only else weights)
+    local = folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/"))
+    return folder if local else None
 
 
 def _download(name: str, weights: tuple[str, ...]) -> Path:

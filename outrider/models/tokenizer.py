@@ -29,7 +29,8 @@ from outrider.models.files import read_json
 class Tokenizer:
     """A model's tokenizer. Safe to share between threads.
 
-    `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it.
+    `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it. A model
+    of `needed_vocab_size` tokens knows all but special ones.
     `max_token_chars` is the most (normalised) text that a token can stand for.
     """
 
@@ -50,6 +51,8 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
+        ordinary = backend.get_vocab(with_added_tokens=True).values() - self._special.keys()
+        self.needed_vocab_size = 1 + max(ordinary, default=-1)
         self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
 
     @classmethod

@@ -156,6 +156,8 @@ def _model_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if names := shards(folder):
+        if "metadata" not in read_json(folder / INDEX):  # transformers asks for it
+            raise ConfigError(f'{folder / INDEX} has no "metadata": add "metadata": {{}} to it.')
         return names
     others = sorted(p.name for p in folder.iterdir() if p.suffix in _OTHER_SUFFIXES)
     found = f" It holds {listed(others)}, which is not read." if others else ""

@@ -12,13 +12,12 @@ from typing import Protocol
 
 import uvloop
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, refuse
 from outrider.rpc.logs import configure_logging
 
 # Read on import, since the parent may die while torch is being imported.
 _PARENT = os.getppid()
 _PARENT_POLL_S = 0.2
-EXIT_CONFIG = 2
 
 
 class Service(Protocol):
@@ -90,8 +89,7 @@ def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_until_signal(name, service, exit_with_parent=exit_with_parent))
     except OutriderError as error:
-        print(f"{name}: {error.message}", file=sys.stderr, flush=True)
-        return EXIT_CONFIG
+        return refuse(name, error)
 
 
 def progress(name: str, message: str) -> None:

@@ -10,6 +10,7 @@ from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
+from outrider.models.local_files import check_draft_model, check_module
 from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
 from outrider.params import MAX_SPECULATIVE_TOKENS
 
@@ -205,6 +206,15 @@ def check_methods(methods: tuple[MethodConfig, ...]) -> None:
             f"--method {','.join(models)}: --model can name only one model. Start a proposer "
             "for each."
         )
+
+
+def check_files(methods: tuple[MethodConfig, ...]) -> None:
+    """Refuse models on this machine by their files, without torch. Raises `ConfigError`."""
+    for method in methods:
+        if isinstance(method, HeadConfig):
+            check_module(method.model, method.name, method.target_model)
+        elif isinstance(method, ModelConfig):
+            check_draft_model(method.model)
 
 
 def device_of(methods: tuple[MethodConfig, ...]) -> str:

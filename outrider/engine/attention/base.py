@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import LayerPool
+from outrider.errors import UnsupportedModelError
 
 ATTENTION_NAME = "outrider_paged"
 
@@ -74,14 +75,19 @@ def paged_attention_forward(  # noqa: PLR0913 - `AttentionInterface` sets the si
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
-    paged: PagedStep,
+    paged: PagedStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Map query [1, H, T, D] to [1, T, H, Dv], as `transformers` calls it."""
+    """Map query [1, H, T, D] to [1, T, H, Dv], as `transformers` calls it.
+
+    Raises `UnsupportedModelError` if the model's modules do not hand `paged` on.
+    """
+    if paged is None:
+        raise UnsupportedModelError("its modules do not hand keyword arguments on to attention")
     heads, tokens, dim = query.shape[1:]
     params = AttentionParams(
         scaling=dim**-0.5 if scaling is None else scaling,

@@ -7,6 +7,7 @@ files was used, and every shape is the one that config.json says.
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision"
     r"|embed_audio|merger|mm_projector)\..*"
 )
+_MAX_REASON = 300  # characters of an error of transformers
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
 
@@ -33,7 +35,7 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:  # each config class checks its fields in its own way
         raise ConfigError(
-            f"The config.json in {folder} cannot be read: {_first_line(error)}"
+            f"The config.json in {folder} cannot be read: {_one_line(error)}"
         ) from error
 
 
@@ -56,7 +58,10 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype, **options: Any) ->
             **options,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"The model in {folder} cannot be read: {_first_line(error)}") from error
+        reason = _one_line(error)
+        if unfit := _not_converted(error):
+            reason = f"tensors are missing or of wrong shapes that make up {listed(unfit)}."
+        raise ConfigError(f"The model in {folder} cannot be read: {reason}") from error
     problems = [str(error) for error in report.get("error_msgs") or ()]
     if mismatched := report["mismatched_keys"]:
         problems.append(
@@ -112,5 +117,13 @@ def _is_harmless(name: str, config: Any) -> bool:
     return layer is not None and first <= int(layer[1]) < first + modules
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _not_converted(error: Exception) -> list[str]:
+    """Return weights that transformers could not put together, which its error does not name."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if (info := frame.f_locals.get("loading_info")) is not None:
+            return list(getattr(info, "conversion_errors", ()))
+    return []
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_REASON]

@@ -178,12 +178,21 @@ def choose_llama_ops(
     return TorchOps()
 
 
-def _read(
-    folder: Path, dtype: torch.dtype, device: torch.device, group: RankGroup | None
-) -> nn.Module:
+def check_config(folder: Path) -> Any:
+    """Return the config of a folder of which files and config.json can be served.
+
+    Raises `ConfigError` and `UnsupportedModelError`.
+    """
     check_folder(folder)
     config = read_config(folder)
     check_supported_config(config)
+    return config
+
+
+def _read(
+    folder: Path, dtype: torch.dtype, device: torch.device, group: RankGroup | None
+) -> nn.Module:
+    config = check_config(folder)
     shards: dict[str, Any] = {}
     if group is not None:
         check_shardable(config, group.ranks.size)

@@ -78,12 +78,20 @@ def eager_reference(
             ids = torch.tensor([list(tokens)], device=parts.device)
             return run(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
-        of_rows = torch.cat([logits(row) for row in rows])
+        try:
+            of_rows = torch.cat([logits(row) for row in rows])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise _cannot_run("in transformers", error) from error
         of_tree = of_rows.new_zeros(len(tree), of_rows.shape[-1])
         for path in _PATHS if tree else ():
             branch = logits((*rows[0], *(tree[node] for node in path)))
             of_tree[list(path)] = branch[-len(path) :]
     return Reference(rows, tree, of_rows, of_tree, window)
+
+
+def _cannot_run(where: str, error: Exception) -> UnsupportedModelError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UnsupportedModelError(f"The model cannot run {where}: {reason}. Serve it with vLLM.")
 
 
 def _shortened(model: nn.Module, window: int | None) -> AbstractContextManager[None]:
@@ -130,9 +138,7 @@ def check_against(model: _Runnable, reference: Reference) -> None:
         raise
     except Exception as error:
         # An unknown architecture may fail in any way, and is then not served.
-        raise UnsupportedModelError(
-            f"The model cannot run over paged keys: {type(error).__name__}: {error}"
-        ) from error
+        raise _cannot_run("over paged keys", error) from error
     expected = torch.cat((reference.logits, reference.tree_logits)).to(logits.device)
     difference = (logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     finite = bool(difference.isfinite().all())

@@ -73,7 +73,9 @@ def _refusal(config: Any) -> str | None:
         return "it is an encoder-decoder, and only decoders are served"
     if config.model_type in _ENCODERS and not getattr(text, "is_decoder", False):
         return "it is an encoder: its attention looks at the tokens behind, too"
-    if not getattr(text, "is_causal", True):
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    known = hasattr(type(text), "use_bidirectional_attention")  # others do not look at it
+    if not getattr(text, "is_causal", True) or (both_ways and known):
         return "its attention is not causal"
     kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
