@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 K8S_STAMP := .venv/k8s/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check k8s dashboards bench proto
+.PHONY: help demo test test-fast check k8s dashboards models bench proto
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ k8s: $(STAMP) $(K8S_STAMP) ## the Helm chart and the images: lint, rendering, sc
 
 dashboards: $(STAMP) ## write Grafana's JSON; k8s/dashboards/check.sh asks a real Prometheus
 	$(BIN)/python -m k8s.dashboards
+
+models: $(STAMP) ## write docs/models.md: what is served and what is refused
+	$(BIN)/python -m tests.support.checkpoints.models_page
 
 bench: $(STAMP) ## the embedded pair against transformers on this machine
 	$(BIN)/python -m benchmarks

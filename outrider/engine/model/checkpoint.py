@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 def read_config(folder: Path) -> Any:
     """Read config.json as transformers does. Raises `ConfigError`."""
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each config class checks its fields in its own way
         raise ConfigError(
             f"The config.json in {folder} cannot be read: {_one_line(error)}"
@@ -46,7 +46,10 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype, **options: Any) ->
     missing, unused, of another shape than config.json says, or not finite.
     """
     # Progress bars and reports of transformers would run through the services' own lines.
-    transformers.utils.logging.disable_progress_bar()
+    log = transformers.utils.logging
+    log.disable_progress_bar()
+    verbosity = log.get_verbosity()
+    log.set_verbosity(log.CRITICAL)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -62,6 +65,8 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype, **options: Any) ->
         if unfit := _not_converted(error):
             reason = f"tensors are missing or of wrong shapes that make up {listed(unfit)}."
         raise ConfigError(f"The model in {folder} cannot be read: {reason}") from error
+    finally:
+        log.set_verbosity(verbosity)
     problems = [str(error) for error in report.get("error_msgs") or ()]
     if mismatched := report["mismatched_keys"]:
         problems.append(

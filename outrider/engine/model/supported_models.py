@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outrider.engine.model.config_sizes import num_kv_heads
 from outrider.errors import UnsupportedModelError
@@ -38,6 +39,10 @@ def check_supported(model: nn.Module) -> None:
 def check_supported_config(config: Any) -> None:
     """Raise `UnsupportedModelError` for what config.json alone says, before weights are read."""
     reason = _refusal(config)
+    if reason is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = (
+            "transformers has no class of its kind that continues a text (AutoModelForCausalLM)"
+        )
     if reason is not None:
         name = next(iter(getattr(config, "architectures", None) or ()), config.model_type)
         raise UnsupportedModelError(f"{name} is not supported: {reason}.")
