@@ -72,6 +72,8 @@ class OutputAssembler:
         self._held.append(
             _Held(OutputToken(token_id, kind, text, logprobs), spelled, unfinished=not complete)
         )
+        if text:
+            self._share_out()
         if self._match(text, spelled):
             return self._release(len(self._held))
         return self._release(self._certain()) if complete else []
@@ -83,8 +85,19 @@ class OutputAssembler:
             last = self._held[-1]
             last.token = replace(last.token, text=last.token.text + rest)
             last.spelled += rest
+            self._share_out()
             self._match(rest, rest)
         return self._release(len(self._held))
+
+    def _share_out(self) -> None:
+        """Give the text that was held back for several tokens to those it belongs to."""
+        parts = self._detokenizer.parts
+        begun = False  # a character, by the tokens so far
+        for held, text in zip(list(self._held)[-len(parts) :] if parts else (), parts, strict=True):
+            if text is not None:
+                begun = not text
+                held.spelled, held.token = text, replace(held.token, text=text)
+            held.unfinished = begun and held is not self._held[-1]
 
     def _match(self, text: str, spelled: str) -> bool:
         """Look for a stop string; at a match, drop what is behind the match's begin."""

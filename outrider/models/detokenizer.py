@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -25,12 +25,21 @@ class Detokenizer(Protocol):
     def complete(self) -> bool:
         """Nothing is held back, so `flush` would return nothing."""
 
+    @property
+    def parts(self) -> Sequence[str | None]:
+        """The text last returned, by token, where it was held back for several; else empty.
+
+        None stands for tokens that decode to nothing.
+        """
+
 
 class ByteLevelDetokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen, ...): a token is a string of bytes.
 
     An incremental UTF-8 decoder over the bytes is exact, whatever the bytes are.
     """
+
+    parts: Sequence[str | None] = ()  # a token has the characters that it completes
 
     def __init__(
         self, token: Callable[[int], str | None], _decode: Callable[[list[int]], str]
@@ -65,10 +74,15 @@ class WindowDetokenizer:
         self._decode = decode
         self._context: list[int] = []  # already emitted; decoding starts here
         self._pending: list[int] = []
+        self._held: list[str] = []  # the tokens since text was last returned, as they are spelled
+        self.parts: Sequence[str | None] = ()
 
     def push(self, token_id: int) -> str:
         token = self._token(token_id)
+        self._held.append(token or "")
         if token is None:  # decodes to nothing, and must not become the start of a window
+            if not self._pending:
+                self._held.clear()
             return ""
         self._pending.append(token_id)
         return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
@@ -87,7 +101,37 @@ class WindowDetokenizer:
             return ""  # perhaps the first bytes of a character
         if piece:
             self._context, self._pending = self._pending, []
+            self.parts, self._held = _by_token(self._held, piece), []
         return piece
+
+
+def _by_token(tokens: Sequence[str], text: str) -> Sequence[str | None]:
+    """Share `text` out among the byte tokens and the token that it is made of; () if unknown.
+
+    A character belongs to the token of its last byte. Tokens before the bytes gave no text when
+    they came.
+    """
+    silent = next((i for i, token in enumerate(tokens) if BYTE_TOKEN.fullmatch(token)), 0)
+    tokens = tokens[silent:]
+    run = [token for token in tokens[:-1] if token]
+    last_is_byte = BYTE_TOKEN.fullmatch(tokens[-1]) is not None
+    run += [tokens[-1]] if last_is_byte else []
+    if len(tokens) < 2 or not all(map(BYTE_TOKEN.fullmatch, run)):
+        return ()
+    values = [bytes.fromhex(token[3:5]) for token in run]
+    try:
+        b"".join(values).decode()
+    except UnicodeDecodeError:
+        shares = ["\ufffd"] * len(run)  # a run is valid or not as a whole
+    else:
+        utf8 = codecs.getincrementaldecoder("utf-8")()
+        shares = [utf8.decode(value) for value in values]
+    rest = text.removeprefix("".join(shares))
+    if len(rest) + sum(map(len, shares)) != len(text) or (last_is_byte and rest):
+        return ()
+    of_run = iter(shares)
+    parts = [next(of_run) if token else None for token in tokens[:-1]]
+    return [*parts, next(of_run) if last_is_byte else rest]
 
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")

@@ -23,6 +23,8 @@ class Pieces:
     as is every "~" at the end of a piece until the next one comes.
     """
 
+    parts = ()
+
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
         self._held = ""
