@@ -131,4 +131,5 @@ def _not_converted(error: Exception) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MAX_REASON]
+    said = " ".join(str(error).split())[:_MAX_REASON]
+    return f"transformers knows no {said}." if isinstance(error, KeyError) else said

@@ -93,7 +93,9 @@ def eager_reference(
 
 def _cannot_run(where: str, error: Exception) -> UnsupportedModelError:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return UnsupportedModelError(f"The model cannot run {where}: {reason}. Serve it with vLLM.")
+    return UnsupportedModelError(
+        f"The model cannot run {where}: {reason}. Correct config.json, or serve it with vLLM."
+    )
 
 
 def _shortened(model: nn.Module, window: int | None) -> AbstractContextManager[None]:

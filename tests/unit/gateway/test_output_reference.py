@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -50,7 +49,7 @@ def reference(of: Tokenizer, token_ids: list[int], stops: list[str], min_tokens:
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
     if not found:
         return Output(text, token_ids, len(token_ids), stopped=False)
-    end, cut = min(found)
+    cut = min(found)[1]
     before = (begin < cut + is_special for begin, is_special in zip(begins, special, strict=True))
     kept = [token for token, _ in zip(token_ids, takewhile(bool, before), strict=False)]
     return Output(text[:cut], kept, len(kept), stopped=True)
@@ -59,7 +58,7 @@ def reference(of: Tokenizer, token_ids: list[int], stops: list[str], min_tokens:
 def _begin(of: Tokenizer, token_ids: list[int], text: str) -> int:
     """Return where the next token's character begins in the text."""
     texts = (of.decode(token_ids[:end]).rstrip("\ufffd") for end in range(len(token_ids) + 1))
-    return max(len(os.path.commonprefix((before, text))) for before in texts)
+    return max(len(before) for before in texts if text.startswith(before))
 
 
 def assembled(of: Tokenizer, token_ids: list[int], stops: list[str], min_tokens: int) -> Output:
