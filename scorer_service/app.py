@@ -92,7 +92,7 @@ class ScorerApp:
             )
         folder = find_local(options.model, "target")
         if folder is not None:
-            await asyncio.wrap_future(in_thread(lambda: check_config(folder)))
+            await asyncio.wrap_future(in_thread(partial(check_config, folder)))
         port = await self._server.start()
         data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)

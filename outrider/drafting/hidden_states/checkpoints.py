@@ -195,9 +195,9 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle raises anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(
-            f"The weights in {path.parent} cannot be read: {path.name}: {reason} Download it "
+            f"The weights in {path.parent} cannot be read: {path.name}: {reason}. Download it "
             "again, or save it as safetensors."
         ) from error
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):

@@ -7,6 +7,7 @@ files was used, and every shape is the one that config.json says.
 from __future__ import annotations
 
 import re
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Any
@@ -131,5 +132,5 @@ def _not_converted(error: Exception) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    said = " ".join(str(error).split())[:_MAX_REASON]
+    said = textwrap.shorten(str(error), _MAX_REASON, placeholder=" ...")
     return f"transformers knows no {said}." if isinstance(error, KeyError) else said
