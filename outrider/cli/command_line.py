@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Starts all three services on loopback and shows one completion, twice.",
     )
     add_model_flags(demo)
-    demo.set_defaults(draft_device="cpu")
+    demo.set_defaults(device="cpu", draft_device="cpu")
     demo.add_argument(
         "--prompt",
         type=flag_types.some_text,

@@ -103,7 +103,7 @@ class _Models:
         self.say(f"{name}: looking it up, and downloading what is not in the cache (minutes)")
         index = resolve_model(name, role, tokenizer_only=True)
         draft = role == "draft" and drafting_method(name, index) in HIDDEN_STATE_METHODS
-        folder = resolve_model(name, role, **({"weights": _MODULE_FILES} if draft else {}))
+        folder = resolve_model(name, role, weights=_MODULE_FILES if draft else ("*.safetensors",))
         self.say(f"{name}: all files are here")
         return folder
 

@@ -97,7 +97,7 @@ def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
     scorer = ServiceSpec(
         "scorer", _argv("scorer_service", *_scorer(config, scorer_port, socket_path))
     )
-    proposer = ()
+    proposer: tuple[ServiceSpec, ...] = ()
     if config.methods and config.draft_device is not None:
         proposer = (_proposer(config, config.draft_device, f"unix:{socket_path}"),)
     flags = ("--scorer", f"{HOST}:{scorer_port}", "--model", config.model, "--host", config.host)

@@ -109,7 +109,7 @@ async def test_service_with_endless_line_relays_pieces() -> None:
 
 @pytest.fixture
 def services() -> Services:
-    return Services.fromkeys(("scorer", "proposer", "gateway"), SERVE)
+    return Services(dict.fromkeys(("scorer", "proposer", "gateway"), SERVE))
 
 
 async def test_stack_when_started_serves_and_stops(services: Services) -> None:

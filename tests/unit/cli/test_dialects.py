@@ -317,8 +317,8 @@ def test_flags_of_two_dialects_mean_the_same_in_both() -> None:
 def test_flags_of_ours_in_the_tables_exist() -> None:
     from outrider.cli.command_line import build_parser
 
-    actions = build_parser()._subparsers._group_actions[0].choices["serve"]
-    known = set(actions._option_string_actions)
+    serve = build_parser().parse_args(["serve", "m"]).parser
+    known = set(serve._option_string_actions)
     for dialect in DIALECTS.values():
         for rule in dialect.flags.values():
             for each in (rule, *(rule.keys or {}).values()):

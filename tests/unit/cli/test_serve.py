@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from outrider.cli import serve_config
 from outrider.cli.command_line import build_parser, main
+from outrider.cli.gpus import count_gpus
 from outrider.cli.process import ServiceSpec
 from outrider.cli.serve import ready_line
 from outrider.cli.serve_config import take_config
@@ -30,7 +32,7 @@ class Said(list[str]):
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpus(no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs."""
     monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
 
@@ -53,6 +55,10 @@ def named(specs: tuple[ServiceSpec, ...]) -> dict[str, ServiceSpec]:
 
 def value(spec: ServiceSpec, flag: str) -> str | None:
     return spec.argv[spec.argv.index(flag) + 1] if flag in spec.argv else None
+
+
+def test_gpus_are_counted_as_torch_counts_them() -> None:
+    assert count_gpus() == torch.cuda.device_count()
 
 
 def test_embedded_model_is_drafted_for_by_its_draft_model() -> None:
