@@ -83,7 +83,10 @@ class _Models:
         self._folders: dict[str, Path | None] = {}
 
     def folder(self, name: str, role: str = "target") -> Path | None:
-        """Return a model's folder; None for one that only a download would bring."""
+        """Return a model's folder; None for one that only a download would bring.
+
+        A role is "target", "draft" (whatever the checkpoint is made for) or "head".
+        """
         if name not in self._folders:
             self._folders[name] = self._find(name, role)
         return self._folders[name]
@@ -95,15 +98,17 @@ class _Models:
 
     def _find(self, name: str, role: str) -> Path | None:
         here = name == EMBEDDED or Path(name).expanduser().exists()
-        if here or name.count("/") != 1 or name.startswith((".", "~", "/")):
+        if here or name.count("/") > 1 or name.startswith((".", "~", "/")):
             return resolve_model(name, role)
         if self._dry:
             self.say(f"{name} is not on this machine: its files may change what is printed here")
             return None
         self.say(f"{name}: looking it up, and downloading what is not in the cache (minutes)")
         index = resolve_model(name, role, tokenizer_only=True)
-        draft = role == "draft" and drafting_method(name, index) in HIDDEN_STATE_METHODS
-        folder = resolve_model(name, role, weights=_MODULE_FILES if draft else ("*.safetensors",))
+        if role == "draft" and drafting_method(name, index) in HIDDEN_STATE_METHODS:
+            role = "head"
+        weights = _MODULE_FILES if role == "head" else ("*.safetensors",)
+        folder = resolve_model(name, role, weights=weights)
         self.say(f"{name}: all files are here")
         return folder
 
@@ -135,7 +140,7 @@ def _drafting(
     ):
         draft = model
     elif draft is not None:
-        models.folder(draft, "draft")
+        models.folder(draft, "head" if {*HIDDEN_STATE_METHODS} & {*methods} else "draft")
     return methods, draft
 
 

@@ -32,7 +32,7 @@ class Said(list[str]):
 
 
 @pytest.fixture
-def gpus(no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs."""
     monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
 
@@ -127,6 +127,32 @@ def test_method_for_draft_to_be_downloaded_follows_from_its_name(name: str, meth
     served = config("a/b", "--draft-model", name, dry=True, say=said)
     assert (served.model, served.methods, served.draft_model) == ("a/b", (method,), name)
     assert sum("is not on this machine" in line for line in said) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights"), [((), "safetensors"), (("--method", "eagle3"), "bin")]
+)
+def test_models_that_are_not_here_are_downloaded_once(
+    tmp_path: Path, flags: tuple[str, ...], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The services get the folders; heads are published with other files than models."""
+    asked: dict[str, list[str]] = {}
+
+    def download(name: str, allow_patterns: list[str], **_: object) -> str:
+        asked.setdefault(name, []).append(" ".join(allow_patterns))
+        folder = tmp_path / Path(name).name
+        return str(folder if folder.exists() else checkpoint(folder))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    said = Said()
+    served = config("gpt2", "--draft-model", "a/small", *flags, say=said)
+    assert (served.model, served.draft_model) == (str(tmp_path / "gpt2"), str(tmp_path / "small"))
+    assert served.served_model_name == "gpt2"
+    assert "*.bin" not in asked["gpt2"][-1]
+    assert f"*.{weights}" in asked["a/small"][-1]
+    assert ("*.bin" in asked["a/small"][-1]) == (weights == "bin")
+    assert any("downloading" in line for line in said)
+    assert config("gpt2", dry=True).model == "gpt2"
 
 
 @pytest.mark.usefixtures("gpus")
