@@ -71,6 +71,8 @@ def _model_name(args: argparse.Namespace) -> str:
             "no model was given: outrider serve MODEL, which is a folder, a Hugging Face id, or "
             "embedded for the small model that ships with Outrider."
         )
+    if name in ("scorer", "proposer", "gateway"):
+        raise ConfigError(f"a single service is started by `outrider {name}`.")
     return name
 
 

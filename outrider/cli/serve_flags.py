@@ -32,6 +32,7 @@ PASSED: Final = (
     PassedFlag("scorer", "gpu-memory-utilization", flag_types.part, "part of a GPU to use (0.9)"),
     PassedFlag("scorer", "kv-cache-memory", flag_types.positive, "MiB for keys and values"),
     PassedFlag("scorer", "page-size", flag_types.positive, "tokens per page of the KV cache"),
+    PassedFlag("scorer", "threads", flag_types.positive, "of torch; default: the CPU's cores"),
     PassedFlag("scorer", "attention-backend", str, "flash, flashinfer, triton, numba or sdpa"),
     PassedFlag("gateway", "seed", flag_types.seed, "of requests that give none; default: new ones"),
     PassedFlag("gateway", "default-max-tokens", flag_types.positive, "for requests that set none"),
@@ -66,7 +67,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="auto: on a GPU the checkpoint's own; float32 on a CPU, where the text is equal to "
         "the last bit with and without speculation (default: %(default)s)",
     )
-    add("--tensor-parallel-size", type=flag_types.positive, default=1, metavar="N", help="devices")
+    add(
+        "--tensor-parallel-size",
+        type=flag_types.positive,
+        default=1,
+        metavar="N",
+        help="devices that share it",
+    )
     add(
         "--method",
         type=flag_types.methods,

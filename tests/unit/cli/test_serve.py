@@ -263,6 +263,7 @@ def test_passed_flags_are_flags_of_their_services() -> None:
     [
         ((), "no model was given"),
         (("a", "--model", "b"), "two models"),
+        (("scorer",), "by `outrider scorer`"),
         (("/nowhere/model",), "no model folder /nowhere/model"),
         (("embedded", "--draft-model", "./nothing"), "no model folder ./nothing"),
         (("embedded", "--method", "eagle"), "--method eagle needs --draft-model"),
