@@ -38,7 +38,7 @@ from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.records import TokenIds
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
 from outrider.aux_layers import states_read
-from outrider.cli.stack import memory_folder
+from outrider.cli.ports import memory_folder
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model

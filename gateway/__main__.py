@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="outrider serve gateway",
+        prog="outrider gateway",
         description="Serves clients over OpenAI-compatible HTTP and gRPC.",
         formatter_class=Help,
     )

@@ -85,8 +85,8 @@ class Intake:
         self._pool = pool
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFoundError`; no name is the default model."""
-        if name and name != self._config.served_model_name:
+        """Raise `ModelNotFoundError`; no name, or "default", is the model that is served."""
+        if name not in (None, "", "default", self._config.served_model_name):
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {self._config.served_model_name!r} is."
             )

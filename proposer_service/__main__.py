@@ -19,7 +19,7 @@ from proposer_service.config import START_TIMEOUT_S, ProposerConfig
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     """Return the configuration, and whether to exit with the parent. Raises `ConfigError`."""
     parser = argparse.ArgumentParser(
-        prog="outrider serve proposer",
+        prog="outrider proposer",
         description="Drafts tokens for Outrider scorers, which it dials.",
         formatter_class=Help,
     )

@@ -27,7 +27,7 @@ _MAX_SOCKET_PATH = 102
 def parser() -> argparse.ArgumentParser:
     """Return a parser of the flags."""
     p = argparse.ArgumentParser(
-        prog="outrider serve scorer",
+        prog="outrider scorer",
         description="Verifies drafts for one model replica; owns its committed tokens.",
         formatter_class=Help,
     )

@@ -151,7 +151,10 @@ class ScorerApp:
         address = join_address(options.host, port)
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
         data = join_address(options.host, data_port)
-        return {"grpc": address, "data": data, "metrics": metrics_url}
+        return {
+            **{"grpc": address, "data": data, "metrics": metrics_url},
+            **{"context": str(info.max_model_len), "cache": str(info.num_pages * info.page_size)},
+        }
 
     async def stop(self) -> None:
         """Refuse new requests at once, and give the running ones the grace period."""
@@ -221,7 +224,12 @@ def build_engine(
     """
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
-    runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
+    first = "" if options.device != "cpu" else "; a first start compiles kernels, up to a minute"
+    runtime.progress(
+        NAME,
+        f"loading {options.model} as {options.dtype} on {options.device}: seconds from memory, "
+        f"a minute or more for a large model from a disk{first}",
+    )
     build_first = () if colocated is None else (colocated.build,)
     model, runner, step_times = load(folder, options, group, *build_first)
     config = EngineConfig(
@@ -253,7 +261,7 @@ def build_engine(
         NAME,
         f"loaded in {loaded - began:.1f} s; KV cache "
         f"{model.num_pages * model.kv_bytes_per_page // 2**20} MiB = "
-        f"{model.num_pages * options.page_size} tokens; warming up",
+        f"{model.num_pages * options.page_size} tokens; warming up, a few seconds",
     )
     _warm_up(engine, config)
     # The objects that loading leaves stay, so full collections need not look at them.

@@ -103,6 +103,10 @@ def load(
         # Methods that read hidden states draft trees. Trees of other methods run eagerly.
         trees=features is not None,
     )
+    progress(
+        "then it compiles and chooses kernels, measures the largest steps and captures graphs: "
+        "about half a minute at a first start, less later"
+    )
     if options.kv_cache_memory is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)
         if group is not None:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from benchmarks.lib.processes import REPO, Child, ProcessError
 from benchmarks.lib.records import Completion, Run, TokenIds
-from outrider.cli.specs import HOST
-from outrider.cli.stack import free_port
+from outrider.cli.ports import HOST, free_port
 
 _START_TIMEOUT_S = 120.0
 _SLOTS = 16

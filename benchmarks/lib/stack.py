@@ -20,8 +20,7 @@ from prometheus_client.samples import Sample
 from benchmarks.lib.client import Client, Job
 from benchmarks.lib.processes import Child, ProcessError, python_path
 from benchmarks.lib.records import Run, TokenIds
-from outrider.cli.specs import HOST
-from outrider.cli.stack import free_port
+from outrider.cli.ports import HOST, free_port
 from outrider.methods import HIDDEN_STATE_METHODS
 from scorer_service.drafting.in_process import POOL
 

@@ -67,9 +67,12 @@ class _OpenAI:
         self._generator = generator
         self._api_keys = api_keys
         self._started = int(time.time())
+        completions = self._guarded(self._completions)
         self.app = Starlette(
             routes=[
-                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                # Where a client of completions looks whose base_url ends in /v1/chat/completions.
+                Route("/v1/chat/completions/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/{model:path}", self._guarded(self._model)),

@@ -34,6 +34,10 @@ _RENAMED = {
     f"guided_{name}": f"structured_outputs.{name}"
     for name in ("json", "regex", "choice", "grammar")
 }
+_MISSING = {
+    "messages": 'send "messages": [{"role": "user", "content": "..."}] rather than a text, or the '
+    "text as the prompt of /v1/completions"
+}
 # Fields of several types: the errors of each would say less.
 _ALLOWED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
@@ -77,7 +81,8 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"The body is not a valid JSON object: {first['msg']}.")
     param = ".".join(where)
     if first["type"] == "missing":
-        return InvalidRequestError(f"{param} is missing.", param=param)
+        instead = f": {_MISSING[param]}" if param in _MISSING else ""
+        return InvalidRequestError(f"{param} is missing{instead}.", param=param)
     for end in range(1, len(where) + 1):
         allowed = _ALLOWED.get(".".join(part for part in where[:end] if not part.isdigit()))
         if allowed is not None:

@@ -59,8 +59,9 @@ def main() -> int:
 
 @contextlib.contextmanager
 def serving(endpoint: str) -> Iterator[tuple[str, list[str]]]:
-    """Run `outrider up`; yield the gateway's URL and the addresses of metrics."""
-    command = [sys.executable, "-m", "outrider.cli", "up", "--http-port", "0", "--grpc-port", "0"]
+    """Run `outrider serve`; yield the gateway's URL and the addresses of metrics."""
+    command = [sys.executable, "-m", "outrider.cli", "serve", "embedded", "--port", "0"]
+    command += ["--grpc-port", "0", "--draft-device", "cpu"]
     command += ["--method", "eagle3"]  # all that a method may have: it reads hidden states, too
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with running(command, env) as process:

@@ -85,8 +85,8 @@ async def stream(
     except grpc.aio.AioRpcError as error:
         if nothing_answers(error):
             raise UnavailableError(
-                "no gateway answers there: is `outrider up` running, and is --address the grpc:// "
-                "address of its ready line?"
+                "no gateway answers there: is `outrider serve` running, and is --address the "
+                "grpc:// address of its ready line?"
             ) from error
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             given = "does not know this API key" if options.api_key else "asks for an API key"

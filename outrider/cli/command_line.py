@@ -11,42 +11,54 @@ from typing import NoReturn
 from outrider import __version__
 from outrider.cli import flag_types
 from outrider.cli.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
-from outrider.config import SPECULATION_POLICIES
+from outrider.cli.ports import HOST
+from outrider.cli.serve_flags import add_model_flags, add_passed_flags
+from outrider.cli.translate import translate
 from outrider.errors import ConfigError, OutriderError
 from outrider.methods import METHODS
 
-SERVICES = {
-    "gateway": "gateway",
+MODULES = {
     "scorer": "scorer_service",
     "proposer": "proposer_service",
+    "gateway": "gateway",
+    "train": "outrider.train",
 }
-"""Name on the command line -> the package that `python -m` runs."""
+"""Command -> the module that `python -m` runs instead, with all of its flags."""
+_ABOUT = {
+    "scorer": "run a scorer alone",
+    "proposer": "run a proposer alone",
+    "gateway": "run a gateway alone",
+    "train": "train a draft method for a target",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
-    args, unknown = build_parser().parse_known_args(argv)
-    if unknown:  # argparse itself would blame the whole command line
-        command: argparse.ArgumentParser = args.parser
-        command.error(f"unrecognized arguments: {' '.join(unknown)} (see {command.prog} --help)")
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["serve"]:
+            words = ["serve", *_in_our_words(words[1:])]
+        args, unknown = build_parser().parse_known_args(words)
+        if unknown:  # argparse itself would blame the whole command line
+            command: argparse.ArgumentParser = args.parser
+            command.error(
+                f"unrecognized arguments: {' '.join(unknown)} (see {command.prog} --help)"
+            )
         match args.command:
             case "demo":
                 from outrider.cli.demo import run_demo
 
                 return run_demo(args)
-            case "up":
-                from outrider.cli.up import run_up
+            case "serve":
+                from outrider.cli.serve import run_serve
 
-                return run_up(args)
+                return run_serve(args)
             case "generate":
                 from outrider.cli.generate import run_generate
 
                 return run_generate(args)
-            case "train":
-                run_module("outrider.train", args.args)
             case _:
-                run_module(SERVICES[args.service], args.args)
+                run_module(MODULES[args.command], args.args)
     except OutriderError as error:
         print(f"outrider: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -55,6 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads, as `head`, has enough; nor may the flush at the end fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _in_our_words(words: Sequence[str]) -> list[str]:
+    """Translate the flags and variables of other engines; say on stderr what they mean here."""
+    from outrider.cli.process import relay
+
+    translated, notes = translate(words, os.environ)
+    for note in notes:
+        relay("outrider", note)
+    return translated
 
 
 def run_module(module: str, args: Sequence[str]) -> NoReturn:
@@ -72,12 +94,46 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    serve = commands.add_parser(
+        "serve",
+        allow_abbrev=False,
+        help="serve a model on this machine until Ctrl-C",
+        description="Serves one model with speculation: a gateway, a scorer and the drafting, on a "
+        "GPU if there is one. Flags of vllm serve, lmdeploy serve api_server, SGLang, RTP-LLM and "
+        "PaddleNLP are taken, too, and what they mean here is said on stderr.",
+    )
+    add_model_flags(serve)
+    serve.add_argument("--host", default=HOST, help="to listen on (default: %(default)s)")
+    serve.add_argument(
+        "--port",
+        type=flag_types.port,
+        default=DEFAULT_HTTP_PORT,
+        help="OpenAI-compatible HTTP; 0: any free one (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--grpc-port",
+        type=flag_types.port,
+        default=DEFAULT_GRPC_PORT,
+        metavar="PORT",
+        help="GenerationService; 0: any free one (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients ask for, beside default; default: MODEL",
+    )
+    serve.add_argument(
+        "--dry-run", action="store_true", help="print the processes with their flags, and end"
+    )
+    add_passed_flags(serve)
+
     demo = commands.add_parser(
         "demo",
         help="watch one completion with and without speculation",
         description="Starts all three services on loopback and shows one completion, twice.",
     )
-    _add_stack_flags(demo)
+    add_model_flags(demo)
+    demo.set_defaults(device="cpu", draft_device="cpu")
     demo.add_argument(
         "--prompt",
         type=flag_types.some_text,
@@ -87,98 +143,22 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--temperature", type=flag_types.temperature, default=0.0, metavar="T", help="0 is greedy"
     )
-
-    up = commands.add_parser(
-        "up",
-        help="run scorer, proposer and gateway until Ctrl-C",
-        description="Runs all three services on loopback and on the CPU. For a GPU (--device), "
-        "other addresses (--host) or several machines run each by itself: see `outrider serve`.",
-    )
-    _add_stack_flags(up)
-    up.add_argument(
-        "--http-port",
-        type=flag_types.port,
-        metavar="PORT",
-        help=f"OpenAI-compatible HTTP; 0: any (default: {DEFAULT_HTTP_PORT} if free, else any)",
-    )
-    up.add_argument(
-        "--grpc-port",
-        type=flag_types.port,
-        metavar="PORT",
-        help=f"GenerationService; 0: any (default: {DEFAULT_GRPC_PORT} if free, else any)",
-    )
-    up.add_argument(
-        "--served-model-name", default="default", metavar="NAME", help="default: %(default)s"
-    )
+    demo.add_argument("--seed", type=flag_types.seed, default=0, metavar="S")
 
     generate = commands.add_parser("generate", help="ask a running gateway for a completion")
     _add_generate(generate)
-    serve = commands.add_parser("serve", help="run one service; its flags follow its name")
-    serve.add_argument("service", choices=SERVICES)
-    serve.add_argument("args", nargs=argparse.REMAINDER, help="see `outrider serve scorer --help`")
-
-    train = commands.add_parser(
-        "train",
-        help="train a draft method for a target; see `outrider train --help`",
-        add_help=False,
-        prefix_chars="\0",  # --help, too, is for what it starts
-    )
-    train.add_argument("args", nargs=argparse.REMAINDER)
-    for command in (demo, up, generate, serve, train):
+    for command in (serve, demo, generate):
         command.set_defaults(parser=command)
+    for name, about in _ABOUT.items():
+        alone = commands.add_parser(
+            name,
+            help=f"{about}; see `outrider {name} --help`",
+            add_help=False,
+            prefix_chars="\0",  # --help, too, is for what it starts
+        )
+        alone.add_argument("args", nargs=argparse.REMAINDER)
+        alone.set_defaults(parser=alone)
     return parser
-
-
-def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="NAME", help="target: Hugging Face id or folder (default: embedded)"
-    )
-    parser.add_argument(
-        "--draft-model",
-        metavar="NAME",
-        help="draft: Hugging Face id or folder; a model with the same tokenizer, or what --method "
-        "eagle3, mtp, eagle, medusa or mlp_speculator made for the target (default: embedded, but "
-        "there is none for eagle)",
-    )
-    parser.add_argument(
-        "--method",
-        type=flag_types.methods,
-        metavar="NAME[,...]",
-        help=f"who drafts: {', '.join(METHODS)}, or several, of which the first that has a guess "
-        "does; or none (default: draft_model, but ngram for a --model without --draft-model)",
-    )
-    parser.add_argument(
-        "--in-process",
-        action="store_true",
-        help="draft in the scorer's process instead of a proposer's, in turns with its steps",
-    )
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=flag_types.speculative_tokens,
-        default=4,
-        metavar="K",
-        help="draft tokens per round at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--speculation-policy",
-        choices=SPECULATION_POLICIES,
-        default=SPECULATION_POLICIES[0],
-        help="adaptive: as many draft tokens as are the fastest; fixed: K in every round; "
-        "off: none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="float32: text equal to the last bit with and without speculation; bfloat16: faster, "
-        "near ties may fall differently (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=flag_types.seed,
-        metavar="S",
-        help="seed of requests that give none (default: a new one for each request)",
-    )
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -17,10 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.process import run_until_signal
 from outrider.cli.render import aux_table, legend, write_tokens
-from outrider.cli.stack import Stack
-from outrider.cli.up import relay, run_until_signal, stack_config
+from outrider.cli.serve import stack_of, tell
+from outrider.cli.serve_config import take_config
+from outrider.cli.services import ServeConfig
 from outrider.errors import ConfigError, InternalError
+from outrider.models.resolve import EMBEDDED
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2
 
@@ -58,35 +61,40 @@ class Run:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Start the stack, shows two runs, stops it. Returns 1 if texts differ that must not."""
+    """Start the stack, show two runs, and stop it. Returns 1 if texts differ that must not."""
     return run_until_signal(_demo(args))
 
 
 async def _demo(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    config = stack_config(args)
+    if args.model is None and args.named_model is None:
+        args.model = EMBEDDED
+    config = take_config(args, tell)
     console.print("Starting scorer, proposer and gateway on loopback ...", style="bold")
-    async with Stack(config, relay) as stack:
-        await stack.wait_for_proposer()
-        watch = asyncio.create_task(stack.supervise())
-        show = asyncio.create_task(_show(console, stack.endpoints.grpc, args, config.seed or 0))
-        try:
-            await asyncio.wait({watch, show}, return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()
-            return show.result()
-        finally:
-            watch.cancel()
-            show.cancel()
-            await asyncio.gather(watch, show, return_exceptions=True)
+    with stack_of(config) as waiting:
+        async with waiting as stack:
+            await stack.wait_for_proposer()
+            watch = asyncio.create_task(stack.supervise())
+            show = asyncio.create_task(_show(console, stack.ready["gateway"]["grpc"], args, config))
+            try:
+                await asyncio.wait({watch, show}, return_when=asyncio.FIRST_COMPLETED)
+                if watch.done():
+                    watch.result()
+                return show.result()
+            finally:
+                watch.cancel()
+                show.cancel()
+                await asyncio.gather(watch, show, return_exceptions=True)
 
 
-async def _show(console: Console, address: str, args: argparse.Namespace, seed: int) -> int:
+async def _show(
+    console: Console, address: str, args: argparse.Namespace, config: ServeConfig
+) -> int:
     drafted = GenerateOptions(
         prompt=heldout_prompt() if args.prompt is None else args.prompt,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
-        seed=seed,
+        seed=args.seed,
         aux_info=True,
     )
     plain = replace(drafted, speculation=False)
@@ -108,7 +116,7 @@ async def _show(console: Console, address: str, args: argparse.Namespace, seed: 
     console.print()
     console.print(legend(with_drafts.kinds))
     console.print()
-    return verdict(console, with_drafts, without, exact=args.dtype == "float32")
+    return verdict(console, with_drafts, without, exact=config.dtype == "float32")
 
 
 async def _run(console: Console | None, channel: grpc.aio.Channel, options: GenerateOptions) -> Run:

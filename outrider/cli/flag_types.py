@@ -74,6 +74,27 @@ def positive(text: str) -> int:
     return whole(text, 1)
 
 
+def whole_number(text: str) -> int:
+    """Read a whole number from 0."""
+    return whole(text, 0)
+
+
+def part(text: str) -> float:
+    """Read a number above 0 and at most 1."""
+    value = number(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
+    return value
+
+
+def device(text: str) -> str:
+    """Read a device: cpu, cuda or, with a number, cuda:1."""
+    kind, _, index = text.partition(":")
+    if text != "cpu" and not (kind == "cuda" and (index.isdecimal() or text == kind)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or, say, cuda:1")
+    return text
+
+
 def top_k(text: str) -> int:
     """Read a top-k; 0 is off."""
     return whole(text, 0)

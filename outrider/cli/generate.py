@@ -8,8 +8,8 @@ import sys
 from rich.console import Console
 
 from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.process import run_until_signal
 from outrider.cli.render import aux_table, write_tokens
-from outrider.cli.up import run_until_signal
 from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
 

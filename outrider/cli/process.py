@@ -1,4 +1,4 @@
-"""One service as a child process: started, its ready line read, its stderr relayed, stopped."""
+"""A service as a child process, and what commands that run children do with signals."""
 
 from __future__ import annotations
 
@@ -6,26 +6,41 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
+import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from outrider.errors import ConfigError, InternalError, UnavailableError
 
 Relay = Callable[[str, str], None]
 """Takes a service's name and one line it wrote."""
 
+STOP_GRACE_S: Final = 1.0
+"""Time between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s."""
+START_DEADLINE_S: Final = 900.0
+"""Time in which a large model is read, and kernels are compiled and chosen."""
 _MAX_LINE_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """What to run: `argv` prints one line `ready <json object>` on stdout once it serves."""
+    """A process to run, which prints a line `ready <json object>` on stdout once it serves."""
 
     name: str
     argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables that it gets beside those of its parent."""
+    says_ready: bool = True
+    optional: bool = False
+    """The others serve on without it, and it is started again when it ends."""
+
+    def __str__(self) -> str:
+        """Return the command as a shell would take it."""
+        return shlex.join((*(f"{name}={value}" for name, value in self.env), *self.argv))
 
 
 class ServiceProcess:
@@ -54,7 +69,7 @@ class ServiceProcess:
         return self._process.pid
 
     async def start(self, deadline_s: float) -> dict[str, str]:
-        """Run the child and returns what its ready line says.
+        """Run the child and return what its ready line says; {} if it is to say nothing.
 
         Raises `ConfigError` with the child's own last words if it ends instead, and
         `UnavailableError` if it is not ready in time (the child still runs then).
@@ -65,7 +80,12 @@ class ServiceProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             # Progress bars redraw a line; a relay has none to redraw.
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "TQDM_DISABLE": "1",
+                **dict(self._spec.env),
+            },
             process_group=0,  # Ctrl-C reaches the parent alone; it decides who stops and when
         )
         assert self._process.stdout is not None
@@ -74,6 +94,8 @@ class ServiceProcess:
             asyncio.create_task(self._pump_stdout(self._process.stdout)),
             asyncio.create_task(self._pump_stderr(self._process.stderr)),
         ]
+        if not self._spec.says_ready:
+            return {}
         ended = asyncio.create_task(self.wait())
         outcomes: list[asyncio.Future[Any]] = [ended, self._ready]
         try:
@@ -125,6 +147,31 @@ class ServiceProcess:
         async for line in _lines(stream):
             self._last_lines.append(line)
             self._relay(self.name, line)
+
+
+def relay(name: str, line: str) -> None:
+    """Show one line of a service on stderr."""
+    line = line.removeprefix(name).removeprefix(":").lstrip()  # it says its name itself
+    print(f"{name:<8} | {line}", file=sys.stderr, flush=True)
+
+
+def run_until_signal(command: Coroutine[object, object, int]) -> int:
+    """Run a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
+
+    Returns its exit code, or 0 if a signal ended it: that is how these commands are stopped.
+    """
+
+    async def body() -> int:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(command)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 0
+
+    return asyncio.run(body())
 
 
 def _parse_ready(text: str) -> dict[str, str]:

@@ -61,6 +61,29 @@ async def test_completion_with_text_returns_text_and_usage(gateway: Running) -> 
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
+async def test_requests_of_paddlenlp_clients_work_or_say_how(gateway: Running) -> None:
+    url = f"{gateway.http}/v1/chat/completions"
+    async with openai.AsyncOpenAI(base_url=url, api_key="EMPTY_API_KEY") as client:
+        answer = await client.completions.create(model="default", prompt="Hello", max_tokens=50)
+        assert answer.choices[0].text == TEXT
+        stream = await client.completions.create(model="default", prompt="Hello", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == TEXT
+    refused = await post(
+        gateway, "/v1/chat/completions", {"model": "default", "text": "Hello, how are you?"}
+    )
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert 'send "messages": [{"role": "user", "content": "..."}]' in message
+    assert "the prompt of /v1/completions" in message
+
+
+async def test_model_named_default_is_the_served_one() -> None:
+    async with running_gateway(Script(tokens(TEXT)), served_model_name="a/b") as running:
+        for name in ("default", "a/b"):
+            answer = await running.client.completions.create(model=name, prompt="def f(")
+            assert (answer.model, answer.choices[0].text) == ("a/b", TEXT)
+
+
 async def test_completion_when_streamed_has_whole_characters(gateway: Running) -> None:
     stream = await gateway.client.completions.create(
         model="default", prompt="def f(", stream=True, stream_options={"include_usage": True}

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from outrider.cli.stack import free_port
+from outrider.cli.ports import free_port
 from outrider.errors import CapacityError, ConfigError, UnavailableError
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.services.fake_scorer import FakeScorer, Script, serving

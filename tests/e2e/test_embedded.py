@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cli.client import GenerateOptions
 from outrider.models.resolve import resolve_model
-from tests.support.services.up import EVERY_ROUND, Up, complete, run_outrider, running
+from tests.support.services.up import EVERY_ROUND, OUTRIDER, Up, complete, run_outrider, running
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -155,6 +160,29 @@ def test_json_schema_with_drafts_is_kept(stack: Up) -> None:
         assert set(value) == set(schema["required"])
         assert 1 <= value["max_results"] <= 50
     assert accepted > rounds > 0, "far below what masks give: about 2 a round"
+
+
+def test_what_the_readme_says_to_type_works(stack: Up) -> None:
+    """Every block that asks the server, as it stands but for the addresses."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    port = stack.http.rpartition(":")[2]
+    here = readme.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    blocks = re.findall(r"^```(sh|python)\n(.*?)^```", here, re.MULTILINE | re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["sh", "python", "python", "sh"]
+    for kind, text in blocks:
+        text = text.replace("127.0.0.1:50051", stack.grpc)
+        text = text.replace("outrider generate", f"{shlex.join(OUTRIDER)} generate", 1)
+        if "generate" in text and kind == "sh":
+            text = text.rstrip() + f" --address {stack.grpc}\n"
+        argv = [sys.executable, "-c", text] if kind == "python" else ["sh", "-ec", text]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        answer = done.stdout
+        if "curl" in text:
+            body = json.loads(answer)
+            assert body["aux_info"]["output_len"] == body["usage"]["completion_tokens"] > 0
+            answer = body["choices"][0]["text"]
+        assert answer.strip(), f"no answer to:\n{text}"
 
 
 def test_demo_of_embedded_pair_shows_both_runs() -> None:

@@ -21,7 +21,7 @@ NUM_TOKENS = 48
 @pytest.fixture(scope="module", params=["eagle3", "mtp", "eagle3 --in-process"])
 def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
     method, *within = request.param.split()
-    with running("--method", method, *within, *EVERY_ROUND) as up:
+    with running("--method", method, *EVERY_ROUND, beside=not within) as up:
         assert ("proposer_service" in up.services) != bool(within)
         yield method, up
 

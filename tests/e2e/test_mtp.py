@@ -19,8 +19,7 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0, "see
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = save_deepseek(tmp_path_factory.mktemp("deepseek"), eps=0.003)
-    method = ("--method", "mtp", "--draft-model", folder)
-    with running("--model", folder, *method, *EVERY_ROUND) as up:
+    with running("--model", folder, *EVERY_ROUND) as up:  # it finds the module by itself
         yield up
 
 

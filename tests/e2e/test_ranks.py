@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cli.stack import free_port
+from outrider.cli.ports import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from scorer_service.servicer import SERVICE_NAME

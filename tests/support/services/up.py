@@ -1,4 +1,4 @@
-"""`outrider up` as a child of the tests, and what a client does with it. Every wait is bounded."""
+"""`outrider serve` as a child of the tests, and its clients. Every wait is bounded."""
 
 from __future__ import annotations
 
@@ -61,11 +61,17 @@ class Up:
 
 
 @contextlib.contextmanager
-def running(*flags: object) -> Iterator[Up]:
-    """`outrider up` on free ports, from its ready line on; ended with all its children."""
-    ports = ("--http-port", 0, "--grpc-port", 0)
+def running(*flags: object, beside: bool = True) -> Iterator[Up]:
+    """`outrider serve` on free ports, from its ready line on; ended with all its children.
+
+    The embedded model is served, unless `flags` name another, and a proposer drafts `beside` the
+    scorer.
+    """
+    served = ("--port", 0, "--grpc-port", 0, "--served-model-name", "default")
+    model = () if "--model" in flags else ("embedded",)
+    draft = ("--draft-device", "cpu") if beside else ()
     process = subprocess.Popen(
-        [*OUTRIDER, "up", *map(str, (*ports, *flags))],
+        [*OUTRIDER, "serve", *map(str, (*model, *served, *draft, *flags))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -20,9 +18,6 @@ from outrider.cli import command_line
 from outrider.cli.command_line import build_parser
 from outrider.cli.demo import Run, verdict
 from outrider.cli.render import aux_table, legend, write_tokens
-from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
-from outrider.cli.up import stack_config
-from outrider.errors import ConfigError
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.services.up import OUTRIDER
 
@@ -125,74 +120,17 @@ def test_legend_of_tokens_counts_kinds() -> None:
     ]
 
 
-def test_method_when_unset_is_chosen_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    parse = build_parser().parse_args
-    assert stack_config(parse(["up"])).methods == ("draft_model",)
-    assert stack_config(parse(["up", "--model", "embedded"])).model is None
-    models = ["--model", "m", "--draft-model", "d"]
-    assert stack_config(parse(["up", *models])).methods == ("draft_model",)
-    assert stack_config(parse(["up", "--method", "none"])).methods == ()
-    renamed = ["up", "--method", "inference_with_reference"]
-    assert stack_config(parse(renamed)).methods == ("ngram",)
-    several = ["--method", "suffix,draft_model"]
-    assert stack_config(parse(["up", *models, *several])).methods == ("suffix", "draft_model")
-    assert stack_config(parse(["up", "--model", "m"])).methods == ("ngram",)
-    assert "--method ngram" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="--draft-model"):
-        stack_config(parse(["up", "--model", "m", "--method", "draft_model"]))
-
-
-@pytest.mark.parametrize(
-    ("config", "features"),
-    [
-        ({}, "eagle3"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "2,4,8"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, "2,4,6"),
-        (None, "eagle3"),  # to be downloaded
-    ],
-)
-def test_scorer_flags_for_module_keep_its_hidden_states(
-    tmp_path: Path, config: dict[str, object] | None, features: str
-) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    stack = StackConfig(
-        model="target", draft_model=str(tmp_path), methods=("ngram", "eagle3"), dtype="bfloat16"
-    )
-    scorer, proposer = scorer_spec(stack, 1, "s").argv, proposer_spec(stack, "s:1").argv
-    assert scorer[scorer.index("--hidden-features") + 1] == features
-    assert proposer[proposer.index("--model") + 1] == str(tmp_path)
-    assert proposer[proposer.index("--target-model") + 1] == "target"
-    plain = scorer_spec(StackConfig(), 1, "s").argv
-    assert "--hidden-features" not in plain
-    medusa = StackConfig(draft_model="heads", methods=("medusa",))
-    assert scorer_spec(medusa, 1, "s").argv[-2:] == ("--hidden-features", "final")
-
-
-def test_module_without_path_or_embedded_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--method eagle needs --draft-model"):
-        StackConfig(methods=("eagle",))
-    with pytest.raises(ConfigError, match="--method mtp needs --draft-model"):
-        StackConfig(model="target", methods=("mtp",))
-
-
-def test_embedded_module_needs_no_flags() -> None:
-    for method, features in (("eagle3", "2,4,7"), ("mtp", "final"), ("medusa", "final")):
-        stack = StackConfig(methods=(method,))
-        assert scorer_spec(stack, 1, "s").argv[-2:] == ("--hidden-features", features)
-        argv = proposer_spec(stack, "s:1").argv
-        assert argv[-4:] == ("--model", "embedded", "--target-model", "embedded")
-
-
 @pytest.mark.parametrize(
     "argv",
     [
-        ["up", "--http-port", "70000"],
-        ["up", "--num-speculative-tokens", "-1"],
-        ["up", "--seed", "-1"],
-        ["up", "--dtype", "int8"],
-        ["up", "--method", "magic"],
-        ["up", "--method", "none,ngram"],
+        ["serve", "m", "--port", "70000"],
+        ["serve", "m", "--num-speculative-tokens", "-1"],
+        ["serve", "m", "--seed", "-1"],
+        ["serve", "m", "--device", "tpu"],
+        ["serve", "m", "--gpu-memory-utilization", "2"],
+        ["serve", "m", "--dtype", "int8"],
+        ["serve", "m", "--method", "magic"],
+        ["serve", "m", "--method", "none,ngram"],
         ["generate", "--max-tokens", "0"],
         ["generate", "--temperature", "hot"],
         ["generate", "--top-k", "-1"],
@@ -205,7 +143,6 @@ def test_embedded_module_needs_no_flags() -> None:
         ["demo", "--prompt", "\udcff"],
         ["demo", "--temperature", "2.1"],
         ["demo", "--prompt", ""],
-        ["serve", "nobody"],
         ["nothing"],
         [],
     ],
@@ -221,11 +158,11 @@ def test_command_with_wrong_flags_exits_2(
 
 def test_command_with_unknown_flag_names_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        command_line.main(["up", "--device", "cuda"])
+        command_line.main(["serve", "embedded", "--devices", "cuda"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert "usage: outrider up" in said
-    assert "outrider up: error: unrecognized arguments: --device cuda" in said
+    assert "usage: outrider serve" in said
+    assert "outrider serve: error: unrecognized arguments: --devices cuda" in said
 
 
 def test_generate_without_gateway_says_so(
@@ -275,14 +212,8 @@ def test_generate_with_closed_pipe_is_no_error(gateway: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_service_command_passes_flags_unchanged(tmp_path: Path) -> None:
-    args = build_parser().parse_args(["serve", "scorer", "--model", str(tmp_path), "--help"])
-    assert args.service == "scorer"
-    assert args.args == ["--model", str(tmp_path), "--help"]
-
-
-def test_train_command_passes_flags_unchanged() -> None:
-    args = build_parser().parse_args(["train", "--help"])
-    assert (args.command, args.args) == ("train", ["--help"])
-    args = build_parser().parse_args(["train", "mtp", "--steps", "3"])
-    assert args.args == ["mtp", "--steps", "3"]
+@pytest.mark.parametrize("command", ["scorer", "proposer", "gateway", "train"])
+def test_command_of_one_service_passes_flags_unchanged(command: str) -> None:
+    for flags in (["--help"], ["mtp", "--steps", "3"], ["--model", "m", "--help"]):
+        args = build_parser().parse_args([command, *flags])
+        assert (args.command, args.args) == (command, flags)

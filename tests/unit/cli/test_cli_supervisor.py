@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -17,9 +16,9 @@ import grpc
 import pytest
 
 from outrider.cli import stack as stack_module
+from outrider.cli.ports import check_port, free_port
 from outrider.cli.process import ServiceProcess, ServiceSpec
-from outrider.cli.specs import StackConfig
-from outrider.cli.stack import Stack, check_port, free_port, with_free_ports
+from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc
 from tests.support.waiting import until
@@ -42,7 +41,14 @@ class Lines(list[tuple[str, str]]):
 
 
 def spec(code: str, name: str = "scorer") -> ServiceSpec:
-    return ServiceSpec(name, (sys.executable, "-c", code))
+    return ServiceSpec(name, (sys.executable, "-c", code), optional=name == "proposer")
+
+
+class Services(dict[str, str]):
+    """Service name -> script; a test changes the scripts before it starts a stack."""
+
+    def stack(self, relay: Lines) -> Stack:
+        return Stack([spec(script, name) for name, script in self.items()], relay)
 
 
 def alive(pid: int) -> bool:
@@ -102,30 +108,31 @@ async def test_service_with_endless_line_relays_pieces() -> None:
 
 
 @pytest.fixture
-def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Service name -> script; a test changes the scripts before it starts a stack."""
-    scripts = dict.fromkeys(("scorer", "proposer", "gateway"), SERVE)
-    for name in scripts:
-        monkeypatch.setattr(
-            stack_module, f"{name}_spec", lambda *_, name=name: spec(scripts[name], name)
-        )
-    return scripts
+def services() -> Services:
+    return Services(dict.fromkeys(("scorer", "proposer", "gateway"), SERVE))
 
 
-async def test_stack_when_started_serves_and_stops(services: dict[str, str]) -> None:
-    async with Stack(StackConfig(), Lines()) as stack:
+async def test_stack_when_started_serves_and_stops(services: Services) -> None:
+    async with services.stack(Lines()) as stack:
         pids = stack.pids
         assert set(pids) == set(services)
         assert all(map(alive, pids.values()))
-        assert stack.endpoints.http == "http://h:1"
-        assert stack.endpoints.grpc == "h:2"
+        assert stack.ready["gateway"] == {
+            "http": "http://h:1",
+            "grpc": "h:2",
+            "metrics": "http://h:3",
+        }
     assert not any(map(alive, pids.values()))
 
 
-async def test_stack_without_method_has_no_proposer(services: dict[str, str]) -> None:
-    del services["proposer"]
-    async with Stack(StackConfig(methods=()), Lines()) as stack:
-        assert set(stack.pids) == {"scorer", "gateway"}
+async def test_stack_with_silent_service_awaits_the_others() -> None:
+    """A rank of the scorer says nothing, and gets variables of its own."""
+    code = "import os, sys, time\nprint(os.environ['RANK'], file=sys.stderr)\ntime.sleep(60)\n"
+    silent = ServiceSpec("rank", (sys.executable, "-c", code), (("RANK", "1"),), says_ready=False)
+    lines = Lines()
+    async with Stack([spec(SERVE), silent], lines) as stack:
+        assert stack.ready["rank"] == {}
+        await until(lambda: ("rank", "1") in lines, timeout_s=10.0)
 
 
 class Alone(proposer_pb2_grpc.ProposerServiceServicer):
@@ -157,18 +164,18 @@ async def alone(*, refused: bool) -> AsyncIterator[str]:
 
 
 async def test_stack_with_late_proposer_says_why(
-    services: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack_module, "_ATTACH_DEADLINE_S", 0.0)
     lines = Lines()
-    async with alone(refused=False) as services["proposer"], Stack(StackConfig(), lines) as stack:
+    async with alone(refused=False) as services["proposer"], services.stack(lines) as stack:
         await stack.wait_for_proposer()
     said = "no speculation, the proposer is not attached: another vocabulary"
     assert ("outrider", said) in lines
 
 
-async def test_stack_with_refused_proposer_ends(services: dict[str, str]) -> None:
-    async with alone(refused=True) as services["proposer"], Stack(StackConfig(), Lines()) as stack:
+async def test_stack_with_refused_proposer_ends(services: Services) -> None:
+    async with alone(refused=True) as services["proposer"], services.stack(Lines()) as stack:
         pids = stack.pids
         with pytest.raises(ConfigError, match=r"another vocabulary\. Name another --draft-model"):
             await stack.wait_for_proposer()
@@ -177,43 +184,18 @@ async def test_stack_with_refused_proposer_ends(services: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["scorer", "proposer", "gateway"])
-async def test_stack_with_failing_start_stops_the_others(
-    services: dict[str, str], name: str
-) -> None:
+async def test_stack_with_failing_start_stops_the_others(services: Services, name: str) -> None:
     services[name] = FAIL
-    stack = Stack(StackConfig(), Lines())
+    stack = services.stack(Lines())
     with pytest.raises(ConfigError, match=f"the {name} could not start"):
         async with stack:
             raise AssertionError("the stack must not start")
     assert stack.pids == {}
 
 
-async def test_stack_on_port_taken_meanwhile_takes_another(
-    services: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    http_port, grpc_port = free_port(), free_port()
-    with contextlib.ExitStack() as another:
-
-        def gateway_spec(config: StackConfig, _: str) -> ServiceSpec:
-            asked.append((config.http_port, config.grpc_port))
-            if not config.grpc_port:
-                return spec(SERVE, "gateway")
-            another.enter_context(socket.create_server(("127.0.0.1", config.grpc_port)))
-            return spec(FAIL, "gateway")
-
-        monkeypatch.setattr(stack_module, "gateway_spec", gateway_spec)
-        ports = StackConfig(
-            http_port=http_port, grpc_port=grpc_port, unasked_ports=frozenset((grpc_port,))
-        )
-        async with Stack(ports, Lines()) as stack:
-            assert set(stack.pids) == set(services)
-    assert asked == [(http_port, grpc_port), (http_port, 0)]
-
-
-async def test_stop_of_children_that_ignore_sigterm_kills_in_time(services: dict[str, str]) -> None:
+async def test_stop_of_children_that_ignore_sigterm_kills_in_time(services: Services) -> None:
     services.update(dict.fromkeys(services, STUBBORN))
-    async with Stack(StackConfig(), Lines()) as stack:
+    async with services.stack(Lines()) as stack:
         pids = stack.pids
         started = time.monotonic()
         await stack.stop()
@@ -221,9 +203,9 @@ async def test_stop_of_children_that_ignore_sigterm_kills_in_time(services: dict
     assert not any(map(alive, pids.values()))
 
 
-async def test_stop_when_cancelled_kills_at_once(services: dict[str, str]) -> None:
+async def test_stop_when_cancelled_kills_at_once(services: Services) -> None:
     services.update(dict.fromkeys(services, STUBBORN))
-    async with Stack(StackConfig(), Lines()) as stack:
+    async with services.stack(Lines()) as stack:
         pids = stack.pids
         stopping = asyncio.create_task(stack.stop())
         await asyncio.sleep(0.1)
@@ -232,10 +214,9 @@ async def test_stop_when_cancelled_kills_at_once(services: dict[str, str]) -> No
         await until(lambda: not any(map(alive, pids.values())), timeout_s=1.0)
 
 
-@pytest.mark.usefixtures("services")
-async def test_supervisor_with_dead_proposer_restarts_it() -> None:
+async def test_supervisor_with_dead_proposer_restarts_it(services: Services) -> None:
     lines = Lines()
-    async with Stack(StackConfig(), lines) as stack:
+    async with services.stack(lines) as stack:
         watch = asyncio.create_task(stack.supervise())
         first = stack.pids["proposer"]
         os.kill(first, signal.SIGKILL)
@@ -246,11 +227,14 @@ async def test_supervisor_with_dead_proposer_restarts_it() -> None:
         await asyncio.gather(watch, return_exceptions=True)
 
 
-async def test_supervisor_with_proposer_beyond_restart_goes_on(services: dict[str, str]) -> None:
+async def test_supervisor_with_proposer_beyond_restart_goes_on(
+    services: Services, tmp_path: Path
+) -> None:
     lines = Lines()
-    async with Stack(StackConfig(), lines) as stack:
+    once = f"import pathlib\npathlib.Path({str(tmp_path / 'started')!r}).touch(exist_ok=False)\n"
+    services["proposer"] = once + SERVE  # it fails from the second start on
+    async with services.stack(lines) as stack:
         watch = asyncio.create_task(stack.supervise())
-        services["proposer"] = FAIL
         os.kill(stack.pids["proposer"], signal.SIGKILL)
         await until(
             lambda: sum("restarting it in" in line for _, line in lines) >= 2, timeout_s=10.0
@@ -260,33 +244,21 @@ async def test_supervisor_with_proposer_beyond_restart_goes_on(services: dict[st
         await asyncio.gather(watch, return_exceptions=True)
 
 
-@pytest.mark.usefixtures("services")
 @pytest.mark.parametrize("name", ["scorer", "gateway"])
-async def test_supervisor_with_ended_essential_service_reports_it(name: str) -> None:
-    async with Stack(StackConfig(), Lines()) as stack:
+async def test_supervisor_with_ended_essential_service_reports_it(
+    services: Services, name: str
+) -> None:
+    async with services.stack(Lines()) as stack:
         watch = asyncio.create_task(stack.supervise())
         os.kill(stack.pids[name], signal.SIGKILL)
         with pytest.raises(InternalError, match=f"the {name} ended with signal 9"):
             await asyncio.wait_for(watch, 10)
 
 
-def test_ports_of_services_are_as_asked() -> None:
+def test_port_when_taken_is_refused_by_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {taken} .* --http-port"):
-            check_port(taken, "--http-port")
-        unasked = StackConfig(http_port=taken, unasked_ports=frozenset((taken,)))
-        assert with_free_ports(unasked).http_port == 0
-    free = free_port()
-    check_port(free, "--http-port")
-    check_port(0, "--http-port")
-    unasked = StackConfig(http_port=free, unasked_ports=frozenset((free,)))
-    assert with_free_ports(unasked) == unasked
-
-
-def test_target_without_draft_needs_another_method(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--draft-model"):
-        StackConfig(model=str(tmp_path))
-    with pytest.raises(ConfigError, match="of no use with --method ngram"):
-        StackConfig(draft_model=str(tmp_path), methods=("ngram",))
-    assert StackConfig(model=str(tmp_path), methods=("ngram",)).draft_model is None
+        with pytest.raises(ConfigError, match=rf"port {taken} .* --port, or 0"):
+            check_port("127.0.0.1", taken, "--port")
+    check_port("127.0.0.1", free_port(), "--port")
+    check_port("127.0.0.1", 0, "--port")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from outrider.cli.stack import free_port
+from outrider.cli.ports import free_port
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.model.attention_backends import attention_traits
 from outrider.engine.model.loader import kv_bytes_per_page

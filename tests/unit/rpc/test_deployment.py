@@ -116,7 +116,7 @@ def test_port_flag_when_impossible_is_refused(
     with pytest.raises(SystemExit) as caught:
         SERVICES[service](flag, "65536")
     assert caught.value.code == 2
-    assert f"outrider serve {service}: error: argument {flag}" in capsys.readouterr().err
+    assert f"outrider {service}: error: argument {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("service", ["proposer", "gateway"])

@@ -95,7 +95,7 @@ def test_runtime_on_signal_stops_a_loading_service() -> None:
         ["gateway.__main__", "--scorer", "127.0.0.1:1"],
         ["proposer_service.__main__", "--scorer", "127.0.0.1:1", "--method", "ngram"],
         ["scorer_service.__main__"],
-        ["outrider.cli", "up"],
+        ["outrider.cli", "serve", "embedded"],
     ],
 )
 def test_runtime_on_signal_during_imports_leaves_no_traceback(argv: list[str]) -> None:

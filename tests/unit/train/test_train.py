@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.cli.stack import free_port
+from outrider.cli.ports import free_port
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa

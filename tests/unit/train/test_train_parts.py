@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from outrider.cli.stack import free_port
+from outrider.cli.ports import free_port
 from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import acceptance
 from outrider.train.layers import chain_mask

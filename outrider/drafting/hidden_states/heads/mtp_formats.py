@@ -17,6 +17,7 @@ from outrider.drafting.hidden_states.heads.llama import Rotary
 from outrider.drafting.hidden_states.heads.mtp import ModuleWeights
 from outrider.engine.attention.base import ATTENTION_NAME
 from outrider.errors import ConfigError
+from outrider.models.facts import MTP_TENSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ _QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True, gr
 _FORMATS = (
     MtpFormat(
         name="DeepSeek",
-        marker=r"model\.layers\.(\d+)\.(?:enorm|hnorm|shared_head\.norm)\.weight",
+        marker=MTP_TENSORS["DeepSeek"],
         root="model.layers.{i}.",
         layer="model.layers.{i}.",
         parts=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -117,7 +118,7 @@ _FORMATS = (
     ),
     MtpFormat(
         name="Qwen",
-        marker=r"mtp\.layers\.(\d+)\..+",
+        marker=MTP_TENSORS["Qwen"],
         root="mtp.",
         layer="mtp.layers.{i}.",
         parts=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
@@ -136,7 +137,7 @@ _FORMATS = (
     ),
     MtpFormat(
         name="RTP-LLM",
-        marker=r"model\.layers\.(\d+)\.(?:e_norm|h_norm|final_head\.norm)\.weight",
+        marker=MTP_TENSORS["RTP-LLM"],
         root="model.layers.{i}.",
         layer="model.layers.{i}.",
         parts=("e_norm", "h_norm", "eh_proj", "final_head.norm"),

@@ -1,0 +1,69 @@
+"""`outrider serve MODEL`: everything that one model needs on this machine, kept running."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+from outrider.cli.ports import check_port, memory_folder
+from outrider.cli.process import Relay, relay, run_until_signal
+from outrider.cli.serve_config import take_config
+from outrider.cli.services import ServeConfig, services
+from outrider.cli.stack import Stack
+
+tell = partial(relay, "outrider")
+"""Shows a line of the command's own on stderr."""
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; the one line on stdout says where."""
+    for port, flag in ((args.port, "--port"), (args.grpc_port, "--grpc-port")):
+        if not args.dry_run:
+            check_port(args.host, port, flag)
+    config = take_config(
+        args,
+        tell,
+        dry=args.dry_run,
+        host=args.host,
+        http_port=args.port,
+        grpc_port=args.grpc_port,
+    )
+    if args.dry_run:
+        for spec in services(config, f"{memory_folder() or tempfile.gettempdir()}/outrider"):
+            print(f"{spec.name}: {spec}")
+        return 0
+    return run_until_signal(_serve(config))
+
+
+@contextmanager
+def stack_of(config: ServeConfig, say: Relay = relay) -> Iterator[Stack]:
+    """Yield the stack that serves this, to be entered; its socket's folder goes with it."""
+    with tempfile.TemporaryDirectory(prefix="outrider-", dir=memory_folder()) as folder:
+        yield Stack(services(config, folder), say)
+
+
+async def _serve(config: ServeConfig) -> int:
+    with stack_of(config) as waiting:
+        async with waiting as stack:
+            await stack.wait_for_proposer()
+            for name, said in stack.ready.items():
+                if "metrics" in said:
+                    tell(f"metrics of the {name}: {said['metrics']}")
+            tell(f"metrics of the gateway: {stack.ready['gateway']['http']}/metrics")
+            print(ready_line(config, stack.ready), flush=True)
+            await stack.supervise()
+
+
+def ready_line(config: ServeConfig, ready: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the line that says where which model is served, and how."""
+    gateway, scorer = ready["gateway"], ready["scorer"]
+    drafted = ",".join(config.methods) or "none"
+    where = f" on {config.draft_device}" if config.draft_device and config.methods else ""
+    return (
+        f"ready {gateway['http']} grpc://{gateway['grpc']} model={config.served_model_name} "
+        f"engine=native {config.dtype} on {config.device}, method={drafted}{where}, "
+        f"context={scorer['context']} cache={scorer['cache']} tokens"
+    )

@@ -1,0 +1,186 @@
+"""What the flags of `serve` and `demo` mean on this machine, with these models."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.cli.gpus import count_gpus
+from outrider.cli.serve_flags import DTYPES, PASSED
+from outrider.cli.services import ServeConfig
+from outrider.errors import ConfigError
+from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
+from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
+from outrider.models.resolve import EMBEDDED, resolve_model
+from outrider.models.tokenizer import tokenizer_hash
+
+Say = Callable[[str], None]
+"""Takes a line about what is done."""
+
+_MODULE_FILES: Final = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of these
+
+
+def take_config(
+    args: argparse.Namespace, say: Say, *, dry: bool = False, **fields: Any
+) -> ServeConfig:
+    """Return what the flags mean here, and download what is to be served, unless `dry`.
+
+    `fields` are further fields of the configuration. Raises `ConfigError`.
+    """
+    name = _model_name(args)
+    named: str | None = getattr(args, "served_model_name", None)
+    num_gpus = count_gpus()
+    device = args.device or ("cuda" if num_gpus else "cpu")
+    size = args.tensor_parallel_size
+    if device != "cpu" and size > num_gpus and not dry:
+        raise ConfigError(f"--tensor-parallel-size {size}: this machine has {num_gpus} GPUs.")
+    models = _Models(say, dry=dry)
+    target = models.folder(name)
+    methods, draft = _drafting(args, name, models)
+    _check_tokenizers(name, draft, methods, models)
+    draft_device = args.draft_device
+    if draft_device is None and size > 1 and methods:  # several ranks cannot draft themselves
+        if device == "cpu" or COPYING_METHODS.issuperset(methods):
+            draft_device = "cpu"
+        elif num_gpus > size:
+            draft_device = f"cuda:{size}"
+    return ServeConfig(
+        model=models.served(name),
+        draft_model=None if draft is None else models.served(draft),
+        methods=methods,
+        device=device,
+        draft_device=draft_device,
+        tensor_parallel_size=size,
+        dtype=_dtype(args.dtype, device, target, say),
+        num_speculative_tokens=args.num_speculative_tokens,
+        speculation_policy=args.speculation_policy,
+        served_model_name=named or ("default" if name == EMBEDDED else name),
+        flags=_passed(args),
+        **fields,
+    )
+
+
+def _model_name(args: argparse.Namespace) -> str:
+    if args.model and args.named_model and args.model != args.named_model:
+        raise ConfigError(f"two models were given: {args.model} and --model {args.named_model}.")
+    name: str | None = args.model or args.named_model
+    if name is None:
+        raise ConfigError(
+            "no model was given: outrider serve MODEL, which is a folder, a Hugging Face id, or "
+            "embedded for the small model that ships with Outrider."
+        )
+    if name in ("scorer", "proposer", "gateway"):
+        raise ConfigError(f"a single service is started by `outrider {name}`.")
+    return name
+
+
+class _Models:
+    """The folders of models, downloaded when they are asked for."""
+
+    def __init__(self, say: Say, *, dry: bool) -> None:
+        self.say = say
+        self._dry = dry
+        self._folders: dict[str, Path | None] = {}
+
+    def folder(self, name: str, role: str = "target") -> Path | None:
+        """Return a model's folder; None for one that only a download would bring.
+
+        A role is "target", "draft" (whatever the checkpoint is made for) or "head".
+        """
+        if name not in self._folders:
+            self._folders[name] = self._find(name, role)
+        return self._folders[name]
+
+    def served(self, name: str) -> str:
+        """Return what the services are told: a folder, so that each of them finds the same."""
+        folder = self._folders.get(name)
+        return name if name == EMBEDDED or folder is None else str(folder)
+
+    def _find(self, name: str, role: str) -> Path | None:
+        here = name == EMBEDDED or Path(name).expanduser().exists()
+        if here or name.count("/") > 1 or name.startswith((".", "~", "/")):
+            return resolve_model(name, role)
+        if self._dry:
+            self.say(f"{name} is not on this machine: its files may change what is printed here")
+            return None
+        self.say(f"{name}: looking it up, and downloading what is not in the cache (minutes)")
+        index = resolve_model(name, role, tokenizer_only=True)
+        if role == "draft" and drafting_method(name, index) in HIDDEN_STATE_METHODS:
+            role = "head"
+        weights = _MODULE_FILES if role == "head" else ("*.safetensors",)
+        folder = resolve_model(name, role, weights=weights)
+        self.say(f"{name}: all files are here")
+        return folder
+
+
+def _drafting(
+    args: argparse.Namespace, model: str, models: _Models
+) -> tuple[tuple[str, ...], str | None]:
+    """Return the methods, and the checkpoint that they draft with; None: the embedded or none."""
+    draft: str | None = None if args.draft_model == EMBEDDED else args.draft_model
+    target = models.folder(model)
+    own_module = model != EMBEDDED and target is not None and brings_mtp(target)
+    methods: tuple[str, ...] | None = args.method
+    if methods is None:
+        if draft is not None:
+            methods = (drafting_method(draft, models.folder(draft, "draft")),)
+        elif model == EMBEDDED:
+            methods = ("draft_model",)
+        else:
+            methods = ("mtp",) if own_module else ("ngram",)
+            models.say(
+                "drafting by the checkpoint's own prediction module (--method mtp)"
+                if own_module
+                else "drafting by prompt lookup (--method ngram): no --draft-model was given"
+            )
+    if (
+        "mtp" in methods
+        and draft is None
+        and (own_module or (model != EMBEDDED and target is None))
+    ):
+        draft = model
+    elif draft is not None:
+        models.folder(draft, "head" if {*HIDDEN_STATE_METHODS} & {*methods} else "draft")
+    return methods, draft
+
+
+def _dtype(asked: str, device: str, folder: Path | None, say: Say) -> str:
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        say("dtype float32, as on any CPU: the text is the same with and without speculation")
+        return "float32"
+    stored = "bfloat16" if folder is None else stored_dtype(folder)
+    if stored not in DTYPES:
+        raise ConfigError(f"the checkpoint's dtype is {stored}: give --dtype bfloat16 or another.")
+    say(f"dtype {stored}, the checkpoint's own: near ties may fall differently with speculation")
+    return stored
+
+
+def _check_tokenizers(
+    model: str, draft: str | None, methods: Sequence[str], models: _Models
+) -> None:
+    """Raise `ConfigError`, before anything is loaded, for a draft of another tokenizer."""
+    if "draft_model" not in methods or draft is None:
+        return
+    folders = [models.folder(model), models.folder(draft, "draft")]
+    known = [each for each in folders if each and (each / "tokenizer.json").is_file()]
+    if len(known) == 2 and len({tokenizer_hash(folder) for folder in known}) > 1:
+        raise ConfigError(
+            f"{draft} has another tokenizer than {model}: the same id would mean different text. "
+            "Name another --draft-model, or draft without a model: --method ngram."
+        )
+
+
+def _passed(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    flags: dict[str, tuple[str, ...]] = {}
+    for flag in PASSED:
+        value = getattr(args, flag.name.replace("-", "_"), None)
+        if value is not None:
+            given = (f"--{flag.theirs or flag.name}", str(value))
+            flags[flag.service] = (*flags.get(flag.service, ()), *given)
+    if not getattr(args, "enable_prefix_caching", True):
+        flags["scorer"] = (*flags.get("scorer", ()), "--no-enable-prefix-caching")
+    return flags

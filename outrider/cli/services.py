@@ -1,0 +1,200 @@
+"""What to serve, with every "auto" resolved, and the processes that do it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from outrider.aux_layers import states_read
+from outrider.cli.ports import HOST, free_port
+from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S, ServiceSpec
+from outrider.config import SPECULATION_POLICIES
+from outrider.errors import ConfigError
+from outrider.methods import HIDDEN_STATE_METHODS, SELF_LIMITING_METHODS
+from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
+
+_DEFAULT_MAX_DRAFT_TOKENS = 16  # of proposers
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """One model, served on this machine. Models are folders or "embedded", port 0 is a free one.
+
+    Raises `ConfigError`.
+    """
+
+    model: str = EMBEDDED
+    draft_model: str | None = None  # None: the embedded one, if the method has any
+    methods: tuple[str, ...] = ("draft_model",)  # none: no speculation
+    device: str = "cpu"  # or cuda, cuda:1
+    draft_device: str | None = None  # of a proposer beside the scorer; None: the scorer drafts
+    tensor_parallel_size: int = 1
+    dtype: str = "float32"
+    num_speculative_tokens: int | None = None
+    speculation_policy: str = SPECULATION_POLICIES[0]
+    served_model_name: str = "default"
+    host: str = HOST
+    http_port: int = 0
+    grpc_port: int = 0
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further flags for the scorer, the gateway and the draft, by these names."""
+
+    def __post_init__(self) -> None:
+        embedded = self.model == EMBEDDED
+        if (
+            self.head
+            and self.draft_model is None
+            and not (embedded and self.head in EMBEDDED_HEADS)
+        ):
+            raise ConfigError(
+                f"--method {self.head} needs --draft-model: the folder or the Hugging Face id of "
+                "its checkpoint."
+            )
+        if "draft_model" in self.methods and not embedded and self.draft_model is None:
+            raise ConfigError(
+                "--method draft_model needs --draft-model: the embedded one has another tokenizer. "
+                "Name one with the model's tokenizer, or draft without: --method ngram."
+            )
+        if self.draft_model is not None and not self.drafts_with_model:
+            method = ",".join(self.methods) or "none"
+            raise ConfigError(f"--draft-model is of no use with --method {method}.")
+        if self.draft_device is None and self.methods and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "a model over several devices cannot draft itself: name another device for the "
+                "draft, as --draft-device cpu, or serve without: --method none."
+            )
+        if self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus:
+            raise ConfigError(
+                f"--draft-device {self.draft_device} is the model's own: leave it out, and the "
+                "scorer drafts there itself, which is faster than a second process."
+            )
+
+    @property
+    def head(self) -> str | None:
+        """The method among `methods` that reads the target's hidden states."""
+        return next((name for name in self.methods if name in HIDDEN_STATE_METHODS), None)
+
+    @property
+    def drafts_with_model(self) -> bool:
+        return self.head is not None or "draft_model" in self.methods
+
+    @property
+    def _gpus(self) -> range:
+        """Numbers of the GPUs that the target takes."""
+        if self.device == "cpu":
+            return range(0)
+        first = _index(self.device)
+        return range(first, first + self.tensor_parallel_size)
+
+
+def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
+    """Return the processes; a proposer dials the scorer's Unix socket in `folder`."""
+    scorer_port = free_port()
+    socket_path = f"{folder}/scorer.sock"
+    scorer = ServiceSpec(
+        "scorer", _argv("scorer_service", *_scorer(config, scorer_port, socket_path))
+    )
+    proposer: tuple[ServiceSpec, ...] = ()
+    if config.methods and config.draft_device is not None:
+        proposer = (_proposer(config, config.draft_device, f"unix:{socket_path}"),)
+    flags = ("--scorer", f"{HOST}:{scorer_port}", "--model", config.model, "--host", config.host)
+    ports = ("--http-port", config.http_port, "--grpc-port", config.grpc_port)
+    names = ("--served-model-name", config.served_model_name, "--start-timeout", START_DEADLINE_S)
+    gateway = _argv("gateway", *flags, *ports, *names, *config.flags.get("gateway", ()))
+    return (*_ranks(scorer, config), *proposer, ServiceSpec("gateway", gateway))
+
+
+def _scorer(config: ServeConfig, port: int, socket_path: str) -> Iterator[object]:
+    yield from ("--host", HOST, "--port", port, "--metrics-port", 0, "--model", config.model)
+    yield from ("--served-model-name", config.served_model_name)
+    yield from ("--device", config.device, "--dtype", config.dtype)
+    yield from ("--threads", _scorer_threads(config))
+    yield from ("--speculation-policy", config.speculation_policy)
+    if config.num_speculative_tokens is not None and not _is_self_limiting(config):
+        yield from ("--num-speculative-tokens", config.num_speculative_tokens)
+    if config.methods and config.draft_device is None:
+        yield from ("--in-process-proposer", shlex.join(map(str, _draft(config, config.device))))
+    elif config.methods:
+        yield from ("--listen-unix", socket_path)
+        if config.head:
+            yield from ("--hidden-features", states_read(config.head, config.draft_model))
+    yield from config.flags.get("scorer", ())
+
+
+def _proposer(config: ServeConfig, device: str, scorer_address: str) -> ServiceSpec:
+    kind = device.partition(":")[0]
+    env = (("CUDA_VISIBLE_DEVICES", _visible(_index(device))),) if kind == "cuda" else ()
+    argv = _argv(
+        "proposer_service",
+        *("--host", HOST, "--scorer", scorer_address, "--port", 0, "--metrics-port", 0),
+        *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
+        *_draft(config, kind),
+        *(("--device", kind) if config.drafts_with_model else ()),
+        *(("--target-model", config.model) if config.head else ()),
+    )
+    return ServiceSpec("proposer", argv, env, optional=True)
+
+
+def _draft(config: ServeConfig, device: str) -> Iterator[object]:
+    """Yield the flags that say how it drafts."""
+    yield from ("--method", ",".join(config.methods))
+    if config.drafts_with_model:
+        yield from ("--model", config.draft_model or EMBEDDED)
+    if device == "cpu" and "draft_model" in config.methods:
+        # A model as small as the embedded draft is fastest in float32 on a CPU.
+        exact = config.draft_model is None or config.dtype != "bfloat16"
+        yield from ("--dtype", "float32" if exact else "bfloat16")
+    count = config.num_speculative_tokens
+    if count and (SELF_LIMITING_METHODS & {*config.methods} or count > _DEFAULT_MAX_DRAFT_TOKENS):
+        yield from ("--max-draft-tokens", count)
+    yield from config.flags.get("draft", ())
+
+
+def _is_self_limiting(config: ServeConfig) -> bool:
+    return bool(config.methods) and SELF_LIMITING_METHODS.issuperset(config.methods)
+
+
+def _scorer_threads(config: ServeConfig) -> int:
+    """Return the threads of torch: of a model on the CPU as many as cores, if they are its own."""
+    cores = len(os.sched_getaffinity(0))
+    if config.device != "cpu" or config.model == EMBEDDED:
+        return 2
+    return max(1, (cores if cores <= 4 else cores // 2) // config.tensor_parallel_size)
+
+
+def _ranks(scorer: ServiceSpec, config: ServeConfig) -> Iterator[ServiceSpec]:
+    """Yield the scorer's processes, one a device; the first is the scorer to the others."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        yield scorer
+        return
+    meeting = (("MASTER_ADDR", HOST), ("MASTER_PORT", str(free_port())), ("WORLD_SIZE", str(size)))
+    for rank in map(str, range(size)):
+        env = (*meeting, ("RANK", rank), ("LOCAL_RANK", rank))
+        name = f"scorer rank {rank}" if int(rank) else scorer.name
+        yield ServiceSpec(name, scorer.argv, env, says_ready=name == scorer.name)
+
+
+def _argv(module: str, *flags: object) -> tuple[str, ...]:
+    # -P: a folder called gateway in the working directory is not our gateway.
+    python = (sys.executable, "-P", "-m", module, "--exit-with-parent")
+    return (*python, "--drain-grace-seconds", str(STOP_GRACE_S / 2), *map(str, flags))
+
+
+def _index(device: str) -> int:
+    """Return a GPU's number."""
+    return int(device.partition(":")[2] or 0)
+
+
+def _visible(index: int) -> str:
+    """Return the name of a GPU by its number among those that this process may use."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not names:
+        return str(index)
+    if index >= len(names):
+        raise ConfigError(f"there is no GPU {index}: CUDA_VISIBLE_DEVICES is {listed}.")
+    return names[index]

@@ -1,0 +1,315 @@
+"""What `outrider serve` makes of its flags and of the models' files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from outrider.cli import serve_config
+from outrider.cli.command_line import build_parser, main
+from outrider.cli.gpus import count_gpus
+from outrider.cli.process import ServiceSpec
+from outrider.cli.serve import ready_line
+from outrider.cli.serve_config import take_config
+from outrider.cli.serve_flags import PASSED
+from outrider.cli.services import ServeConfig, services
+from outrider.drafting.building.flags import add_method_flags
+from outrider.drafting.hidden_states.heads import mtp_formats
+from outrider.errors import ConfigError
+from outrider.models import facts
+
+
+class Said(list[str]):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs."""
+    monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
+
+
+def config(*flags: object, say: Said | None = None, dry: bool = False) -> ServeConfig:
+    args = build_parser().parse_args(["serve", *map(str, flags)])
+    return take_config(args, say if say is not None else Said(), dry=dry)
+
+
+def checkpoint(folder: Path, tensors: tuple[str, ...] = ("x",), **fields: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file({name: np.zeros(1) for name in tensors}, folder / "model.safetensors")
+    return folder
+
+
+def named(specs: tuple[ServiceSpec, ...]) -> dict[str, ServiceSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+def value(spec: ServiceSpec, flag: str) -> str | None:
+    return spec.argv[spec.argv.index(flag) + 1] if flag in spec.argv else None
+
+
+def test_gpus_are_counted_as_torch_counts_them() -> None:
+    assert count_gpus() == torch.cuda.device_count()
+
+
+def test_embedded_model_is_drafted_for_by_its_draft_model() -> None:
+    said = Said()
+    served = config("embedded", say=said)
+    assert (served.methods, served.device, served.draft_device) == (("draft_model",), "cpu", None)
+    assert (served.dtype, served.served_model_name) == ("float32", "default")
+    assert any("float32" in line for line in said)
+    specs = named(services(served, "/run"))
+    assert list(specs) == ["scorer", "gateway"], "the scorer drafts"
+    drafting = value(specs["scorer"], "--in-process-proposer")
+    assert drafting == "--method draft_model --model embedded --dtype float32"
+    assert config("--model", "embedded").methods == ("draft_model",)
+    assert config("embedded", "--method", "none").methods == ()
+
+
+def test_model_with_prediction_module_drafts_by_it(tmp_path: Path) -> None:
+    layer = "model.layers.3.enorm.weight"
+    folder = checkpoint(tmp_path / "v3", ("x", layer), model_type="deepseek_v3")
+    served = config(folder)
+    assert (served.methods, served.draft_model) == (("mtp",), str(folder))
+    assert config(folder, "--method", "mtp").draft_model == str(folder)
+    assert config(folder, "--method", "ngram").methods == ("ngram",)
+    without = checkpoint(tmp_path / "cut", ("x",), model_type="deepseek_v3")
+    said = Said()
+    assert config(without, say=said).methods == ("ngram",)
+    assert any("prompt lookup" in line for line in said)
+    assert config(without).served_model_name == str(without)
+
+
+def test_module_formats_for_targets_are_those_that_can_draft() -> None:
+    known = {kind: stored.name for stored in mtp_formats._FORMATS for kind in stored.families}
+    assert {kind: each for kind, each in known.items() if each != "RTP-LLM"} == facts._MTP_TARGETS
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "method"),
+    [
+        ("any", {"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ("any", {"speculators_model_type": "eagle3"}, "eagle3"),
+        ("EAGLE-LLaMA3.1-Instruct-8B", {"architectures": ["LlamaForCausalLM"]}, "eagle"),
+        ("any", {"medusa_num_heads": 4}, "medusa"),
+        ("any", {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
+        ("any", {"architectures": ["Qwen3_5MTP"]}, "mtp"),
+        ("opt-125m", {"architectures": ["OPTForCausalLM"]}, "draft_model"),
+    ],
+)
+def test_method_for_draft_follows_from_its_checkpoint(
+    tmp_path: Path, name: str, fields: dict[str, object], method: str
+) -> None:
+    target = checkpoint(tmp_path / "target")
+    draft = checkpoint(tmp_path / name, **fields)
+    assert config(target, "--draft-model", draft).methods == (method,)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("ibm-fms/llama3-70b-accelerator", "mlp_speculator"),
+        ("facebook/opt-125m", "draft_model"),
+    ],
+)
+def test_method_for_draft_to_be_downloaded_follows_from_its_name(name: str, method: str) -> None:
+    said = Said()
+    served = config("a/b", "--draft-model", name, dry=True, say=said)
+    assert (served.model, served.methods, served.draft_model) == ("a/b", (method,), name)
+    assert sum("is not on this machine" in line for line in said) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights"), [((), "safetensors"), (("--method", "eagle3"), "bin")]
+)
+def test_models_that_are_not_here_are_downloaded_once(
+    tmp_path: Path, flags: tuple[str, ...], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The services get the folders; heads are published with other files than models."""
+    asked: dict[str, list[str]] = {}
+
+    def download(name: str, allow_patterns: list[str], **_: object) -> str:
+        asked.setdefault(name, []).append(" ".join(allow_patterns))
+        folder = tmp_path / Path(name).name
+        return str(folder if folder.exists() else checkpoint(folder))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    said = Said()
+    served = config("gpt2", "--draft-model", "a/small", *flags, say=said)
+    assert (served.model, served.draft_model) == (str(tmp_path / "gpt2"), str(tmp_path / "small"))
+    assert served.served_model_name == "gpt2"
+    assert "*.bin" not in asked["gpt2"][-1]
+    assert f"*.{weights}" in asked["a/small"][-1]
+    assert ("*.bin" in asked["a/small"][-1]) == (weights == "bin")
+    assert any("downloading" in line for line in said)
+    assert config("gpt2", dry=True).model == "gpt2"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_dtype_on_gpu_is_the_checkpoints(tmp_path: Path) -> None:
+    half = checkpoint(tmp_path / "half", torch_dtype="float16")
+    nested = checkpoint(tmp_path / "nested", text_config={"dtype": "bfloat16"})
+    assert (config(half).device, config(half).dtype) == ("cuda", "float16")
+    assert config(nested).dtype == "bfloat16"
+    assert config(nested, "--dtype", "float32").dtype == "float32"
+    assert config(nested, "--device", "cpu").dtype == "float32"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_draft_device_starts_a_proposer_that_sees_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    served = config("embedded", "--method", "eagle3", "--draft-device", "cuda:1")
+    scorer, proposer, _ = services(served, "/run")
+    assert proposer.optional
+    assert dict(proposer.env) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert value(proposer, "--device") == "cuda"
+    assert value(proposer, "--target-model") == "embedded"
+    assert value(proposer, "--scorer") == f"unix:{value(scorer, '--listen-unix')}"
+    assert value(scorer, "--hidden-features") == "2,4,7"
+    assert "--in-process-proposer" not in scorer.argv
+    assert "CUDA_VISIBLE_DEVICES=6" in str(proposer)
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(ConfigError, match="is the model's own"):
+            config("embedded", "--draft-device", device)
+
+
+@pytest.mark.parametrize(
+    ("fields", "features"),
+    [
+        ({}, "eagle3"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "2,4,8"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, "2,4,6"),
+    ],
+)
+def test_scorer_flags_for_module_keep_its_hidden_states(
+    tmp_path: Path, fields: dict[str, object], features: str
+) -> None:
+    target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "head", **fields)
+    flags = ("--method", "ngram,eagle3", "--draft-model", draft, "--draft-device", "cpu")
+    specs = named(services(config(target, *flags), "/run"))
+    assert value(specs["scorer"], "--hidden-features") == features
+    assert value(specs["proposer"], "--model") == str(draft)
+    assert value(specs["proposer"], "--target-model") == str(target)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_tensor_parallel_size_starts_a_scorer_process_for_each_device(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", dtype="bfloat16")
+    specs = named(services(config(folder, "--tensor-parallel-size", 2), "/run"))
+    assert list(specs) == ["scorer", "scorer rank 1", "proposer", "gateway"]
+    first, second = (dict(specs[name].env) for name in ("scorer", "scorer rank 1"))
+    assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert not specs["scorer rank 1"].says_ready
+    with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
+        config(folder, "--tensor-parallel-size", 4)
+    head = checkpoint(tmp_path / "eagle3-head")
+    with pytest.raises(ConfigError, match="name another device"):
+        config(folder, "--tensor-parallel-size", 2, "--draft-model", head)
+
+
+def test_number_of_draft_tokens_goes_to_whoever_heeds_it() -> None:
+    def numbers(*flags: object) -> tuple[str | None, bool]:
+        scorer = services(config("embedded", *flags), "/run")[0]
+        return (
+            value(scorer, "--num-speculative-tokens"),
+            "--max-draft-tokens" in (value(scorer, "--in-process-proposer") or ""),
+        )
+
+    assert numbers() == (None, False)
+    assert numbers("--num-speculative-tokens", 6) == ("6", False)
+    assert numbers("--num-speculative-tokens", 20) == ("20", True)
+    assert numbers("--method", "suffix", "--num-speculative-tokens", 15) == (None, True)
+    assert numbers("--method", "suffix,ngram", "--num-speculative-tokens", 15) == ("15", True)
+
+
+def test_passed_flags_are_flags_of_their_services() -> None:
+    import argparse
+
+    from gateway.__main__ import _parser
+    from scorer_service.__main__ import parser
+
+    draft = argparse.ArgumentParser()
+    add_method_flags(draft, "cpu")
+    parsers = {"scorer": parser(), "gateway": _parser(), "draft": draft}
+    for flag in PASSED:
+        known = parsers[flag.service]._option_string_actions
+        assert f"--{flag.theirs or flag.name}" in known
+    served = config("embedded", "--max-num-seqs", 8, "--seed", 3, "--draft-max-model-len", 64)
+    assert served.flags == {
+        "scorer": ("--max-num-seqs", "8"),
+        "gateway": ("--seed", "3"),
+        "draft": ("--max-model-len", "64"),
+    }
+    assert config("embedded", "--no-enable-prefix-caching").flags == {
+        "scorer": ("--no-enable-prefix-caching",)
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "no model was given"),
+        (("a", "--model", "b"), "two models"),
+        (("scorer",), "by `outrider scorer`"),
+        (("/nowhere/model",), "no model folder /nowhere/model"),
+        (("embedded", "--draft-model", "./nothing"), "no model folder ./nothing"),
+        (("embedded", "--method", "eagle"), "--method eagle needs --draft-model"),
+        (("TARGET", "--method", "mtp"), "--method mtp needs --draft-model"),
+        (("TARGET", "--method", "draft_model"), "--method draft_model needs --draft-model"),
+        (
+            ("TARGET", "--method", "ngram", "--draft-model", "TARGET"),
+            "of no use with --method ngram",
+        ),
+    ],
+)
+def test_command_that_cannot_work_is_refused_before_any_start(
+    tmp_path: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(checkpoint(tmp_path / "target"))
+    argv = [target if word == "TARGET" else word for word in flags]
+    assert main(["serve", "--port", "0", "--grpc-port", "0", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_prints_commands_as_a_shell_takes_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "embedded", "--dry-run", "--port", "1"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["scorer:", "gateway:"]
+    assert lines[1][lines[1].index("--http-port") + 1] == "1"
+
+
+def test_ready_line_says_where_what_and_how() -> None:
+    served = ServeConfig(served_model_name="m", methods=("ngram",), draft_device="cpu")
+    line = ready_line(
+        served,
+        {
+            "gateway": {"http": "http://h:1", "grpc": "h:2"},
+            "scorer": {"context": "2048", "cache": "32768"},
+        },
+    )
+    assert line == (
+        "ready http://h:1 grpc://h:2 model=m engine=native float32 on cpu, method=ngram on cpu, "
+        "context=2048 cache=32768 tokens"
+    )
+
+
+def test_threads_of_embedded_model_are_two_and_of_others_the_cores(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    other = services(config(checkpoint(tmp_path / "m")), "/run")[0]
+    assert value(services(config("embedded"), "/run")[0], "--threads") == "2"
+    assert value(other, "--threads") == str(cores if cores <= 4 else cores // 2)
