@@ -10,7 +10,7 @@ import sys
 from gateway.config import GatewayConfig
 from outrider.errors import ConfigError, refuse
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
-from outrider.rpc.runtime import run
+from outrider.rpc.runtime import importing, run
 from outrider.rpc.targets import parse_entries
 from outrider.signals import end_at_sigterm
 
@@ -34,8 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     # Imported late: a wrong flag is answered at once.
     end_at_sigterm()
     try:
-        from gateway.service import Gateway
-        from outrider.rpc.telemetry import configure
+        with importing():
+            from gateway.service import Gateway
+            from outrider.rpc.telemetry import configure
     except KeyboardInterrupt:  # they take a second; afterwards the loop has the signal
         return 130
     return run(

@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from outrider.rpc import runtime
 
         runtime.prepare_grpc()
-        from proposer_service.service import ProposerService
+        with runtime.importing():
+            from proposer_service.service import ProposerService
     except KeyboardInterrupt:  # it takes a second; afterwards the loop has the signal
         return 130
     return runtime.run("proposer", ProposerService(config), exit_with_parent=exit_with_parent)

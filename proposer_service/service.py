@@ -10,10 +10,11 @@ from functools import partial
 from typing import Final
 
 from outrider.device import device_id
+from outrider.drafting.building.config import ModelConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import Proposer
 from outrider.hello import make_hello
-from outrider.rpc.runtime import progress
+from outrider.rpc.runtime import importing, progress
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry, configure
@@ -129,4 +130,7 @@ class ProposerService:
 
 
 def _build(config: ProposerConfig) -> tuple[Proposer, str]:
+    if any(isinstance(method, ModelConfig) for method in config.methods):
+        with importing():  # torch, without which the other methods start
+            import outrider.engine.model.loader  # noqa: F401
     return build_proposer(config.methods, config.max_sessions, partial(progress, "proposer"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from outrider.rpc.runtime import importing
 from tests.support.services.up import alive
 from tests.support.waiting import wait_until
 
@@ -149,3 +151,11 @@ def test_runtime_when_orphaned_stops() -> None:
         child = int(first_line(process))
         process.kill()
     wait_until(lambda: not alive(child), 10, "the orphan to end")
+
+
+def test_importing_exempts_what_is_there_from_collections() -> None:
+    gc.unfreeze()
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 1000
