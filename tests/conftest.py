@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -15,6 +16,16 @@ settings.load_profile("outrider")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Torch reads it when it is imported. More threads would take each other's cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same for threads of services that tests start: idle ones sleep instead of spinning.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+gc.disable()  # modules stay, so that looking through them while they are imported frees nothing
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

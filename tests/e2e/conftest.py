@@ -23,10 +23,3 @@ def draft_model_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
     target, draft = pair
     with running("--model", target, "--draft-model", draft, "--seed", 11, *EVERY_ROUND) as up:
         yield up
-
-
-@pytest.fixture(scope="session")
-def ngram_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
-    """The stack with prompt lookup."""
-    with running("--model", pair[0], "--method", "ngram", *EVERY_ROUND) as up:
-        yield up

@@ -24,7 +24,7 @@ from tests.support.services.up import EVERY_ROUND, OUTRIDER, Up, complete, run_o
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 
 
 def heldout_prompts(count: int) -> list[str]:
@@ -48,7 +48,9 @@ def reference() -> tuple[Any, Any]:
 
 
 async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+    """Acceptance far below what the model card says: a broken draft, not a slow machine."""
     tokenizer, model = reference
+    rounds = accepted = 0
     for prompt in heldout_prompts(4):
         options = GenerateOptions(
             prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
@@ -64,6 +66,9 @@ async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, 
         )
         assert list(done.token_ids) == output[0, inputs["input_ids"].shape[1] :].tolist()
         assert done.aux.accepted > 0
+        accepted += done.aux.accepted
+        rounds += sum(done.aux.k_histogram[1:])
+    assert 1 + accepted / rounds > 2.0
 
 
 def test_penalties_and_logprobs_equal_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
@@ -92,19 +97,6 @@ def test_penalties_and_logprobs_equal_transformers(stack: Up, reference: tuple[A
     truth = raw.gather(1, tokens[:, None])[:, 0].tolist()
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(truth, abs=1e-3)
     assert answer.json()["aux_info"]["drafted"] > 0
-
-
-async def test_drafts_of_embedded_pair_are_mostly_accepted(stack: Up) -> None:
-    """Far below what the model card says: it notices a broken draft, not a slow machine."""
-    rounds = accepted = 0
-    for prompt in heldout_prompts(8):
-        options = GenerateOptions(
-            prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
-        )
-        aux = (await complete(stack.grpc, options, timeout_s=120)).aux
-        accepted += aux.accepted
-        rounds += sum(aux.k_histogram[1:])
-    assert 1 + accepted / rounds > 2.0
 
 
 async def test_seed_when_repeated_gives_same_text(stack: Up) -> None:
@@ -186,6 +178,8 @@ def test_what_the_readme_says_to_type_works(stack: Up) -> None:
 
 
 def test_demo_of_embedded_pair_shows_both_runs() -> None:
-    done = run_outrider("demo", "--max-tokens", 64, timeout_s=300)
+    done = run_outrider("demo", "--max-tokens", 32, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert "The text is identical" in done.stdout
+    for word in ("accepted", "recovered", "bonus", "tokens per second", "avg_tokens_per_iter"):
+        assert word in done.stdout

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
-from tests.support.services.up import Completion, Up, complete, until_idle
+from tests.support.services.up import (
+    Completion,
+    Up,
+    addresses,
+    complete,
+    service,
+    until_attached,
+    until_idle,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -23,9 +33,26 @@ SAMPLINGS = {
 }
 
 
-def _request(prompt: str, sampling: str, **changes: object) -> GenerateOptions:
+@pytest.fixture(scope="module")
+def stack(draft_model_stack: Up) -> Iterator[Up]:
+    """The stack with a second proposer, which looks up in prompts."""
+    scorer = draft_model_stack.scorer
+    flags = ("--scorer", scorer, "--method", "ngram", "--proposer-id", "proposer-ngram")
+    with service("proposer_service", *flags):
+        asyncio.run(until_attached(scorer, 60, "proposer-ngram"))
+        yield draft_model_stack
+
+
+def _request(
+    prompt: str, sampling: str, method: str = "draft_model", **changes: object
+) -> GenerateOptions:
     options = GenerateOptions(
-        prompt=prompt, max_tokens=40, ignore_eos=True, aux_info=True, **SAMPLINGS[sampling]
+        prompt=prompt,
+        max_tokens=40,
+        ignore_eos=True,
+        aux_info=True,
+        methods=(method,),
+        **SAMPLINGS[sampling],
     )
     return replace(options, **changes)
 
@@ -48,19 +75,20 @@ def check_account(done: Completion, k: int) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 async def test_text_for_every_number_of_draft_tokens_is_the_same(
-    method: str, sampling: str, request: pytest.FixtureRequest
+    stack: Up, method: str, sampling: str
 ) -> None:
-    stack: Up = request.getfixturevalue(f"{method}_stack")
     for prompt in (PROMPT, REPETITIVE):
         plain = await complete(
-            stack.grpc, _request(prompt, sampling, speculation=False), timeout_s=120
+            stack.grpc, _request(prompt, sampling, method, speculation=False), timeout_s=120
         )
         assert len(plain.token_ids) == 40
         assert set(plain.kinds) == {common_pb2.TOKEN_KIND_PLAIN}
         assert plain.aux.drafted == 0
         for k in range(9):
             done = await complete(
-                stack.grpc, _request(prompt, sampling, num_speculative_tokens=k), timeout_s=120
+                stack.grpc,
+                _request(prompt, sampling, method, num_speculative_tokens=k),
+                timeout_s=120,
             )
             assert (done.text, done.token_ids) == (plain.text, plain.token_ids), f"K = {k}"
             check_account(done, k)
@@ -68,9 +96,9 @@ async def test_text_for_every_number_of_draft_tokens_is_the_same(
                 assert (done.aux.drafted > 0) == (k > 0)
 
 
-async def test_tokens_of_many_prompts_have_every_kind(draft_model_stack: Up) -> None:
+async def test_tokens_of_many_prompts_have_every_kind(stack: Up) -> None:
     """Else the test above would compare nothing with nothing."""
-    done = await complete(draft_model_stack.grpc, _request(PROMPT, "greedy", max_tokens=120))
+    done = await complete(stack.grpc, _request(PROMPT, "greedy", max_tokens=120))
     assert {
         common_pb2.TOKEN_KIND_ACCEPTED,
         common_pb2.TOKEN_KIND_RECOVERED,
@@ -80,8 +108,9 @@ async def test_tokens_of_many_prompts_have_every_kind(draft_model_stack: Up) -> 
     assert done.aux.rounds < 120
 
 
-async def test_prompt_lookup_with_repetitions_is_accepted(ngram_stack: Up) -> None:
-    done = await complete(ngram_stack.grpc, _request(REPETITIVE * 4, "greedy", max_tokens=120))
+async def test_prompt_lookup_with_repetitions_is_accepted(stack: Up) -> None:
+    request = _request(REPETITIVE * 4, "greedy", "ngram", max_tokens=120)
+    done = await complete(stack.grpc, request)
     assert done.aux.drafted > 0
     assert list(done.aux.proposer_ids) == ["proposer-ngram"]
 
@@ -111,10 +140,14 @@ async def test_sixteen_requests_at_once_equal_each_alone(draft_model_stack: Up) 
     assert info.free_pages == info.total_pages
 
 
-async def test_request_without_seed_uses_the_flag(draft_model_stack: Up, ngram_stack: Up) -> None:
+async def test_request_without_seed_uses_the_flag(
+    draft_model_stack: Up, pair: tuple[Path, Path]
+) -> None:
     unseeded = _request(PROMPT, "seed-1", seed=None)
     seeded = _request(PROMPT, "seed-1", seed=11)
     texts = [(await complete(draft_model_stack.grpc, r)).text for r in (unseeded, seeded)]
     assert texts[0] == texts[1]
-    drawn = {(await complete(ngram_stack.grpc, unseeded)).text for _ in range(3)}
+    with service("gateway", "--scorer", draft_model_stack.scorer, "--model", pair[0]) as gateway:
+        address = addresses(gateway)["grpc"]
+        drawn = {(await complete(address, unseeded)).text for _ in range(3)}
     assert len(drawn) > 1  # no flag: a new seed each time

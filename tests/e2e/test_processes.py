@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
+from outrider.cli.client import GenerateOptions, why_not_attached
+from outrider.errors import ProposerRefusedError
 from tests.support.services.up import (
     OUTRIDER,
     Up,
@@ -164,26 +165,22 @@ def test_serve_with_draft_of_other_tokenizer_is_refused_at_once(pair: tuple[Path
     assert "--method ngram" in done.stderr.splitlines()[-1]
 
 
-def test_serve_with_draft_refused_by_scorer_ends_everything(
-    pair: tuple[Path, Path], tmp_path: Path
+async def test_serve_with_draft_refused_by_scorer_hears_why(
+    draft_model_stack: Up, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """What `serve` then does: test_cli_supervisor."""
     draft = shutil.copytree(pair[1], tmp_path / "draft")
     (draft / "tokenizer.json").unlink()
-    argv = ["serve", str(pair[0]), "--draft-model", str(draft), "--draft-device", "cpu"]
-    argv += ["--port", "0", "--grpc-port", "0"]
-    with subprocess.Popen(
-        [*OUTRIDER, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "refused this proposer" in line)
-        pids = children(process.pid)
-        output = process.communicate(timeout=60)
-    assert "tokenizer (none) is not the target's" in line
-    assert process.returncode == 2
-    assert "the scorer refused the proposer: the draft's tokenizer" in output[1].splitlines()[-1]
-    assert output[0] == "", "it was never ready"
-    assert len(pids) == 3
-    assert not any(map(alive, pids))
+    flags = ("--scorer", draft_model_stack.scorer, "--method", "draft_model", "--model", draft)
+    with service("proposer_service", *flags) as proposer:
+        address = addresses(proposer)["grpc"]
+
+        async def wait_for_proposer() -> None:
+            while await why_not_attached(address, timeout_s=10):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+        with pytest.raises(ProposerRefusedError, match=r"tokenizer \(none\) is not the target's"):
+            await asyncio.wait_for(wait_for_proposer(), 60)
 
 
 def test_help_of_every_command_loads_no_engine() -> None:
@@ -199,18 +196,6 @@ def test_help_of_every_command_loads_no_engine() -> None:
         done = run_outrider(name, "--help")
         assert done.returncode == 0
         assert "--host" in done.stdout
-
-
-def test_demo_on_tiny_pair_shows_both_runs(pair: tuple[Path, Path]) -> None:
-    done = run_outrider(
-        *("demo", "--model", pair[0], "--draft-model", pair[1]),
-        *("--prompt", "hello world ", "--max-tokens", 32),
-        timeout_s=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The text is identical" in done.stdout
-    for word in ("accepted", "recovered", "bonus", "tokens per second", "avg_tokens_per_iter"):
-        assert word in done.stdout
 
 
 def test_generate_against_stack_prints_text(draft_model_stack: Up) -> None:

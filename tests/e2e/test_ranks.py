@@ -17,7 +17,7 @@ from outrider.cli.ports import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from scorer_service.servicer import SERVICE_NAME
-from tests.support.services.up import addresses, service
+from tests.support.services.up import Up, addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -63,16 +63,17 @@ async def is_serving(address: str) -> bool:
 
 
 async def test_scorer_with_dead_rank_ends_and_request_goes_on_elsewhere(
-    pair: tuple[Path, Path],
+    pair: tuple[Path, Path], draft_model_stack: Up
 ) -> None:
     health_port = free_port()
+    one = draft_model_stack.services["scorer_service"]
     with ExitStack() as stack:
         ranks = stack.enter_context(two_ranks(pair[0], "--health-port", health_port))
-        one = stack.enter_context(service("scorer_service", "--model", pair[0], *FLAGS))
         shared = addresses(ranks[0])["grpc"]
         assert await is_serving(f"127.0.0.1:{health_port}")
-        whole = addresses(one)["grpc"]
-        one.send_signal(signal.SIGSTOP)  # so that the gateway begins with the ranks
+        whole = draft_model_stack.scorer
+        os.kill(one, signal.SIGSTOP)  # so that the gateway begins with the ranks
+        stack.callback(os.kill, one, signal.SIGCONT)
         gateway = stack.enter_context(
             service("gateway", "--scorer", f"{shared},{whole}", "--model", pair[0])
         )
@@ -88,7 +89,7 @@ async def test_scorer_with_dead_rank_ends_and_request_goes_on_elsewhere(
             async for response in stub.Generate(request, timeout=100):
                 responses.append(response)
                 if len(responses) == 10:
-                    one.send_signal(signal.SIGCONT)
+                    os.kill(one, signal.SIGCONT)
                     ranks[1].kill()
             expected = [r async for r in stub.Generate(request, timeout=100)]
         assert responses[-1].aux_info.retries == 1

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.services.up import addresses, service
+from tests.support.services.up import Up, addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 
 _PROMPT = "def fibonacci(n):"
-
-
-def busy(scorer: dict[str, str]) -> bool:
-    """Whether it has a request under way."""
-    metrics = httpx.get(scorer["metrics"]).text.splitlines()
-    values = [line for line in metrics if line.startswith("outrider:num_requests_running")]
-    return any(float(line.split()[-1]) > 0 for line in values)
 
 
 async def answer(
@@ -40,12 +34,16 @@ async def answer(
     return responses
 
 
-async def test_scorer_killed_mid_stream_changes_no_text(pair: tuple[Path, Path]) -> None:
+async def test_scorer_killed_mid_stream_changes_no_text(
+    pair: tuple[Path, Path], draft_model_stack: Up
+) -> None:
     flags = ("--model", pair[0], "--threads", 1, "--kv-cache-memory", 16)
+    other = draft_model_stack.services["scorer_service"]
     with ExitStack() as stack:
-        scorers = [stack.enter_context(service("scorer_service", *flags)) for _ in range(2)]
-        infos = [addresses(scorer) for scorer in scorers]
-        targets = ",".join(info["grpc"] for info in infos)
+        victim = stack.enter_context(service("scorer_service", *flags))
+        targets = f"{addresses(victim)['grpc']},{draft_model_stack.scorer}"
+        os.kill(other, signal.SIGSTOP)  # so that the gateway begins with the victim
+        stack.callback(os.kill, other, signal.SIGCONT)
         gateway = stack.enter_context(service("gateway", "--scorer", targets, "--model", pair[0]))
         grpc = addresses(gateway)["grpc"]
         # What counts the output so far must go on counting.
@@ -60,16 +58,13 @@ async def test_scorer_killed_mid_stream_changes_no_text(pair: tuple[Path, Path])
         )
         expected = await answer(grpc, request)
 
-        killed: list[int] = []
+        def kill_midway(num_tokens: int) -> None:
+            if num_tokens >= 10:
+                os.kill(other, signal.SIGCONT)
+                victim.kill()
 
-        def kill_the_busy_one(num_tokens: int) -> None:
-            if num_tokens >= 10 and not killed:
-                killed.extend(n for n, info in enumerate(infos) if busy(info))
-                assert len(killed) == 1
-                scorers[killed[0]].kill()
-
-        resumed = await answer(grpc, request, kill_the_busy_one)
-    assert killed
+        resumed = await answer(grpc, request, kill_midway)
+        assert victim.wait(10) == -signal.SIGKILL
     wanted, tokens = ([t for r in responses for t in r.tokens] for responses in (expected, resumed))
     assert [token.id for token in tokens] == [token.id for token in wanted]
     assert [token.text for token in tokens] == [token.text for token in wanted]

@@ -139,7 +139,7 @@ def texts(seed: int, *, behind: bool) -> tuple[list[dict[SessionKey, tuple[int, 
     return said, world.launched
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=24, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_async_drafts_launched_after_verify_equal_later_drafts(seed: int) -> None:
     after, _ = texts(seed, behind=False)
