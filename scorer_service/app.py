@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -277,18 +278,18 @@ def _warm_up(engine: Engine, config: EngineConfig) -> None:
     Verifying k draft tokens and processing k + 1 prompt tokens are the same forward.
     """
     longest = min(config.max_num_batched_tokens, config.max_model_len - 2)
-    for length in (*range(1, config.num_speculative_tokens + 2), longest):
-        for temperature in (0.0, 1.0):
-            engine.submit(
-                Request(
-                    session_id=0,  # the hub's begin at 1
-                    prompt_token_ids=(0,) * min(length, longest),
-                    sampling=SamplingParams(temperature=temperature),
-                    stop=StopParams(max_tokens=2, ignore_eos=True),
-                    speculation=SpeculationParams(enabled=False),
-                )
+    short = product(range(1, config.num_speculative_tokens + 2), (0.0, 1.0))
+    for length, temperature in (*short, (longest, 0.0)):  # only the last token is sampled
+        engine.submit(
+            Request(
+                session_id=0,  # the hub's begin at 1
+                prompt_token_ids=(0,) * min(length, longest),
+                sampling=SamplingParams(temperature=temperature),
+                stop=StopParams(max_tokens=2, ignore_eos=True),
+                speculation=SpeculationParams(enabled=False),
             )
-            while engine.snapshot().running or engine.snapshot().waiting:
-                events = engine.step()
-                if events is not None and events.failures:
-                    raise InternalError(f"warm-up failed: {events.failures[0].error}")
+        )
+        while engine.snapshot().running or engine.snapshot().waiting:
+            events = engine.step()
+            if events is not None and events.failures:
+                raise InternalError(f"warm-up failed: {events.failures[0].error}")
