@@ -20,7 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cli.client import GenerateOptions
 from outrider.models.resolve import resolve_model
-from tests.support.services.up import EVERY_ROUND, OUTRIDER, Up, complete, run_outrider, running
+from tests.support.services.up import (
+    EVERY_ROUND,
+    OUTRIDER,
+    Up,
+    complete,
+    complete_all,
+    run_outrider,
+    running,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,11 +59,12 @@ async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, 
     """Acceptance far below what the model card says: a broken draft, not a slow machine."""
     tokenizer, model = reference
     rounds = accepted = 0
-    for prompt in heldout_prompts(4):
-        options = GenerateOptions(
-            prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
-        )
-        done = await complete(stack.grpc, options, timeout_s=120)
+    options = GenerateOptions(
+        prompt="", max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
+    )
+    prompts = heldout_prompts(4)
+    answers = await complete_all(stack.grpc, *(replace(options, prompt=one) for one in prompts))
+    for prompt, done in zip(prompts, answers, strict=True):
         inputs = tokenizer(prompt, return_tensors="pt")
         output = model.generate(
             **inputs,
@@ -105,12 +114,8 @@ async def test_seed_when_repeated_gives_same_text(stack: Up) -> None:
         prompt=prompt, max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.95, seed=7, aux_info=True
     )
     plain = await complete(stack.grpc, replace(options, speculation=False), timeout_s=120)
-    for k in (1, 4, 8):
-        done = await complete(
-            stack.grpc,
-            replace(options, num_speculative_tokens=k),
-            timeout_s=120,
-        )
+    drafted = (replace(options, num_speculative_tokens=k) for k in (1, 4, 8))
+    for done in await complete_all(stack.grpc, *drafted):
         assert done.token_ids == plain.token_ids
 
 

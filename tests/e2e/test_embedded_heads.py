@@ -10,12 +10,12 @@ from importlib import resources
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.services.up import EVERY_ROUND, Up, complete, running
+from tests.support.services.up import EVERY_ROUND, Up, complete_all, running
 
 pytestmark = pytest.mark.timeout(400)
 
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
-NUM_TOKENS = 40
+NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp --in-process"])
@@ -32,21 +32,24 @@ async def test_embedded_head_when_drafting_keeps_text_and_is_accepted(
     method, up = stack
     file = resources.files("outrider.models") / "data" / "heldout_prompts.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines()
+    requests = [
+        GenerateOptions(
+            prompt=json.loads(line)["prompt"],
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            aux_info=True,
+            **sampling,
+        )
+        for line in lines[9:30:10]
+        for sampling in SAMPLINGS
+    ]
+    plain = await complete_all(up.grpc, *(replace(one, speculation=False) for one in requests))
+    drafted = await complete_all(up.grpc, *requests)
     accepted = rounds = 0
-    for line in lines[9:30:20]:
-        for sampling in SAMPLINGS:
-            options = GenerateOptions(
-                prompt=json.loads(line)["prompt"],
-                max_tokens=NUM_TOKENS,
-                ignore_eos=True,
-                aux_info=True,
-                **sampling,
-            )
-            drafted = await complete(up.grpc, options, timeout_s=120)
-            plain = await complete(up.grpc, replace(options, speculation=False), timeout_s=120)
-            assert len(plain.token_ids) == NUM_TOKENS
-            assert drafted.token_ids == plain.token_ids
-            assert [counts.method for counts in drafted.aux.by_method] == [method]
-            accepted += drafted.aux.accepted
-            rounds += sum(drafted.aux.k_histogram[1:])
+    for done, expected in zip(drafted, plain, strict=True):
+        assert len(expected.token_ids) == NUM_TOKENS
+        assert done.token_ids == expected.token_ids
+        assert [counts.method for counts in done.aux.by_method] == [method]
+        accepted += done.aux.accepted
+        rounds += sum(done.aux.k_histogram[1:])
     assert 1 + accepted / rounds > 1.5

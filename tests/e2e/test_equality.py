@@ -16,6 +16,7 @@ from tests.support.services.up import (
     Up,
     addresses,
     complete,
+    complete_all,
     service,
     until_attached,
     until_idle,
@@ -84,12 +85,8 @@ async def test_text_for_every_number_of_draft_tokens_is_the_same(
         assert len(plain.token_ids) == 40
         assert set(plain.kinds) == {common_pb2.TOKEN_KIND_PLAIN}
         assert plain.aux.drafted == 0
-        for k in range(9):
-            done = await complete(
-                stack.grpc,
-                _request(prompt, sampling, method, num_speculative_tokens=k),
-                timeout_s=120,
-            )
+        drafted = (_request(prompt, sampling, method, num_speculative_tokens=k) for k in range(9))
+        for k, done in enumerate(await complete_all(stack.grpc, *drafted)):
             assert (done.text, done.token_ids) == (plain.text, plain.token_ids), f"K = {k}"
             check_account(done, k)
             if method == "draft_model":  # prompt lookup may find nothing
@@ -130,9 +127,7 @@ async def test_sixteen_requests_at_once_equal_each_alone(draft_model_stack: Up) 
     ]
     requests += [replace(r, prompt=" " + r.prompt) for r in requests]
     alone = [await complete(draft_model_stack.grpc, r, timeout_s=120) for r in requests]
-    together = await asyncio.gather(
-        *(complete(draft_model_stack.grpc, r, timeout_s=200) for r in requests)
-    )
+    together = await complete_all(draft_model_stack.grpc, *requests)
     assert len(requests) == 16
     for one, other in zip(alone, together, strict=True):
         assert (one.text, one.token_ids) == (other.text, other.token_ids)

@@ -11,7 +11,7 @@ from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
 from tests.support.checkpoints.tiny_heads import save_eagle, save_eagle3
 from tests.support.checkpoints.tiny_pair import save_pair
-from tests.support.services.up import EVERY_ROUND, Up, complete, running
+from tests.support.services.up import EVERY_ROUND, Up, complete, complete_all, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -57,8 +57,8 @@ async def test_text_for_every_number_of_draft_tokens_is_the_same(stack: Up, samp
     plain = await complete(stack.grpc, request(speculation=False), timeout_s=120)
     assert set(plain.kinds) == {common_pb2.TOKEN_KIND_PLAIN}
     accepted = 0
-    for k in (1, 4, 8):
-        done = await complete(stack.grpc, request(num_speculative_tokens=k), timeout_s=120)
+    drafted = (request(num_speculative_tokens=k) for k in (1, 4, 8))
+    for k, done in zip((1, 4, 8), await complete_all(stack.grpc, *drafted), strict=True):
         assert (done.text, done.token_ids) == (plain.text, plain.token_ids), f"K = {k}"
         assert done.aux.drafted > 0
         accepted += done.aux.accepted

@@ -173,6 +173,11 @@ async def complete(
     )
 
 
+async def complete_all(address: str, *options: GenerateOptions) -> list[Completion]:
+    """Completions at once, which share the scorer's steps."""
+    return await asyncio.gather(*(complete(address, one, timeout_s=200) for one in options))
+
+
 async def scorer_info(address: str) -> scorer_pb2.GetScorerInfoResponse:
     """What a scorer says about itself."""
     async with open_channel(address) as channel:

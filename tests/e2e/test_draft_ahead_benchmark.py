@@ -1,0 +1,39 @@
+"""draft_ahead.py measures real processes, and keeps its results when vLLM cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_draft_ahead_when_vllm_fails_keeps_its_results(tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    flags = ["--modes", "ahead", "--round-trip-ms", "0", "0.5", "--temperature", "0"]
+    flags += ["--batch", "2", "--waves", "2", "--rounds", "1", "--max-tokens", "8"]
+    # This Python has no vLLM.
+    flags += ["--timeout", "120", "--max-prompt-tokens", "32", "--vllm", sys.executable]
+    command = [sys.executable, "-m", "benchmarks.draft_ahead", *flags, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.with_suffix(".json").read_text())
+    names = [f"ahead, RT {delay} ms, T = 0" for delay in ("0", "0.5")]
+    by_system = {each["system"]: each for each in found["results"]}
+    assert by_system.keys() == {
+        f"{prefix}{name}" for name in names for prefix in ("", "none beside ")
+    }
+    for name in names:
+        assert by_system[name]["concurrency"] == 2
+        assert by_system[name]["reference"] == f"none beside {name}"
+        assert by_system[name]["mean_acceptance_length"] >= 1.0
+        assert "hit_rate" in by_system[name]
+    direct, proxied, *failures = found["setup"]["notes"]
+    assert direct == f"{names[0]}, 2 at once: 4 of 4 texts equal."
+    assert "bytes to the scorer" in proxied
+    failed = [note.partition(":")[0] for note in failures]
+    assert failed == ["vLLM none failed", "vLLM draft_model failed"]
