@@ -1,12 +1,8 @@
-"""A rank of two, of which the leader takes longer to load than a call may take: as a program.
-
-`torchrun ... -m tests.support.models.slow_rank FOLDER`
-"""
+"""A rank of two, of which the leader takes longer to load than a call may take."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -44,9 +40,3 @@ def main(folder: str) -> None:
         group.stop()
     else:
         group.follow(model)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)
