@@ -11,12 +11,12 @@ from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.admission import Admission
-from gateway.config import GatewayConfig
+from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
+from gateway.pool import Pool
 from gateway.replay import Replayer, Round
-from gateway.scorers import ScorerPool
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
@@ -51,9 +51,9 @@ class Generator:
 
     def __init__(
         self,
-        config: GatewayConfig,
+        config: GeneratorConfig,
         tokenizer: Tokenizer,
-        pool: ScorerPool,
+        pool: Pool,
         telemetry: Telemetry,
     ) -> None:
         self.config = config

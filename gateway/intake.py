@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from gateway.config import GatewayConfig
-from gateway.scorers import ScorerPool
+from gateway.config import GeneratorConfig
+from gateway.pool import Pool
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class GenerationRequest(Settings):
 class Intake:
     """Checks and tokenises what clients send."""
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, pool: ScorerPool) -> None:
+    def __init__(self, config: GeneratorConfig, tokenizer: Tokenizer, pool: Pool) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._pool = pool

@@ -12,14 +12,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import grpc
 from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest
-from gateway.scorer import Scorer
-from gateway.scorers import ScorerPool
-from outrider.errors import CapacityError, OutriderError, UnavailableError
+from gateway.pool import Pool, ScorerClient
+from outrider.errors import CapacityError, UnavailableError
 from outrider.params import StopParams, TokenIds
 from outrider.rpc.codec import (
     FINISH_FROM_PROTO,
@@ -30,7 +28,6 @@ from outrider.rpc.codec import (
     speculation_to_proto,
     stop_to_proto,
 )
-from outrider.rpc.status import from_rpc_error, from_service
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, scorer_pb2
@@ -56,7 +53,7 @@ class Replayer:
 
     def __init__(
         self,
-        pool: ScorerPool,
+        pool: Pool,
         telemetry: Telemetry,
         resume_timeout_s: float,
         on_retry: Callable[[], None],
@@ -76,7 +73,7 @@ class Replayer:
         """
         committed: list[int] = []
         failures = 0
-        full: frozenset[Scorer] = frozenset()
+        full: frozenset[ScorerClient] = frozenset()
         give_up: float | None = None  # set by the first failure since the last token
         while True:
             patience = self._patience(deadline) if give_up is None else give_up
@@ -119,7 +116,7 @@ class Replayer:
 
     async def _segment(
         self,
-        scorer: Scorer,
+        scorer: ScorerClient,
         message: scorer_pb2.ScorerServiceGenerateRequest,
         account: Account,
         parent: Span,
@@ -138,8 +135,6 @@ class Replayer:
                         if response.HasField("aux_info"):
                             account.report(response.usage, response.aux_info)
                         yield round_
-            except grpc.aio.AioRpcError as error:
-                raise _scorer_error(error) from error
             finally:
                 account.end_segment()
 
@@ -190,15 +185,6 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
     )
-
-
-def _scorer_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    # Not the scorer's own words: a process that is killed can show as UNKNOWN, and where a proxy of
-    # a mesh resets the stream as INTERNAL.
-    broken = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-    if broken and not from_service(error):
-        return UnavailableError(error.details() or "the scorer vanished")
-    return from_rpc_error(error)
 
 
 def _now() -> float:
