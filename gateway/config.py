@@ -24,6 +24,8 @@ class GeneratorConfig:
     """How long a request whose scorer died waits for one to continue on."""
     default_max_tokens: int = 256
     """For requests that set none; less where the context ends sooner."""
+    ends_at_context: bool = False
+    """A request for more tokens than the context holds gets as many; otherwise it is refused."""
     seed: int | None = None
     """For requests that give none. None: a new one is drawn for each."""
 

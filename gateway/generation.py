@@ -30,6 +30,7 @@ class Ending:
     """What comes with a completion's last chunk."""
 
     reason: FinishReason
+    stop_string: str | None  # that ended it
     usage: common_pb2.Usage
     aux_info: common_pb2.AuxInfo
 
@@ -117,7 +118,7 @@ class Generator:
                 reason = FinishReason.STOP
             cost_s = time.perf_counter() - begun
             first_s = None if first_token is None else first_token - begun
-            ending = _ending(request, reason, output.released, account, cost_s)
+            ending = _ending(request, reason, output, account, cost_s)
             self._record(request, ending, span, cost_s, first_s)
             yield Chunk(tuple(tokens), ending)
 
@@ -159,18 +160,19 @@ def _new_tokens(
 def _ending(
     request: GenerationRequest,
     reason: FinishReason,
-    output_len: int,
+    output: OutputAssembler,
     account: Account,
     cost_s: float,
 ) -> Ending:
     return Ending(
         reason,
+        output.stop_string,
         common_pb2.Usage(
             prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=output_len,
+            completion_tokens=output.released,
             cached_prompt_tokens=account.cached_prompt_tokens,
         ),
-        account.close(output_len=output_len, cost_time_ms=cost_s * 1000),
+        account.close(output_len=output.released, cost_time_ms=cost_s * 1000),
     )
 
 

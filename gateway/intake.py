@@ -173,6 +173,8 @@ class Intake:
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
         room = self._pool.max_model_len - prompt_len
         wanted = limits.max_tokens
+        if wanted is not None and self._config.ends_at_context:
+            wanted = min(wanted, max(room, 1))
         if room < 1 or (wanted is not None and wanted > room):
             asked = "" if wanted is None else f" and {wanted} tokens of output were asked for"
             raise PromptTooLongError(

@@ -57,13 +57,17 @@ class OutputAssembler:
         self._min_tokens = min_tokens
         self._held: deque[_Held] = deque()
         self._seen = 0
-        self.stopped = False
+        self.stop_string: str | None = None  # that has appeared
         self.released = 0
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     def push(
         self, token_id: int, kind: TokenKind, logprobs: TokenLogprobs | None = None
     ) -> list[OutputToken]:
-        """Return the tokens that became certain; set `stopped` once a stop string has appeared."""
+        """Return the tokens that became certain; set `stop_string` once one has appeared."""
         assert not self.stopped
         self._seen += 1
         text = self._detokenizer.push(token_id)
@@ -106,11 +110,12 @@ class OutputAssembler:
         excess, spelled_excess = self._matcher.feed(text), self._spelled_matcher.feed(spelled)
         if excess is None and spelled_excess is None:
             return False
-        self.stopped = True
         if excess is not None:
+            self.stop_string = self._matcher.found
             self._drop(excess, lambda held: held.token.text)
         else:
             assert spelled_excess is not None
+            self.stop_string = self._spelled_matcher.found
             self._drop(spelled_excess, lambda held: held.spelled)
         return True
 

@@ -131,15 +131,18 @@ class ScorerCore:
 
     async def stop(self, timeout_s: float) -> None:
         """Stop the engine's thread, and what else the start has begun."""
-        worker = self._worker
-        if worker is not None:
-            # A model that is still loading cannot be interrupted; its thread is a daemon.
-            with contextlib.suppress(DeadlineError):
-                await asyncio.wrap_future(in_thread(lambda: worker.stop(timeout_s)))
+        await asyncio.wrap_future(in_thread(lambda: self.halt(timeout_s)))
         if self._group is not None:
             with contextlib.suppress(TimeoutError):  # a rank that hangs ends without us
                 stopped = asyncio.wrap_future(in_thread(self._group.stop))
                 await asyncio.wait_for(stopped, timeout_s)
+
+    def halt(self, timeout_s: float) -> None:
+        """Stop this process's own threads, on any thread."""
+        if self._worker is not None:
+            # A model that is still loading cannot be interrupted; its thread is a daemon.
+            with contextlib.suppress(DeadlineError):
+                self._worker.stop(timeout_s)
         if self._constraints is not None:
             self._constraints.close()
 

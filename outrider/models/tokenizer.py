@@ -89,6 +89,10 @@ class Tokenizer:
         ids: list[int] = batch[0].ids
         return ids
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's answer.
 
