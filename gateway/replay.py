@@ -179,7 +179,7 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
     finish = response.finish_reason
     return Round(
         token_ids=tuple(response.token_ids),
-        kinds=tuple(KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds),
+        kinds=tuple([KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds]),
         finish_reason=(
             None if finish == common_pb2.FINISH_REASON_UNSPECIFIED else FINISH_FROM_PROTO[finish]
         ),

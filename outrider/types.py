@@ -75,6 +75,8 @@ class TokenKind(enum.Enum):
     RECOVERED = "recovered"
     BONUS = "bonus"
 
+    __hash__ = object.__hash__  # members are looked up for every token, and Enum's is slow
+
 
 class MethodCounts(NamedTuple):
     """Draft tokens that one method contributed to a request."""

@@ -208,7 +208,7 @@ class _Call:
         response = scorer_pb2.ScorerServiceGenerateResponse()
         for commit in commits:
             response.token_ids.extend(commit.token_ids)
-            response.kinds.extend(codec.KIND_TO_PROTO[kind] for kind in commit.kinds)
+            response.kinds.extend([codec.KIND_TO_PROTO[kind] for kind in commit.kinds])
             response.logprobs.extend(map(codec.logprobs_to_proto, commit.logprobs))
         if self._first_token_s is None and response.token_ids:
             self._first_token_s = elapsed_s
