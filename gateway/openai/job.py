@@ -17,6 +17,7 @@ from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from gateway.openai.responses import Completion, Shaper
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
+from outrider.params import SamplingParams
 from outrider.rpc.telemetry import Metadata
 
 _WHOLE_INTERVAL: Final = 64
@@ -152,9 +153,13 @@ async def _work(
     n, per_prompt = body.num_choices()
     top_logprobs = body.wanted_logprobs()
     advice = await read_advice(body, intake)
+
+    def sampling() -> SamplingParams:
+        return body.sampling(intake.default_seed() if body.seed is None else 0)
+
     settings = Settings(
         operation=body.operation,
-        sampling=body.sampling(intake.default_seed()),
+        sampling=body.sampling(0),
         speculation=replace(body.speculation_params(), advice=advice),
         request_id=request_id,
         constraint=body.constraint()[0],
@@ -169,7 +174,7 @@ async def _work(
             token_ids,
             body.prompt_param,
             limits,
-            replace(settings, sampling=body.sampling(intake.default_seed())),
+            replace(settings, sampling=sampling()),
         )
         for token_ids in prompts
     ]
