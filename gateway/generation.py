@@ -30,7 +30,8 @@ class Ending:
     """What comes with a completion's last chunk."""
 
     reason: FinishReason
-    stop_string: str | None  # that ended it
+    stop: str | int | None
+    """The stop string, or else the stop token, that ended it."""
     usage: common_pb2.Usage
     aux_info: common_pb2.AuxInfo
 
@@ -96,6 +97,7 @@ class Generator:
             ) as span,
         ):
             reason: FinishReason | None = None
+            stop_token_id: int | None = None
             tokens: list[OutputToken] = []
             rounds = self._replayer.stream(request, account, span, deadline)
             async with aclosing(rounds):
@@ -108,6 +110,7 @@ class Generator:
                         if output.stopped:
                             break
                     reason = FinishReason.STOP if output.stopped else round_.finish_reason
+                    stop_token_id = round_.stop_token_id
                     if reason is not None:
                         break
                     if tokens:
@@ -116,9 +119,10 @@ class Generator:
             tokens += output.finish()
             if output.stopped:
                 reason = FinishReason.STOP
+            stop = output.stop_string if output.stopped else stop_token_id
             cost_s = time.perf_counter() - begun
             first_s = None if first_token is None else first_token - begun
-            ending = _ending(request, reason, output, account, cost_s)
+            ending = _ending(request, (reason, stop), output.released, account, cost_s)
             self._record(request, ending, span, cost_s, first_s)
             yield Chunk(tuple(tokens), ending)
 
@@ -159,20 +163,19 @@ def _new_tokens(
 
 def _ending(
     request: GenerationRequest,
-    reason: FinishReason,
-    output: OutputAssembler,
+    reason_and_stop: tuple[FinishReason, str | int | None],
+    output_len: int,
     account: Account,
     cost_s: float,
 ) -> Ending:
     return Ending(
-        reason,
-        output.stop_string,
+        *reason_and_stop,
         common_pb2.Usage(
             prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=output.released,
+            completion_tokens=output_len,
             cached_prompt_tokens=account.cached_prompt_tokens,
         ),
-        account.close(output_len=output.released, cost_time_ms=cost_s * 1000),
+        account.close(output_len=output_len, cost_time_ms=cost_s * 1000),
     )
 
 

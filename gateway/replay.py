@@ -46,6 +46,7 @@ class Round:
     kinds: tuple[TokenKind, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, or none
+    stop_token_id: int | None = None  # that ended the text, with the last
 
 
 class Replayer:
@@ -184,6 +185,7 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
             None if finish == common_pb2.FINISH_REASON_UNSPECIFIED else FINISH_FROM_PROTO[finish]
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
+        stop_token_id=response.stop_token_id if response.HasField("stop_token_id") else None,
     )
 
 

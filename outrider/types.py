@@ -139,6 +139,7 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None  # with finish_reason, or always if the request asks
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asks
+    stop_token_id: int | None = None  # that ended the request; it is no output
 
 
 @dataclass(frozen=True, slots=True)

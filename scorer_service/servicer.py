@@ -215,6 +215,8 @@ class _Call:
         last = commits[-1]
         if last.finish_reason is not None:
             response.finish_reason = codec.FINISH_TO_PROTO[last.finish_reason]
+        if last.stop_token_id is not None:
+            response.stop_token_id = last.stop_token_id
         if last.stats is not None:
             response.usage.CopyFrom(codec.usage(last.stats))
             response.aux_info.CopyFrom(

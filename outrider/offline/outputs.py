@@ -152,9 +152,14 @@ class Tracker:
             finish_reason=(
                 ending.reason.value if ending is not None else ABORTED if self._aborted else None
             ),
-            stop_reason=None if ending is None else ending.stop_string,
+            stop_reason=None if ending is None else self._stop_reason(ending),
             aux_info=None if ending is None else ending.aux_info,
         )
+
+    def _stop_reason(self, ending: Ending) -> str | int | None:
+        if isinstance(ending.stop, str) or ending.stop in self._job.work[0].stop.stop_token_ids:
+            return ending.stop
+        return None  # the model's own end
 
     def _logprobs(self, token: OutputToken) -> dict[int, Logprob]:
         assert token.logprobs is not None, "asked for with every token"

@@ -157,6 +157,15 @@ def test_stop_string_ends_the_text_and_is_named(llm: LLM) -> None:
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
 
 
+def test_stop_token_ends_the_text_and_is_named(llm: LLM) -> None:
+    whole = llm.generate("def fib(n):", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    stop = whole[5]
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=[stop, 3])
+    choice = llm.generate("def fib(n):", params, use_tqdm=False)[0].outputs[0]
+    assert choice.token_ids == whole[: whole.index(stop)]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
 def test_stream_joined_equals_whole(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, n=2, logprobs=0)
     whole = llm.generate(PROMPTS, params, use_tqdm=False)
