@@ -14,14 +14,14 @@ from gateway.admission import Admission
 from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
-from gateway.output import OutputAssembler, OutputToken
+from gateway.output import NewToken, OutputAssembler, OutputToken
 from gateway.pool import Pool
 from gateway.replay import Replayer, Round
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry
-from outrider.types import FinishReason, TokenKind, TokenLogprobs
+from outrider.types import FinishReason, TokenLogprobs
 from outrider.v1 import common_pb2
 
 
@@ -104,11 +104,7 @@ class Generator:
                 async for round_ in rounds:
                     if first_token is None and round_.token_ids:
                         first_token = time.perf_counter()
-                    tokens = []
-                    for token in _new_tokens(request, round_):
-                        tokens += output.push(*token)
-                        if output.stopped:
-                            break
+                    tokens = output.push(_new_tokens(request, round_))
                     reason = FinishReason.STOP if output.stopped else round_.finish_reason
                     stop_token_id = round_.stop_token_id
                     if reason is not None:
@@ -149,9 +145,7 @@ class Generator:
         self._metrics.completed(usage)
 
 
-def _new_tokens(
-    request: GenerationRequest, round_: Round
-) -> Iterator[tuple[int, TokenKind, TokenLogprobs | None]]:
+def _new_tokens(request: GenerationRequest, round_: Round) -> Iterator[NewToken]:
     """Return a round's tokens. Raises `InternalError` if requested logprobs are missing."""
     logprobs: Sequence[TokenLogprobs | None] = round_.logprobs
     if request.top_logprobs is None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.stop_strings import StopStringMatcher
 from outrider.models.detokenizer import Detokenizer
 from outrider.types import TokenKind, TokenLogprobs
+
+NewToken = tuple[int, TokenKind, TokenLogprobs | None]
+"""A token's id, its kind, and its logprobs if the request asks for them."""
 
 
 class OutputToken(NamedTuple):  # one per token: a frozen dataclass takes three times as long
@@ -65,26 +68,33 @@ class OutputAssembler:
     def stopped(self) -> bool:
         return self.stop_string is not None
 
-    def push(
-        self, token_id: int, kind: TokenKind, logprobs: TokenLogprobs | None = None
-    ) -> list[OutputToken]:
-        """Return the tokens that became certain; set `stop_string` once one has appeared."""
+    def push(self, tokens: Iterable[NewToken]) -> list[OutputToken]:
+        """Return the tokens that became certain.
+
+        Sets `stop_string` once one has appeared; the tokens behind it are left.
+        """
         assert not self.stopped
-        self._seen += 1
-        text = self._detokenizer.push(token_id)
-        complete = self._detokenizer.complete
-        if complete and not self._stops and not self._held:  # by far the most common case
-            self.released += 1
-            return [OutputToken(token_id, kind, text, logprobs)]
-        spelled = text or self._spell_special(token_id)
-        self._held.append(
-            _Held(OutputToken(token_id, kind, text, logprobs), spelled, unfinished=not complete)
-        )
-        if text:
-            self._share_out()
-        if self._match(text, spelled):
-            return self._release(len(self._held))
-        return self._release(self._certain()) if complete else []
+        released: list[OutputToken] = []
+        detokenizer, held = self._detokenizer, self._held
+        for token_id, kind, logprobs in tokens:
+            self._seen += 1
+            text = detokenizer.push(token_id)
+            complete = detokenizer.complete
+            token = OutputToken(token_id, kind, text, logprobs)
+            if complete and not self._stops and not held:  # by far the most common case
+                released.append(token)
+                continue
+            spelled = text or self._spell_special(token_id)
+            held.append(_Held(token, spelled, unfinished=not complete))
+            if text:
+                self._share_out()
+            if self._match(text, spelled):
+                released += self._release(len(held))
+                break
+            if complete:
+                released += self._release(self._certain())
+        self.released += len(released)
+        return released
 
     def finish(self) -> list[OutputToken]:
         """Return the tokens that are left when the scorer has ended the completion."""
@@ -95,7 +105,9 @@ class OutputAssembler:
             last.spelled += rest
             self._share_out()
             self._match(rest, rest)
-        return self._release(len(self._held))
+        tokens = self._release(len(self._held))
+        self.released += len(tokens)
+        return tokens
 
     def _share_out(self) -> None:
         """Give the text that was held back for several tokens to those it belongs to."""
@@ -104,7 +116,7 @@ class OutputAssembler:
         for held, text in zip(list(self._held)[-len(parts) :] if parts else (), parts, strict=True):
             if text is not None:
                 begun = not text
-                held.spelled, held.token = text, replace(held.token, text=text)
+                held.spelled, held.token = text, held.token._replace(text=text)
             held.unfinished = begun and held is not self._held[-1]
 
     def _match(self, text: str, spelled: str) -> bool:
@@ -152,5 +164,4 @@ class OutputAssembler:
         return certain
 
     def _release(self, count: int) -> list[OutputToken]:
-        self.released += count
         return [self._held.popleft().token for _ in range(count)]

@@ -35,6 +35,9 @@ from outrider.v1 import common_pb2, scorer_pb2
 _MAX_FAILURES = 4
 """Scorers in a row that may die under a request without adding a token: it might be the cause."""
 _FULL_RETRY_S = 0.1
+_STOP_STRING_INTERVAL = 8
+"""Tokens at a time at most where a stop string may end the text: those behind it are for nothing.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -154,6 +157,7 @@ def _continuation(
     request: GenerationRequest, committed: list[int]
 ) -> scorer_pb2.ScorerServiceGenerateRequest:
     done = len(committed)
+    most = _STOP_STRING_INTERVAL if request.stop_strings else request.stream_interval
     stop = StopParams(
         max_tokens=request.stop.max_tokens - done,
         stop_token_ids=request.stop.stop_token_ids,
@@ -171,8 +175,7 @@ def _continuation(
         top_logprobs=request.top_logprobs,
         num_resumed_tokens=done,
         tenant=request.tenant,
-        # Tokens decoded behind a stop string are thrown away, so each round is sent at once.
-        stream_interval=0 if request.stop_strings else request.stream_interval,
+        stream_interval=min(request.stream_interval, most),
     )
 
 

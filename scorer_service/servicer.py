@@ -205,11 +205,11 @@ class _Call:
     def response(self, commits: Sequence[Commit]) -> scorer_pb2.ScorerServiceGenerateResponse:
         """Return one message for `commits`, which are several if the client reads slowly."""
         elapsed_s = time.perf_counter() - self._started
-        response = scorer_pb2.ScorerServiceGenerateResponse()
-        for commit in commits:
-            response.token_ids.extend(commit.token_ids)
-            response.kinds.extend([codec.KIND_TO_PROTO[kind] for kind in commit.kinds])
-            response.logprobs.extend(map(codec.logprobs_to_proto, commit.logprobs))
+        response = scorer_pb2.ScorerServiceGenerateResponse(
+            token_ids=[token for commit in commits for token in commit.token_ids],
+            kinds=[codec.KIND_TO_PROTO[kind] for commit in commits for kind in commit.kinds],
+            logprobs=[codec.logprobs_to_proto(each) for c in commits for each in c.logprobs],
+        )
         if self._first_token_s is None and response.token_ids:
             self._first_token_s = elapsed_s
         last = commits[-1]

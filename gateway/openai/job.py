@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -20,8 +21,11 @@ from outrider.errors import InvalidRequestError, OutriderError
 from outrider.params import SamplingParams
 from outrider.rpc.telemetry import Metadata
 
-_WHOLE_INTERVAL: Final = 64
-"""Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies."""
+_WHOLE_INTERVALS: Final = range(33, 65)
+"""Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies.
+
+Requests that begin together get different numbers, so that not all are worked on in one step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ async def _work(
         # The best of several are known by their logprobs.
         top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
         tenant=tenant,
-        stream_interval=0 if body.stream else _WHOLE_INTERVAL,
+        stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
     )
     limits = body.limits()
     firsts = [  # without a seed, each prompt draws one of its own

@@ -25,7 +25,7 @@ class AsyncLLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, **arguments: Any) -> None:
         self._model = Model(model, tokenizer, arguments)
-        self._close = weakref.finalize(self, self._model.engine.close)
+        self._dispose = weakref.finalize(self, self._model.engine.dispose)
         self._runs: dict[str, Run] = {}
 
     async def generate(
@@ -74,7 +74,8 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End all requests, and give back threads and memory."""
-        self._close()
+        self._dispose.detach()
+        self._model.engine.close()
 
     async def __aenter__(self) -> Self:
         return self

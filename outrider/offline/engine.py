@@ -8,7 +8,7 @@ import gc
 import math
 import sys
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ from gateway.config import GeneratorConfig
 from gateway.generation import Generator
 from gateway.openai.job import collect, make_job, run_job
 from gateway.openai.requests import ChatRequest, Request
-from gateway.pool import ScorerClient
 from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.feed import Feed
+from outrider.offline.local_scorer import LocalPool
 from outrider.offline.outputs import Tracker
 from outrider.offline.params import RequestOutputKind
+from outrider.offline.places import Places
 from outrider.rpc.telemetry import configure
-from outrider.v1 import scorer_pb2
 from scorer_service.config import ScorerOptions
 from scorer_service.core import ScorerCore
-from scorer_service.servicer import ScorerServicer, Serving
+from scorer_service.servicer import ScorerServicer
 
 _SWITCH_S: Final = 0.0005
 """Time for which another thread may keep the engine's thread from taking up a result."""
@@ -92,14 +92,14 @@ class LocalEngine:
         self._options = options
         self._config = config
         self.tokenizer = tokenizer
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+        _switching.begin()
         self._loop = uvloop.new_event_loop()
         self._executor = ThreadPoolExecutor(2, "outrider-tokenizer")
         self._loop.set_default_executor(self._executor)
         self._telemetry = configure("outrider-llm")
         self._core = ScorerCore(options, self._telemetry)
         self._generator: Generator
+        self._watching: asyncio.Task[None] | None = None
         self._runs: set[Run] = set()
         self._closing = threading.Lock()
         self._closed = False
@@ -107,15 +107,13 @@ class LocalEngine:
             target=self._loop.run_forever, name="outrider-llm", daemon=True
         )
         self._thread.start()
+        starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+            starting.result()
         except BaseException:  # an interrupt, too
+            starting.cancel()
             self.close()
             raise
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def call(self, function: object, *args: object) -> None:
         """Call a function on the event loop."""
@@ -140,6 +138,13 @@ class LocalEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def dispose(self) -> None:
+        """Close without waiting on a thread that may be the engine's: for the garbage collector."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            threading.Thread(target=self.close).start()
+
     def close(self) -> None:
         """End all requests, and give back threads and memory."""
         with self._closing:
@@ -156,7 +161,7 @@ class LocalEngine:
             self._telemetry.shutdown()
             if not self._thread.is_alive():
                 self._loop.close()
-            sys.setswitchinterval(self._switch_s)
+            _switching.end()
             del self._core
             if hasattr(self, "_generator"):
                 del self._generator
@@ -175,11 +180,14 @@ class LocalEngine:
             )
         servicer = ScorerServicer(self._telemetry)
         servicer.begin(serving)
-        pool = _LocalPool(servicer, serving)
+        pool = LocalPool(servicer, serving)
         self._generator = Generator(self._config, self.tokenizer, pool, self._telemetry)
-        self._places = _Places(2 * self._options.max_num_seqs)
+        self._watching = asyncio.create_task(self._core.wait_failed())  # ends requests that hang
+        self._places = Places(2 * self._options.max_num_seqs)
 
     async def _stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for run in [*self._runs]:
             run.cancel()
         tasks = [run.task for run in self._runs if run.task is not None]
@@ -260,66 +268,26 @@ class LocalEngine:
             self._places.give_back(completions)
 
 
-class _Places:
-    """Bounds the completions that the engine knows, first come, first served."""
+class _Switching:
+    """Lets threads take over from each other sooner while any engine is open."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken = 0
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines = 0
+        self._before_s = 0.0
 
-    async def take(self, places: int) -> None:
-        """Wait until there is room; more than the limit take all of it."""
-        async with self._turn:
-            while self._taken and self._taken + places > self._limit:
-                self._freed.clear()
-                await self._freed.wait()
-            self._taken += places
+    def begin(self) -> None:
+        with self._lock:
+            if self._engines == 0:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
+            self._engines += 1
 
-    def give_back(self, places: int, _ended: object = None) -> None:
-        self._taken -= places
-        self._freed.set()
-
-
-class _LocalScorer:
-    """Implements `ScorerClient` within the process."""
-
-    target = "in-process"
-    serving = True
-    in_flight = 0
-
-    def __init__(self, servicer: ScorerServicer) -> None:
-        self._servicer = servicer
-
-    def generate(
-        self,
-        request: scorer_pb2.ScorerServiceGenerateRequest,
-        metadata: tuple[tuple[str, str], ...],
-        timeout_s: float,
-    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        return self._servicer.generate(request, metadata, timeout_s)
+    def end(self) -> None:
+        with self._lock:
+            self._engines -= 1
+            if self._engines == 0:
+                sys.setswitchinterval(self._before_s)
 
 
-class _LocalPool:
-    """Implements `Pool` with the scorer of this process."""
-
-    def __init__(self, servicer: ScorerServicer, serving: Serving) -> None:
-        self._worker = serving.worker
-        self.scorers: tuple[ScorerClient, ...] = (_LocalScorer(servicer),)
-        self.max_model_len = serving.served.max_model_len
-        self.vocab_size = serving.served.vocab_size
-
-    @property
-    def serving(self) -> tuple[ScorerClient, ...]:
-        return self.scorers if self._worker.running else ()
-
-    async def pick(
-        self, _prompt: Sequence[int], _excluded: frozenset[ScorerClient], _timeout_s: float
-    ) -> ScorerClient:
-        if not self._worker.running:
-            raise UnavailableError("The engine has broken down or stopped. Make another LLM.")
-        return self.scorers[0]
-
-    def mark_down(self, scorer: ScorerClient) -> None:
-        """Nothing else could take the request."""
+_switching = _Switching()

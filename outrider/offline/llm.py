@@ -95,7 +95,7 @@ class LLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, **arguments: Any) -> None:
         self._model = Model(model, tokenizer, arguments)
-        self._close = weakref.finalize(self, self._model.engine.close)
+        self._dispose = weakref.finalize(self, self._model.engine.dispose)
 
     def generate(
         self,
@@ -144,7 +144,8 @@ class LLM:
 
     def close(self) -> None:
         """End all requests, and give back threads and memory."""
-        self._close()
+        self._dispose.detach()
+        self._model.engine.close()
 
     def __enter__(self) -> Self:
         return self

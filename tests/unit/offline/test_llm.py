@@ -234,6 +234,20 @@ def test_closed_llm_leaves_no_thread_and_refuses_requests(pair: tuple[Path, Path
         llm.generate("x")
 
 
+def test_llm_that_is_forgotten_is_closed(
+    engine: list[ScorerOptions],
+    shared_engine: LocalEngine,
+    pair: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(shared_engine, "close", lambda: closed.append(True))
+    llm = LLM(str(pair[0]))
+    assert len(engine) == 1
+    del llm
+    assert closed == [True]
+
+
 def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no model folder"):
