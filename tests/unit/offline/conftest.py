@@ -56,7 +56,8 @@ def engine(
         return shared_engine
 
     monkeypatch.setattr(llm, "LocalEngine", load)
-    monkeypatch.setattr(shared_engine, "close", lambda: None)
+    for name in ("close", "dispose"):  # a model may be forgotten after its test
+        monkeypatch.setattr(shared_engine, name, lambda: None)
     yield asked
     assert_idle(shared_engine)
 

@@ -241,7 +241,7 @@ def test_llm_that_is_forgotten_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed: list[bool] = []
-    monkeypatch.setattr(shared_engine, "close", lambda: closed.append(True))
+    monkeypatch.setattr(shared_engine, "dispose", lambda: closed.append(True))
     llm = LLM(str(pair[0]))
     assert len(engine) == 1
     del llm
