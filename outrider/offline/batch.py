@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gateway.config import GeneratorConfig
 from gateway.openai.errors import error_body, error_response, public_error
@@ -23,9 +23,9 @@ from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
-from outrider.offline.arguments import Arguments, scorer_options
-from outrider.offline.engine import LocalEngine
-from outrider.offline.llm import Bar
+
+if TYPE_CHECKING:
+    from outrider.offline.engine import LocalEngine
 
 _KINDS: Final[dict[str, type[Request]]] = {
     "/v1/completions": CompletionRequest,
@@ -142,6 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    # Imported here: a wrong flag is answered at once.
+    from outrider.offline.arguments import Arguments, scorer_options
+    from outrider.offline.engine import LocalEngine
+    from outrider.offline.llm import Bar
+
     with open(args.input, encoding="utf-8") as source:
         total = sum(1 for line in source if line.strip())
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from outrider.errors import OutriderError
-from outrider.offline import batch
+from outrider.offline import engine
 from outrider.offline.batch import main, read_line, run_batch
 from outrider.offline.engine import LocalEngine
 
@@ -88,7 +88,7 @@ def test_batch_command_writes_an_answer_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(batch, "LocalEngine", lambda *_: shared_engine)
+    monkeypatch.setattr(engine, "LocalEngine", lambda *_: shared_engine)
     monkeypatch.setattr(shared_engine, "close", lambda: None)
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text(f"{COMPLETION}\n{CHAT}\n")
