@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from outrider.errors import ConfigError
-from outrider.models.files import read_json
+from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
 from outrider.offline.speculation import read_speculation
 from outrider.rpc import runtime
@@ -159,10 +159,7 @@ def _dtype(given: Arguments, *, on_gpu: bool) -> str:
     if name == "auto":
         name = "float32"
         if on_gpu:
-            folder = resolve_model(given.model, "target", tokenizer_only=True)
-            config = read_json(folder / "config.json")
-            stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-            name = str(stored).removeprefix("torch.")
+            name = stored_dtype(resolve_model(given.model, "target", tokenizer_only=True))
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype={name!r} must be auto, float32, bfloat16 or float16.")
     return name

@@ -172,10 +172,11 @@ class LocalEngine:
     # On the event loop:
 
     async def _start(self) -> None:
+        await self._core.check()
         serving = await self._core.start(None)
-        if serving.served.vocab_size < self.tokenizer.vocab_size:
+        if serving.served.vocab_size < self.tokenizer.needed_vocab_size:
             raise ConfigError(
-                f"The tokenizer has {self.tokenizer.vocab_size} tokens, the model knows "
+                f"The tokenizer has {self.tokenizer.needed_vocab_size} tokens, the model knows "
                 f"{serving.served.vocab_size}: give the model's own tokenizer."
             )
         servicer = ScorerServicer(self._telemetry)

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from outrider.drafting.building.config import CONFIGS, MethodConfig
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
-from outrider.models.files import read_json
+from outrider.models.facts import drafting_method
 from outrider.models.resolve import resolve_model
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from scorer_service.drafting.in_process_flags import take_words
@@ -77,15 +77,7 @@ def _method(name: str, draft: str) -> str:
 def _kind_of(draft: str) -> str:
     if not draft:
         raise _error("give a method, such as ngram, or a model that drafts")
-    config = read_json(resolve_model(draft, "draft", tokenizer_only=True) / "config.json")
-    told = " ".join([str(config.get("model_type")), *map(str, config.get("architectures") or ())])
-    for method in ("mlp_speculator", "medusa", "eagle3", "eagle"):
-        if method.replace("_", "") in told.replace("_", "").lower():
-            return method
-    named = draft.rpartition("/")[2].lower()
-    return next(
-        (method for method in ("eagle3", "eagle") if named.startswith(method)), "draft_model"
-    )
+    return drafting_method(draft, resolve_model(draft, "draft", tokenizer_only=True))
 
 
 def _error(message: str) -> ConfigError:
