@@ -36,20 +36,28 @@ class Account:
 
     def observe(self, kinds: Sequence[TokenKind]) -> None:
         """One message of the scorer, with the kinds of its tokens: one round or several."""
-        position = 0
+        position = rounds = drafted = 0
+        accepted_per_pos: list[int] = []
         for kind in kinds:
-            accepted = kind is TokenKind.ACCEPTED
-            self._positions.append(position if accepted else -1)
-            if position == 0:
-                self._seen.rounds += 1
-                self._seen.iter_count += 1
-            if accepted:
-                if position == len(self._seen.accepted_per_pos):
-                    self._seen.accepted_per_pos.append(0)
-                self._seen.accepted_per_pos[position] += 1
-                self._seen.accepted += 1
-            self._seen.drafted += accepted or kind is TokenKind.RECOVERED
-            position = position + 1 if accepted else 0  # any other kind ends a round
+            rounds += position == 0
+            if kind is TokenKind.ACCEPTED:
+                self._positions.append(position)
+                if position == len(accepted_per_pos):
+                    accepted_per_pos.append(0)
+                accepted_per_pos[position] += 1
+                drafted += 1
+                position += 1
+            else:  # ends a round
+                self._positions.append(-1)
+                drafted += kind is TokenKind.RECOVERED
+                position = 0
+        seen = self._seen
+        seen.rounds += rounds
+        seen.iter_count += rounds
+        seen.drafted += drafted
+        if accepted_per_pos:
+            seen.accepted += sum(accepted_per_pos)
+            _add_elementwise(seen.accepted_per_pos, accepted_per_pos)
 
     def report(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
         """Take over the scorer's latest account of this segment."""

@@ -10,16 +10,34 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorConfig:
+    """What holds for requests from wherever they come."""
+
+    served_model_name: str = "default"
+    """The name clients ask for."""
+    max_in_flight: int = 256
+    """Completions at once; more are refused with CapacityError."""
+    request_timeout_s: float = 600.0
+    """Every request has its answer, or a DeadlineError, within this time."""
+    resume_timeout_s: float = 15.0
+    """How long a request whose scorer died waits for one to continue on."""
+    default_max_tokens: int = 256
+    """For requests that set none; less where the context ends sooner."""
+    ends_at_context: bool = False
+    """A request for more tokens than the context holds gets as many; otherwise it is refused."""
+    seed: int | None = None
+    """For requests that give none. None: a new one is drawn for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(GeneratorConfig):
     """Raises `ConfigError` for values that cannot work."""
 
     scorers: tuple[str, ...]
     """What `--scorer` lists: addresses and names of scorers, all serving the same model."""
     model: str | None = None
     """Where the tokenizer comes from: "embedded" (None), a folder or a Hugging Face id."""
-    served_model_name: str = "default"
-    """The name clients ask for."""
     host: str = "127.0.0.1"
     http_port: int = 0
     grpc_port: int = 0
@@ -30,19 +48,9 @@ class GatewayConfig:
     """One key per line. None: anyone may ask."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API from a browser; "*": any. None by default."""
-    max_in_flight: int = 256
-    """Completions at once; more are refused with CapacityError."""
     max_body_bytes: int = 8 * 2**20
-    request_timeout_s: float = 600.0
-    """Every request has its answer, or a DeadlineError, within this time."""
-    resume_timeout_s: float = 15.0
-    """How long a request whose scorer died waits for one to continue on."""
     start_timeout_s: float = 120.0
     """How long the start waits for the first scorer to serve."""
-    default_max_tokens: int = 256
-    """For requests that set none; less where the context ends sooner."""
-    seed: int | None = None
-    """For requests that give none. None: a new one is drawn for each."""
     dns_refresh_s: float = DNS_REFRESH_S
     """How often the names among `scorers` are looked up."""
     deployment: Deployment = field(default_factory=Deployment)

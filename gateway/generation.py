@@ -11,17 +11,17 @@ from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.admission import Admission
-from gateway.config import GatewayConfig
+from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
-from gateway.output import OutputAssembler, OutputToken
+from gateway.output import NewToken, OutputAssembler, OutputToken
+from gateway.pool import Pool
 from gateway.replay import Replayer, Round
-from gateway.scorers import ScorerPool
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry
-from outrider.types import FinishReason, TokenKind, TokenLogprobs
+from outrider.types import FinishReason, TokenLogprobs
 from outrider.v1 import common_pb2
 
 
@@ -30,6 +30,8 @@ class Ending:
     """What comes with a completion's last chunk."""
 
     reason: FinishReason
+    stop: str | int | None
+    """The stop string, or else the stop token, that ended it."""
     usage: common_pb2.Usage
     aux_info: common_pb2.AuxInfo
 
@@ -51,9 +53,9 @@ class Generator:
 
     def __init__(
         self,
-        config: GatewayConfig,
+        config: GeneratorConfig,
         tokenizer: Tokenizer,
-        pool: ScorerPool,
+        pool: Pool,
         telemetry: Telemetry,
     ) -> None:
         self.config = config
@@ -95,18 +97,16 @@ class Generator:
             ) as span,
         ):
             reason: FinishReason | None = None
+            stop_token_id: int | None = None
             tokens: list[OutputToken] = []
             rounds = self._replayer.stream(request, account, span, deadline)
             async with aclosing(rounds):
                 async for round_ in rounds:
                     if first_token is None and round_.token_ids:
                         first_token = time.perf_counter()
-                    tokens = []
-                    for token in _new_tokens(request, round_):
-                        tokens += output.push(*token)
-                        if output.stopped:
-                            break
+                    tokens = output.push(_new_tokens(request, round_))
                     reason = FinishReason.STOP if output.stopped else round_.finish_reason
+                    stop_token_id = round_.stop_token_id
                     if reason is not None:
                         break
                     if tokens:
@@ -115,9 +115,10 @@ class Generator:
             tokens += output.finish()
             if output.stopped:
                 reason = FinishReason.STOP
+            stop = output.stop_string if output.stopped else stop_token_id
             cost_s = time.perf_counter() - begun
             first_s = None if first_token is None else first_token - begun
-            ending = _ending(request, reason, output.released, account, cost_s)
+            ending = _ending(request, (reason, stop), output.released, account, cost_s)
             self._record(request, ending, span, cost_s, first_s)
             yield Chunk(tuple(tokens), ending)
 
@@ -144,9 +145,7 @@ class Generator:
         self._metrics.completed(usage)
 
 
-def _new_tokens(
-    request: GenerationRequest, round_: Round
-) -> Iterator[tuple[int, TokenKind, TokenLogprobs | None]]:
+def _new_tokens(request: GenerationRequest, round_: Round) -> Iterator[NewToken]:
     """Return a round's tokens. Raises `InternalError` if requested logprobs are missing."""
     logprobs: Sequence[TokenLogprobs | None] = round_.logprobs
     if request.top_logprobs is None:
@@ -158,13 +157,13 @@ def _new_tokens(
 
 def _ending(
     request: GenerationRequest,
-    reason: FinishReason,
+    reason_and_stop: tuple[FinishReason, str | int | None],
     output_len: int,
     account: Account,
     cost_s: float,
 ) -> Ending:
     return Ending(
-        reason,
+        *reason_and_stop,
         common_pb2.Usage(
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=output_len,

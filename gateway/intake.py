@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from gateway.config import GatewayConfig
-from gateway.scorers import ScorerPool
+from gateway.config import GeneratorConfig
+from gateway.pool import Pool
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class GenerationRequest(Settings):
 class Intake:
     """Checks and tokenises what clients send."""
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, pool: ScorerPool) -> None:
+    def __init__(self, config: GeneratorConfig, tokenizer: Tokenizer, pool: Pool) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._pool = pool
@@ -173,6 +173,8 @@ class Intake:
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
         room = self._pool.max_model_len - prompt_len
         wanted = limits.max_tokens
+        if wanted is not None and self._config.ends_at_context:
+            wanted = min(wanted, max(room, 1))
         if room < 1 or (wanted is not None and wanted > room):
             asked = "" if wanted is None else f" and {wanted} tokens of output were asked for"
             raise PromptTooLongError(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.stop_strings import StopStringMatcher
 from outrider.models.detokenizer import Detokenizer
 from outrider.types import TokenKind, TokenLogprobs
 
+NewToken = tuple[int, TokenKind, TokenLogprobs | None]
+"""A token's id, its kind, and its logprobs if the request asks for them."""
 
-@dataclass(frozen=True, slots=True)
-class OutputToken:
+
+class OutputToken(NamedTuple):  # one per token: a frozen dataclass takes three times as long
     """A token of the completion and what it adds to the text."""
 
     id: int
@@ -54,40 +57,57 @@ class OutputAssembler:
         self._matcher = StopStringMatcher(stop_strings)
         self._spelled_matcher = StopStringMatcher(spelled_stops)
         self._spell_special = spell_special
+        self._stops = bool(stop_strings or spelled_stops)
         self._min_tokens = min_tokens
         self._held: deque[_Held] = deque()
         self._seen = 0
-        self.stopped = False
+        self.stop_string: str | None = None  # that has appeared
         self.released = 0
 
-    def push(
-        self, token_id: int, kind: TokenKind, logprobs: TokenLogprobs | None = None
-    ) -> list[OutputToken]:
-        """Return the tokens that became certain; set `stopped` once a stop string has appeared."""
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
+
+    def push(self, tokens: Iterable[NewToken]) -> list[OutputToken]:
+        """Return the tokens that became certain.
+
+        Sets `stop_string` once one has appeared; the tokens behind it are left.
+        """
         assert not self.stopped
-        self._seen += 1
-        text = self._detokenizer.push(token_id)
-        complete = self._detokenizer.complete
-        spelled = text or self._spell_special(token_id)
-        self._held.append(
-            _Held(OutputToken(token_id, kind, text, logprobs), spelled, unfinished=not complete)
-        )
-        if text:
-            self._share_out()
-        if self._match(text, spelled):
-            return self._release(len(self._held))
-        return self._release(self._certain()) if complete else []
+        released: list[OutputToken] = []
+        detokenizer, held = self._detokenizer, self._held
+        for token_id, kind, logprobs in tokens:
+            self._seen += 1
+            text = detokenizer.push(token_id)
+            complete = detokenizer.complete
+            token = OutputToken(token_id, kind, text, logprobs)
+            if complete and not self._stops and not held:  # by far the most common case
+                released.append(token)
+                continue
+            spelled = text or self._spell_special(token_id)
+            held.append(_Held(token, spelled, unfinished=not complete))
+            if text:
+                self._share_out()
+            if self._match(text, spelled):
+                released += self._release(len(held))
+                break
+            if complete:
+                released += self._release(self._certain())
+        self.released += len(released)
+        return released
 
     def finish(self) -> list[OutputToken]:
         """Return the tokens that are left when the scorer has ended the completion."""
         rest = "" if self.stopped else self._detokenizer.flush()
         if rest:  # an incomplete character kept its token here
             last = self._held[-1]
-            last.token = replace(last.token, text=last.token.text + rest)
+            last.token = last.token._replace(text=last.token.text + rest)
             last.spelled += rest
             self._share_out()
             self._match(rest, rest)
-        return self._release(len(self._held))
+        tokens = self._release(len(self._held))
+        self.released += len(tokens)
+        return tokens
 
     def _share_out(self) -> None:
         """Give the text that was held back for several tokens to those it belongs to."""
@@ -96,7 +116,7 @@ class OutputAssembler:
         for held, text in zip(list(self._held)[-len(parts) :] if parts else (), parts, strict=True):
             if text is not None:
                 begun = not text
-                held.spelled, held.token = text, replace(held.token, text=text)
+                held.spelled, held.token = text, held.token._replace(text=text)
             held.unfinished = begun and held is not self._held[-1]
 
     def _match(self, text: str, spelled: str) -> bool:
@@ -106,11 +126,12 @@ class OutputAssembler:
         excess, spelled_excess = self._matcher.feed(text), self._spelled_matcher.feed(spelled)
         if excess is None and spelled_excess is None:
             return False
-        self.stopped = True
         if excess is not None:
+            self.stop_string = self._matcher.found
             self._drop(excess, lambda held: held.token.text)
         else:
             assert spelled_excess is not None
+            self.stop_string = self._spelled_matcher.found
             self._drop(spelled_excess, lambda held: held.spelled)
         return True
 
@@ -121,7 +142,7 @@ class OutputAssembler:
             length = len(text_of(last))
             if length > excess:  # its text begins before the match: it stays
                 text = last.token.text
-                last.token = replace(last.token, text=text[: max(0, len(text) - excess)])
+                last.token = last.token._replace(text=text[: max(0, len(text) - excess)])
                 return
             excess -= length
             self._held.pop()
@@ -143,5 +164,4 @@ class OutputAssembler:
         return certain
 
     def _release(self, count: int) -> list[OutputToken]:
-        self.released += count
         return [self._held.popleft().token for _ in range(count)]

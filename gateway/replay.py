@@ -12,14 +12,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import grpc
 from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest
-from gateway.scorer import Scorer
-from gateway.scorers import ScorerPool
-from outrider.errors import CapacityError, OutriderError, UnavailableError
+from gateway.pool import Pool, ScorerClient
+from outrider.errors import CapacityError, UnavailableError
 from outrider.params import StopParams, TokenIds
 from outrider.rpc.codec import (
     FINISH_FROM_PROTO,
@@ -30,7 +28,6 @@ from outrider.rpc.codec import (
     speculation_to_proto,
     stop_to_proto,
 )
-from outrider.rpc.status import from_rpc_error, from_service
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, scorer_pb2
@@ -38,6 +35,9 @@ from outrider.v1 import common_pb2, scorer_pb2
 _MAX_FAILURES = 4
 """Scorers in a row that may die under a request without adding a token: it might be the cause."""
 _FULL_RETRY_S = 0.1
+_STOP_STRING_INTERVAL = 8
+"""Tokens at a time at most where a stop string may end the text: those behind it are for nothing.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +49,7 @@ class Round:
     kinds: tuple[TokenKind, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, or none
+    stop_token_id: int | None = None  # that ended the text, with the last
 
 
 class Replayer:
@@ -56,7 +57,7 @@ class Replayer:
 
     def __init__(
         self,
-        pool: ScorerPool,
+        pool: Pool,
         telemetry: Telemetry,
         resume_timeout_s: float,
         on_retry: Callable[[], None],
@@ -76,7 +77,7 @@ class Replayer:
         """
         committed: list[int] = []
         failures = 0
-        full: frozenset[Scorer] = frozenset()
+        full: frozenset[ScorerClient] = frozenset()
         give_up: float | None = None  # set by the first failure since the last token
         while True:
             patience = self._patience(deadline) if give_up is None else give_up
@@ -119,7 +120,7 @@ class Replayer:
 
     async def _segment(
         self,
-        scorer: Scorer,
+        scorer: ScorerClient,
         message: scorer_pb2.ScorerServiceGenerateRequest,
         account: Account,
         parent: Span,
@@ -138,8 +139,6 @@ class Replayer:
                         if response.HasField("aux_info"):
                             account.report(response.usage, response.aux_info)
                         yield round_
-            except grpc.aio.AioRpcError as error:
-                raise _scorer_error(error) from error
             finally:
                 account.end_segment()
 
@@ -158,6 +157,7 @@ def _continuation(
     request: GenerationRequest, committed: list[int]
 ) -> scorer_pb2.ScorerServiceGenerateRequest:
     done = len(committed)
+    most = _STOP_STRING_INTERVAL if request.stop_strings else request.stream_interval
     stop = StopParams(
         max_tokens=request.stop.max_tokens - done,
         stop_token_ids=request.stop.stop_token_ids,
@@ -175,8 +175,7 @@ def _continuation(
         top_logprobs=request.top_logprobs,
         num_resumed_tokens=done,
         tenant=request.tenant,
-        # Tokens decoded behind a stop string are thrown away, so each round is sent at once.
-        stream_interval=0 if request.stop_strings else request.stream_interval,
+        stream_interval=min(request.stream_interval, most),
     )
 
 
@@ -184,21 +183,13 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
     finish = response.finish_reason
     return Round(
         token_ids=tuple(response.token_ids),
-        kinds=tuple(KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds),
+        kinds=tuple([KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds]),
         finish_reason=(
             None if finish == common_pb2.FINISH_REASON_UNSPECIFIED else FINISH_FROM_PROTO[finish]
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
+        stop_token_id=response.stop_token_id if response.HasField("stop_token_id") else None,
     )
-
-
-def _scorer_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    # Not the scorer's own words: a process that is killed can show as UNKNOWN, and where a proxy of
-    # a mesh resets the stream as INTERNAL.
-    broken = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-    if broken and not from_service(error):
-        return UnavailableError(error.details() or "the scorer vanished")
-    return from_rpc_error(error)
 
 
 def _now() -> float:

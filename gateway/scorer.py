@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import TlsFiles
-from outrider.rpc.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error, from_service
 from outrider.rpc.targets import Target
 from outrider.rpc.tls import Stamp, stamp
 from outrider.v1 import scorer_pb2, scorer_pb2_grpc
@@ -46,12 +46,17 @@ class Scorer:
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
     ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        """Yield the scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
+        """Yield the scorer's answer; closing the iterator cancels the RPC.
+
+        Raises `OutriderError`s.
+        """
         call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
         self.in_flight += 1
         try:
             async for response in call:
                 yield response
+        except grpc.aio.AioRpcError as error:
+            raise _generate_error(error) from error
         finally:
             self.in_flight -= 1
             call.cancel()
@@ -115,3 +120,12 @@ class Scorer:
         task = asyncio.create_task(former.close(CLOSE_GRACE_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _generate_error(error: grpc.aio.AioRpcError) -> OutriderError:
+    # Not the scorer's own words: a process that is killed can show as UNKNOWN, and where a proxy of
+    # a mesh resets the stream as INTERNAL.
+    broken = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    if broken and not from_service(error):
+        return UnavailableError(error.details() or "the scorer vanished")
+    return from_rpc_error(error)

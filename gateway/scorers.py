@@ -8,6 +8,7 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 
+from gateway.pool import ScorerClient
 from gateway.scorer import CLOSE_GRACE_S, Scorer
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.rpc.deployment import TlsFiles
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ScorerPool:
-    """Follows `targets`, watches the scorers there and chooses among those that serve.
+    """Implements `Pool`: follows `targets`, watches the scorers there and chooses among them.
 
     `check` raises `ConfigError` for a scorer whose info does not fit this gateway; such a scorer
     is never used, and it fails the start.
@@ -91,7 +92,10 @@ class ScorerPool:
         return min(known, default=self._last_info.vocab_size)
 
     async def pick(
-        self, prompt_token_ids: Sequence[int], excluded: frozenset[Scorer], timeout_s: float
+        self,
+        prompt_token_ids: Sequence[int],
+        excluded: frozenset[ScorerClient],
+        timeout_s: float,
     ) -> Scorer:
         """Choose the scorer for a prompt, waiting at most `timeout_s` until one serves.
 
@@ -109,7 +113,7 @@ class ScorerPool:
         idle_enough = [scorer for scorer in candidates if scorer.in_flight <= most]
         return min(idle_enough, key=lambda scorer: _rendezvous(scorer.target, page))
 
-    def mark_down(self, scorer: Scorer) -> None:
+    def mark_down(self, scorer: ScorerClient) -> None:
         """Send no requests to a scorer that one could not reach, until a probe succeeds."""
         self._set_serving(scorer, False)
 
@@ -176,7 +180,7 @@ class ScorerPool:
         self._misfits[address] = error
         self._notify()
 
-    def _set_serving(self, scorer: Scorer, serving: bool) -> None:
+    def _set_serving(self, scorer: ScorerClient, serving: bool) -> None:
         if scorer.serving == serving:
             return
         _log.info("scorer %s is %s", scorer.target, "serving" if serving else "not serving")

@@ -81,7 +81,7 @@ class Gateway:
 
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(generator, api_keys),
+                create_app(generator, config, api_keys),
                 http=PatientProtocol,
                 log_config=None,
                 log_level="warning",

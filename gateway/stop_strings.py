@@ -16,6 +16,7 @@ class StopStringMatcher:
     def __init__(self, stop_strings: Sequence[str]) -> None:
         assert all(stop_strings), "an empty stop string matches everywhere"
         self._automata = [_Automaton(stop) for stop in stop_strings]
+        self.found: str | None = None
 
     def feed(self, piece: str) -> int | None:
         """Return how many characters before the end of what was fed so far a match begins.
@@ -28,6 +29,9 @@ class StopStringMatcher:
         for position, char in enumerate(piece):
             matched = max([automaton.step(char) for automaton in self._automata])
             if matched:
+                self.found = next(
+                    a.pattern for a in self._automata if a.state == matched == len(a.pattern)
+                )
                 return matched + len(piece) - position - 1
         return None
 
@@ -40,16 +44,16 @@ class StopStringMatcher:
 class _Automaton:
     def __init__(self, pattern: str) -> None:
         self.state = 0  # how much of the pattern the text ends with
-        self._pattern = pattern
+        self.pattern = pattern
         self._fallback = _fallbacks(pattern)
 
     def step(self, char: str) -> int:
         """Return the pattern's length if `char` completes it, else 0."""
-        while self.state and self._pattern[self.state] != char:
+        while self.state and self.pattern[self.state] != char:
             self.state = self._fallback[self.state - 1]
-        if self._pattern[self.state] == char:
+        if self.pattern[self.state] == char:
             self.state += 1
-        return self.state if self.state == len(self._pattern) else 0
+        return self.state if self.state == len(self.pattern) else 0
 
 
 @lru_cache(maxsize=64)  # a request's choices have the same stop strings

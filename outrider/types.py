@@ -75,6 +75,8 @@ class TokenKind(enum.Enum):
     RECOVERED = "recovered"
     BONUS = "bonus"
 
+    __hash__ = object.__hash__  # members are looked up for every token, and Enum's is slow
+
 
 class MethodCounts(NamedTuple):
     """Draft tokens that one method contributed to a request."""
@@ -137,6 +139,7 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None  # with finish_reason, or always if the request asks
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asks
+    stop_token_id: int | None = None  # that ended the request; it is no output
 
 
 @dataclass(frozen=True, slots=True)

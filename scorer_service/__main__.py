@@ -189,8 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime.progress("scorer", "starting")
         with runtime.importing():
             from outrider.engine.model.parallel.ranks import Ranks
-            from scorer_service.app import NAME, ScorerApp
+            from scorer_service.app import ScorerApp
             from scorer_service.config import ScorerOptions
+            from scorer_service.core import NAME
             from scorer_service.follower import follow
     except KeyboardInterrupt:  # torch takes seconds to import; afterwards the loop has the signal
         return 130

@@ -1,59 +1,20 @@
-"""A scorer process, which builds the engine on a thread of its own and serves it."""
+"""A scorer process: its servers around the core."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
-import os
-import time
-from collections.abc import Callable
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Final
 
-import transformers
-
-from outrider.config import EngineConfig
-from outrider.device import device_id
-from outrider.drafting.building.methods import build_proposer
-from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
-from outrider.engine.model.loader import check_config
-from outrider.engine.model.parallel.ranks import RankGroup
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.worker import EngineWorker
-from outrider.errors import ConfigError, DeadlineError, InternalError
-from outrider.models.resolve import find_local, resolve_model
-from outrider.models.tokenizer import hash_if_any
-from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import join_address
-from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry, configure
-from outrider.types import Request, StepEvents
-from scorer_service.config import DraftLimits, ScorerOptions, ServedModel
-from scorer_service.constraints import Constraints
-from scorer_service.drafting.in_process import InProcessProposer
-from scorer_service.drafting.in_process_link import attach
-from scorer_service.hub import Hub
-from scorer_service.loading import join, load
-from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
+from scorer_service.config import ScorerOptions
+from scorer_service.core import NAME, ScorerCore
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
 
-NAME: Final = "scorer"
-_STOP_TIMEOUT_S = 1.0
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "adaptive": AdaptivePolicy,
-    # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
-    "fixed": partial(FixedPolicy, max_wait_s=1.0),
-    "off": lambda _: FixedPolicy(0),
-}
+_STOP_TIMEOUT_S: Final = 1.0
 
 
 class ScorerApp:
@@ -63,6 +24,7 @@ class ScorerApp:
         self._options = options
         self._telemetry: Telemetry = configure("outrider-scorer")
         self._servicer = ScorerServicer(self._telemetry)
+        self._core = ScorerCore(options, self._telemetry)
         deployment = options.deployment
         self._server = GrpcServer(
             join_address(options.host, options.port),
@@ -75,10 +37,6 @@ class ScorerApp:
         self._data_port = DataPort(
             options.host, options.data_port, unix_path=options.listen_unix, tls=deployment.tls
         )
-        self._worker: EngineWorker | None = None
-        self._group: RankGroup | None = None
-        self._hub: Hub | None = None
-        self._constraints: Constraints | None = None
 
     async def start(self) -> dict[str, str]:
         """Listen, with health NOT_SERVING, then load the model and serve.
@@ -87,74 +45,20 @@ class ScorerApp:
         tells.
         """
         options = self._options
-        if options.ranks is not None and options.in_process_proposer:
-            raise ConfigError(
-                "--in-process-proposer is for a replica of one rank: start a proposer beside it."
-            )
-        folder = find_local(options.model, "target")
-        if folder is not None:
-            await asyncio.wrap_future(in_thread(partial(check_config, folder)))
+        await self._core.check()
         port = await self._server.start()
         data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
-        loop = asyncio.get_running_loop()
-        found: list[tuple[Path, str]] = []  # the model's folder, its tokenizer's hash
-        hubs: list[Hub] = []  # filled before the first request
-
-        def on_events(events: StepEvents) -> None:
-            if hubs:  # a start that is given up stops an engine without a hub
-                loop.call_soon_threadsafe(hubs[0].on_events, events)
-
-        def build() -> Engine:
-            folder = resolve_model(options.model, "target")  # maybe a download
-            # Read before the weights, so that a broken file is reported at once.
-            found.append((folder, hash_if_any(folder)))
-            self._group = join(options)
-            return build_engine(folder, options, self._group, colocated)
-
-        colocated: InProcessProposer | None = None
-        if options.in_process_proposer:
-            say = partial(runtime.progress, NAME)
-            colocated = InProcessProposer(
-                partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
-                f"{options.scorer_id}-in-process",
-            )
-        self._worker = worker = EngineWorker(build, on_events, colocated)
-        info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
-        folder, hash_ = found[0]
-        if self._group is not None:
-            self._group.watch(_end)
-        served = ServedModel(
-            scorer_id=options.scorer_id,
-            model=options.model,
-            served_model_name=options.served_model_name,
-            tokenizer_hash=hash_,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            dtype=options.dtype,
-            eos_token_ids=info.eos_token_ids,
-            num_speculative_tokens=info.num_speculative_tokens,
-            features=info.features,
-            device=device_id(options.device) if options.ranks is None else "",
-        )
-        metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
-        limits = DraftLimits(max_sessions=info.max_num_seqs + info.max_waiting)
-        self._hub = hub = Hub(worker, served, limits, metrics)
-        _watch(metrics, worker, hub, served)
-        hubs.append(hub)
-        if colocated is not None:
-            attach(hub.registry, worker, colocated, served)
-        self._constraints = await asyncio.wrap_future(
-            in_thread(lambda: Constraints.load(folder, info))
-        )
-        self._servicer.begin(Serving(worker, hub, served, self._constraints, self._data_port))
+        serving = await self._core.start(self._data_port)
+        self._servicer.begin(serving)
         await self._server.set_serving(True)
         address = join_address(options.host, port)
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
         data = join_address(options.host, data_port)
+        cache = serving.worker.snapshot().total_pages * options.page_size
         return {
             **{"grpc": address, "data": data, "metrics": metrics_url},
-            **{"context": str(info.max_model_len), "cache": str(info.num_pages * info.page_size)},
+            **{"context": str(serving.served.max_model_len), "cache": str(cache)},
         }
 
     async def stop(self) -> None:
@@ -163,133 +67,9 @@ class ScorerApp:
         await self._servicer.drain(self._options.deployment.drain_grace_s)
         await self._server.stop(_STOP_TIMEOUT_S)
         await self._data_port.stop()
-        worker = self._worker
-        if worker is not None:
-            # A model that is still loading cannot be interrupted; its thread is a daemon.
-            with contextlib.suppress(DeadlineError):
-                await asyncio.wrap_future(in_thread(lambda: worker.stop(_STOP_TIMEOUT_S)))
-        if self._group is not None:
-            with contextlib.suppress(TimeoutError):  # a rank that hangs ends without us
-                stopped = asyncio.wrap_future(in_thread(self._group.stop))
-                await asyncio.wait_for(stopped, _STOP_TIMEOUT_S)
-        if self._constraints is not None:
-            self._constraints.close()
+        await self._core.stop(_STOP_TIMEOUT_S)
         self._telemetry.shutdown()
 
     async def wait_failed(self) -> None:
         """Return once the engine fails step after step, or hangs."""
-        assert self._hub is not None
-        assert self._worker is not None
-        await first_of(self._hub.failed.wait(), self._worker.until_hung())
-
-
-def _end(reason: str) -> None:
-    # Nothing that runs can be finished, and the engine's thread may hang in a collective for ever.
-    # Gateways resume the requests elsewhere.
-    runtime.progress(NAME, f"this replica cannot go on: {reason}")
-    os._exit(1)
-
-
-def _watch(metrics: ScorerMetrics, worker: EngineWorker, hub: Hub, served: ServedModel) -> None:
-    """Register gauges of single values, which the other threads replace as a whole."""
-
-    def kv_usage() -> float:
-        snapshot = worker.snapshot()
-        return 1.0 - snapshot.free_pages / max(1, snapshot.total_pages)
-
-    watch = metrics.watch
-    watch("num_requests_running", "Requests in the batch.", lambda: worker.snapshot().running)
-    watch("num_requests_waiting", "Requests in the queue.", lambda: worker.snapshot().waiting)
-    watch("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", kv_usage)
-    watch(
-        "num_requests_undrafted",
-        "Requests that want a proposer and have none: none is attached, fits or has room.",
-        lambda: hub.registry.num_undrafted,
-    )
-    watch(
-        "num_speculative_tokens",
-        "K where a request names none; 0: speculation is off.",
-        lambda: served.num_speculative_tokens,
-    )
-
-
-def build_engine(
-    folder: Path,
-    options: ScorerOptions,
-    group: RankGroup | None = None,
-    colocated: InProcessProposer | None = None,
-) -> Engine:
-    """Load, check and warm up the engine and its colocated proposer, on the engine's thread.
-
-    Raises `OutriderError`s.
-    """
-    began = time.perf_counter()
-    transformers.utils.logging.disable_progress_bar()
-    first = "" if options.device != "cpu" else "; a first start compiles kernels, up to a minute"
-    runtime.progress(
-        NAME,
-        f"loading {options.model} as {options.dtype} on {options.device}: seconds from memory, "
-        f"a minute or more for a large model from a disk{first}",
-    )
-    build_first = () if colocated is None else (colocated.build,)
-    model, runner, step_times = load(folder, options, group, *build_first)
-    config = EngineConfig(
-        page_size=options.page_size,
-        num_pages=model.num_pages,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        num_speculative_tokens=options.num_speculative_tokens,
-        enable_prefix_caching=options.enable_prefix_caching,
-    )
-    policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
-    for rows, tokens, seconds in step_times:
-        policy.measured.costs.observe_step(rows, tokens, seconds)
-    pool = model.pools.features
-    ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
-    engine = Engine(
-        model,
-        config,
-        eos_token_ids=model.eos_token_ids,
-        policy=policy,
-        runner=runner,
-        features=None if pool is None else HiddenStateStreams(pool, max_ahead_bytes=ahead),
-    )
-    if colocated is not None:
-        colocated.put_projection(engine)
-    loaded = time.perf_counter()
-    runtime.progress(
-        NAME,
-        f"loaded in {loaded - began:.1f} s; KV cache "
-        f"{model.num_pages * model.kv_bytes_per_page // 2**20} MiB = "
-        f"{model.num_pages * options.page_size} tokens; warming up, a few seconds",
-    )
-    _warm_up(engine, config)
-    # The objects that loading leaves stay, so full collections need not look at them.
-    gc.collect()
-    gc.freeze()
-    runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
-    return engine
-
-
-def _warm_up(engine: Engine, config: EngineConfig) -> None:
-    """Run each size of step that a single request meets, so that no client waits for the first.
-
-    Verifying k draft tokens and processing k + 1 prompt tokens are the same forward.
-    """
-    longest = min(config.max_num_batched_tokens, config.max_model_len - 2)
-    short = product(range(1, config.num_speculative_tokens + 2), (0.0, 1.0))
-    for length, temperature in (*short, (longest, 0.0)):  # only the last token is sampled
-        engine.submit(
-            Request(
-                session_id=0,  # the hub's begin at 1
-                prompt_token_ids=(0,) * min(length, longest),
-                sampling=SamplingParams(temperature=temperature),
-                stop=StopParams(max_tokens=2, ignore_eos=True),
-                speculation=SpeculationParams(enabled=False),
-            )
-        )
-        while engine.snapshot().running or engine.snapshot().waiting:
-            events = engine.step()
-            if events is not None and events.failures:
-                raise InternalError(f"warm-up failed: {events.failures[0].error}")
+        await self._core.wait_failed()

@@ -17,8 +17,8 @@ from outrider.errors import ConfigError, OutriderError, UnavailableError, refuse
 from outrider.models.resolve import resolve_model
 from outrider.rpc import runtime
 from outrider.rpc.logs import configure_logging
-from scorer_service.app import NAME
 from scorer_service.config import ScorerOptions
+from scorer_service.core import NAME
 from scorer_service.loading import join, load
 from scorer_service.servicer import SERVICE_NAME
 

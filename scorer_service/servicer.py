@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from outrider.rpc import codec, status
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.feature_codec import features_to_proto, response_to_bytes
 from outrider.rpc.latency import RequestTimes
-from outrider.rpc.telemetry import Telemetry, inject
+from outrider.rpc.telemetry import Metadata, Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.types import Commit, Request, RequestStats
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
@@ -26,7 +27,6 @@ from scorer_service.constraints import Constraints
 from scorer_service.drafting.stream import serve_proposer
 from scorer_service.hub import Hub
 from scorer_service.round_spans import RoundSpans
-from scorer_service.sessions import Session
 
 SERVICE_NAME: Final = "outrider.v1.ScorerService"
 _STATS_ON_SPANS: Final = (
@@ -69,19 +69,15 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             hub.abort_all(error)
         hub.registry.detach_all(error)
 
-    # The handlers write messages. As a generator, one that is cancelled between two messages would
-    # abort its request only when the garbage collector finds it.
-
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
     ) -> None:
+        responses = self.generate(request, context.invocation_metadata(), context.time_remaining())
         try:
-            with self._telemetry.server_span(
-                f"{SERVICE_NAME}/Generate",
-                context.invocation_metadata(),
-                {"outrider.request_id": request.request_id},
-            ) as span:
-                await self._generate(request, context, span)
+            # gRPC would close a generator that is cancelled only when it is collected.
+            async with aclosing(responses):
+                async for response in responses:
+                    await context.write(response)
         except Exception as error:
             await status.abort(context, error)
 
@@ -109,41 +105,48 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             raise UnavailableError("the scorer is shutting down")
         return self._serving
 
-    async def _generate(
-        self, message: scorer_pb2.ScorerServiceGenerateRequest, context: Context, span: Span
-    ) -> None:
-        started = time.perf_counter()
-        serving = self._ready()
-        hub = serving.hub
-        request = _request_from_proto(message, hub.next_session_id(), serving.served)
-        span.set_attributes(_request_attributes(request, serving.served))
-        rounds = RoundSpans() if span.is_recording() else None
-        constraint = await serving.constraints.editor(request)
-        self._ready()  # compiling takes up to seconds
-        session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
-        if rounds is not None:
-            rounds.submitted()
-            session.rounds = rounds
-        call = _Call(self._telemetry, serving.served, span, started)
-        try:
-            async with asyncio.timeout(context.time_remaining()):
-                await self._stream(session, call, context)
-        except TimeoutError:
-            raise DeadlineError("the request's deadline passed") from None
-        finally:
-            hub.abort(session)
-            if rounds is not None:
-                self._telemetry.record(span, rounds.end(session.stats))
-            # The client may have hung up as soon as it had the last token.
-            if session.stats is not None:
-                span.set_attributes(_stats_attributes(session.stats))
+    async def generate(
+        self,
+        message: scorer_pb2.ScorerServiceGenerateRequest,
+        metadata: Metadata | None,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
+        """Yield the messages of a request's answer. Closing the generator aborts the request.
 
-    async def _stream(self, session: Session, call: _Call, context: Context) -> None:
-        while True:
-            commits = await session.mailbox.take()
-            await context.write(call.response(commits))
-            if commits[-1].finish_reason is not None:
-                return
+        Raises `OutriderError`s.
+        """
+        started = time.perf_counter()
+        with self._telemetry.server_span(
+            f"{SERVICE_NAME}/Generate", metadata, {"outrider.request_id": message.request_id}
+        ) as span:
+            serving = self._ready()
+            hub = serving.hub
+            request = _request_from_proto(message, hub.next_session_id(), serving.served)
+            span.set_attributes(_request_attributes(request, serving.served))
+            rounds = RoundSpans() if span.is_recording() else None
+            constraint = await serving.constraints.editor(request)
+            self._ready()  # compiling takes up to seconds
+            session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
+            if rounds is not None:
+                rounds.submitted()
+                session.rounds = rounds
+            call = _Call(self._telemetry, serving.served, span, started)
+            deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+            try:
+                commits: list[Commit] = []
+                while not commits or commits[-1].finish_reason is None:
+                    async with asyncio.timeout_at(deadline):
+                        commits = await session.mailbox.take()
+                    yield call.response(commits)
+            except TimeoutError:
+                raise DeadlineError("the request's deadline passed") from None
+            finally:
+                hub.abort(session)
+                if rounds is not None:
+                    self._telemetry.record(span, rounds.end(session.stats))
+                # The client may have hung up as soon as it had the last token.
+                if session.stats is not None:
+                    span.set_attributes(_stats_attributes(session.stats))
 
     def _info(self, serving: Serving) -> scorer_pb2.GetScorerInfoResponse:
         served, snapshot = serving.served, serving.worker.snapshot()
@@ -202,16 +205,18 @@ class _Call:
     def response(self, commits: Sequence[Commit]) -> scorer_pb2.ScorerServiceGenerateResponse:
         """Return one message for `commits`, which are several if the client reads slowly."""
         elapsed_s = time.perf_counter() - self._started
-        response = scorer_pb2.ScorerServiceGenerateResponse()
-        for commit in commits:
-            response.token_ids.extend(commit.token_ids)
-            response.kinds.extend(codec.KIND_TO_PROTO[kind] for kind in commit.kinds)
-            response.logprobs.extend(map(codec.logprobs_to_proto, commit.logprobs))
+        response = scorer_pb2.ScorerServiceGenerateResponse(
+            token_ids=[token for commit in commits for token in commit.token_ids],
+            kinds=[codec.KIND_TO_PROTO[kind] for commit in commits for kind in commit.kinds],
+            logprobs=[codec.logprobs_to_proto(each) for c in commits for each in c.logprobs],
+        )
         if self._first_token_s is None and response.token_ids:
             self._first_token_s = elapsed_s
         last = commits[-1]
         if last.finish_reason is not None:
             response.finish_reason = codec.FINISH_TO_PROTO[last.finish_reason]
+        if last.stop_token_id is not None:
+            response.stop_token_id = last.stop_token_id
         if last.stats is not None:
             response.usage.CopyFrom(codec.usage(last.stats))
             response.aux_info.CopyFrom(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -21,26 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import Admission, deadline_after
 from gateway.api_keys import ApiKeys
+from gateway.config import GatewayConfig
 from gateway.generation import Generator
-from gateway.intake import GenerationRequest, Settings
-from gateway.openai.advice import read_advice
 from gateway.openai.answer import Answer
 from gateway.openai.errors import BodyTooLargeError, error_body, error_response, public_error
+from gateway.openai.job import admit, make_job
 from gateway.openai.parse import parse
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
-from gateway.openai.responses import Shaper
 from outrider.errors import InvalidRequestError
 
-B = TypeVar("B", bound=OpenAIRequest)
 
-_WHOLE_INTERVAL: Final = 64
-"""Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies."""
-
-
-def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
+def create_app(generator: Generator, config: GatewayConfig, api_keys: ApiKeys) -> Starlette:
     """Return the ASGI application over a started generator."""
-    return _OpenAI(generator, api_keys).app
+    return _OpenAI(generator, config, api_keys).app
 
 
 class _CloseWhileDraining:
@@ -63,8 +54,9 @@ class _CloseWhileDraining:
 
 
 class _OpenAI:
-    def __init__(self, generator: Generator, api_keys: ApiKeys) -> None:
+    def __init__(self, generator: Generator, config: GatewayConfig, api_keys: ApiKeys) -> None:
         self._generator = generator
+        self._config = config
         self._api_keys = api_keys
         self._started = int(time.time())
         completions = self._guarded(self._completions)
@@ -82,7 +74,7 @@ class _OpenAI:
             exception_handlers={HTTPException: _http_error},
             middleware=[
                 Middleware(_CloseWhileDraining, generator.admission),
-                *_cors(generator.config.cors_origins),
+                *_cors(config.cors_origins),
             ],
         )
 
@@ -108,120 +100,21 @@ class _OpenAI:
         return endpoint
 
     async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = await self._parsed(CompletionRequest, request)
-        prompts = body.prompts()
-        intake, tokenizer = self._generator.intake, self._generator.tokenizer
-        with self._places(body, len(prompts)) as places:
-            token_ids = [
-                await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
-            echoes = [
-                prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-                for prompt in prompts
-                if body.echo
-            ]
-            return await self._answer(body, token_ids, tenant, deadline, places, tuple(echoes))
+        return await self._answer(CompletionRequest, request, tenant, deadline)
 
     async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = await self._parsed(ChatRequest, request)
-        with self._places(body, 1) as places:
-            messages = [message.for_template() for message in body.messages]
-            token_ids = await self._generator.intake.encode_chat(messages, "messages")
-            return await self._answer(body, [token_ids], tenant, deadline, places)
-
-    async def _parsed(self, kind: type[B], request: Request) -> B:
-        body = parse(kind, await self._body(request))
-        self._generator.intake.check_model(body.model)
-        return body
-
-    def _places(self, body: OpenAIRequest, prompts: int) -> ExitStack:
-        """Those of all completions: given back when it is closed."""
-        n, per_prompt = body.num_choices()
-        param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
-        self._generator.admission.check_size(prompts * per_prompt, param)
-        places = ExitStack()
-        places.enter_context(self._generator.admission.admitted(prompts * per_prompt))
-        return places
-
-    async def _work(
-        self,
-        body: OpenAIRequest,
-        prompts: Sequence[Sequence[int]],
-        tenant: str,
-        request_id: str,
-    ) -> list[GenerationRequest]:
-        """Return the completions to run, prompt by prompt. Raises `InvalidRequestError`."""
-        intake = self._generator.intake
-        n, per_prompt = body.num_choices()
-        top_logprobs = body.wanted_logprobs()
-        advice = await read_advice(body, intake)
-        settings = Settings(
-            operation=body.operation,
-            sampling=body.sampling(intake.default_seed()),
-            speculation=replace(body.speculation_params(), advice=advice),
-            request_id=request_id,
-            constraint=body.constraint()[0],
-            # The best of several are known by their logprobs.
-            top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
-            tenant=tenant,
-            stream_interval=0 if body.stream else _WHOLE_INTERVAL,
-        )
-        limits = body.limits()
-        firsts = [  # without a seed, each prompt draws one of its own
-            intake.prepare(
-                token_ids,
-                body.prompt_param,
-                limits,
-                replace(settings, sampling=body.sampling(intake.default_seed())),
-            )
-            for token_ids in prompts
-        ]
-        if len(firsts) * per_prompt == 1:
-            return firsts
-        return [
-            first.choice(index, f"{request_id}-{number * per_prompt + index}")
-            for number, first in enumerate(firsts)
-            for index in range(per_prompt)
-        ]
+        return await self._answer(ChatRequest, request, tenant, deadline)
 
     async def _answer(
-        self,
-        body: OpenAIRequest,
-        prompts: Sequence[Sequence[int]],
-        tenant: str,
-        deadline: float,
-        places: ExitStack,
-        echoes: tuple[str, ...] = (),
+        self, kind: type[OpenAIRequest], request: Request, tenant: str, deadline: float
     ) -> Answer:
-        """Take the places over. Raises `InvalidRequestError`."""
-        request_id = uuid.uuid4().hex
-        work = await self._work(body, prompts, tenant, request_id)
-        n, per_prompt = body.num_choices()
-        shaper = Shaper(
-            kind=body.operation,
-            request_id=f"{body.id_prefix}-{request_id}",
-            model=self._generator.config.served_model_name,
-            created=int(time.time()),
-            n=n,
-            per_prompt=per_prompt,
-            aux_info=body.aux_info,
-            include_usage=body.include_usage,
-            predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
-            spell=None if body.wanted_logprobs() is None else self._generator.tokenizer.token_bytes,
-            echoes=echoes,
-        )
-        constraint, param = body.constraint()
-        names = {} if constraint is None else {constraint.kind.value: param}
-        return Answer(
-            self._generator,
-            work,
-            shaper,
-            deadline,
-            names,
-            places.pop_all(),
-            stream=bool(body.stream),
-        )
+        """Take places before the prompts are worked on. Raises `OutriderError`s."""
+        generator = self._generator
+        body = parse(kind, await self._body(request))
+        generator.intake.check_model(body.model)
+        with admit(body, generator) as places:
+            job = await make_job(body, generator, tenant)
+            return Answer(generator, job, deadline, places.pop_all(), stream=bool(body.stream))
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -256,7 +149,7 @@ class _OpenAI:
 
     async def _body(self, request: Request) -> bytes:
         """Read the body. Raises `BodyTooLargeError` as soon as it is known to be too large."""
-        limit = self._generator.config.max_body_bytes
+        limit = self._config.max_body_bytes
         body = bytearray()
         declared = request.headers.get("content-length", "")
         too_large = declared.isdigit() and int(declared) > limit

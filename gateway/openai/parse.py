@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -52,10 +53,15 @@ _ALLOWED = {
 R = TypeVar("R", bound=Request)
 
 
-def parse(kind: type[R], body: bytes) -> R:
-    """Parse `body`. Raises `InvalidRequestError` that names the parameter at fault."""
+def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
+    """Parse `body`, JSON or its fields.
+
+    Raises `InvalidRequestError` that names the parameter at fault.
+    """
     try:
-        request = kind.model_validate_json(body)
+        request = (
+            kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
+        )
     except ValidationError as error:
         raise _invalid(error) from error
     for name, value in (request.model_extra or {}).items():

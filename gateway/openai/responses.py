@@ -46,7 +46,7 @@ class Shaper:
         """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
         chosen: list[Completion] = []
         for start in range(0, len(completions), self.per_prompt):
-            chosen += self._best(completions[start : start + self.per_prompt])
+            chosen += self.best(completions[start : start + self.per_prompt])
         return {
             **self._head("chat.completion"),
             "choices": [self._whole_choice(*entry) for entry in enumerate(chosen)],
@@ -54,7 +54,8 @@ class Shaper:
             **self._aux_info([completion.ending for completion in chosen]),
         }
 
-    def _best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+    def best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """Return a prompt's completions that are in the answer: all, or the likeliest `n`."""
         if self.n == self.per_prompt:
             return completions
         ranked = sorted(completions, key=lambda c: mean_logprob(c.tokens), reverse=True)

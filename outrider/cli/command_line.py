@@ -21,6 +21,7 @@ MODULES = {
     "scorer": "scorer_service",
     "proposer": "proposer_service",
     "gateway": "gateway",
+    "batch": "outrider.offline.batch",
     "train": "outrider.train",
 }
 """Command -> the module that `python -m` runs instead, with all of its flags."""
@@ -28,6 +29,7 @@ _ABOUT = {
     "scorer": "run a scorer alone",
     "proposer": "run a proposer alone",
     "gateway": "run a gateway alone",
+    "batch": "answer a file of requests, without a server",
     "train": "train a draft method for a target",
 }
 

@@ -103,4 +103,5 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
         row.finish_reason,
         seq.stats() if row.finish_reason or seq.request.running_stats else None,
         row.logprobs[: len(output)],
+        seq.stop_token_id,
     )

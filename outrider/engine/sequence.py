@@ -51,6 +51,7 @@ class Sequence:
         self.draft_node = -1  # the node of `draft` that the last committed token reached
         self.draft_base = -1  # base_len of the last block that was kept
         self.draft_method = ""  # what drafted that block
+        self.stop_token_id: int | None = None  # that ended it
         self.drafting = drafting
         self.counters = Counters()
         self.submitted_at = submitted_at
@@ -135,6 +136,7 @@ class Sequence:
             choices = choices[: self.constraint.end]
         if not self.stop_ids.isdisjoint(choices):
             first = next(i for i, token in enumerate(choices) if token in self.stop_ids)
+            self.stop_token_id = choices[first]
             return choices[:first], FinishReason.STOP
         room = self.max_len - len(self.token_ids)
         if len(choices) >= room:

@@ -36,27 +36,46 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen, ...): a token is a string of bytes.
 
-    An incremental UTF-8 decoder over the bytes is exact, whatever the bytes are.
+    An incremental UTF-8 decoder over the bytes is exact, whatever the bytes are. `pieces` are what
+    tokens stand for, as far as they were met: text, or bytes if they are no text by themselves.
     """
 
     parts: Sequence[str | None] = ()  # a token has the characters that it completes
 
     def __init__(
-        self, token: Callable[[int], str | None], _decode: Callable[[list[int]], str]
+        self,
+        token: Callable[[int], str | None],
+        _decode: Callable[[list[int]], str],
+        pieces: dict[int, str | bytes] | None = None,
     ) -> None:
         self._token = token
+        self._pieces = {} if pieces is None else pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.complete = True
 
     def push(self, token_id: int) -> str:
-        token = self._token(token_id)
-        return "" if token is None else self._utf8.decode(byte_level_bytes(token))
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._piece(token_id)
+        if isinstance(piece, str):
+            if self.complete:
+                return piece
+            piece = piece.encode()
+        text = self._utf8.decode(piece)
+        self.complete = not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self.complete = True
         return self._utf8.decode(b"", final=True)
 
-    @property
-    def complete(self) -> bool:
-        return not self._utf8.getstate()[0]
+    def _piece(self, token_id: int) -> str | bytes:
+        token = self._token(token_id)
+        spelled = b"" if token is None else byte_level_bytes(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return spelled
 
 
 class WindowDetokenizer:

@@ -53,6 +53,7 @@ class Tokenizer:
         }
         ordinary = backend.get_vocab(with_added_tokens=True).values() - self._special.keys()
         self.needed_vocab_size = 1 + max(ordinary, default=-1)
+        self._pieces: dict[int, str | bytes] = {}  # of all completions' detokenizers
         self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
 
     @classmethod
@@ -88,6 +89,10 @@ class Tokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids
         return ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's answer.
@@ -133,8 +138,9 @@ class Tokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """Create an incremental decoder for one completion."""
-        kind = ByteLevelDetokenizer if self._byte_level else WindowDetokenizer
-        return kind(self._token, self.decode)
+        if self._byte_level:
+            return ByteLevelDetokenizer(self._token, self.decode, self._pieces)
+        return WindowDetokenizer(self._token, self.decode)
 
     def _token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it; None if it is special or unknown."""

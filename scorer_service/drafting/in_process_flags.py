@@ -20,19 +20,24 @@ _FLAG: Final = "--in-process-proposer"
 
 def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
     """Return the methods of a scorer of `model` on `device`. Raises `ConfigError`."""
-    parser = _Parser(prog=_FLAG, add_help=False)
-    add_method_flags(parser, device.partition(":")[0])
     with naming_flag():
         try:
             words = shlex.split(flags)
         except ValueError as error:
             raise ConfigError(f"{error}: {flags}") from error
-        args = parser.parse_args(words)
-        if args.target_model not in (EMBEDDED, model):
-            raise ConfigError(f"--target-model {args.target_model} is not the --model {model}.")
-        methods = take_methods(args)
-        check_methods(methods)
-        return tuple(_within(method, model) for method in methods)
+        return take_words(words, model, device)
+
+
+def take_words(words: Sequence[str], model: str, device: str) -> tuple[MethodConfig, ...]:
+    """Return the same from flags that are split. Raises `ConfigError`."""
+    parser = _Parser(prog=_FLAG, add_help=False)
+    add_method_flags(parser, device.partition(":")[0])
+    args = parser.parse_args(words)
+    if args.target_model not in (EMBEDDED, model):
+        raise ConfigError(f"--target-model {args.target_model} is not the --model {model}.")
+    methods = take_methods(args)
+    check_methods(methods)
+    return tuple(_within(method, model) for method in methods)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.rpc.channel import open_channel
 from outrider.v1 import scorer_pb2_grpc
-from scorer_service import app
+from scorer_service import app, core
 from scorer_service.__main__ import resolve
 from scorer_service.config import ScorerOptions
 from tests.support.models.hash_model import HashModel
@@ -47,7 +47,7 @@ async def test_scorer_when_forward_hangs_ends_with_its_requests(
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
     model = HangingModel()
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
-    monkeypatch.setattr(app, "build_engine", lambda *_: Engine(model, config))
+    monkeypatch.setattr(core, "build_engine", lambda *_: Engine(model, config))
     (tmp_path / "config.json").write_text("{}")
     flags = resolve([f"--model={tmp_path}", "--drain-grace-seconds=60"])
     del flags["exit_with_parent"]

@@ -25,8 +25,8 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, StepEvents
 from proposer_service.__main__ import parse
 from scorer_service.__main__ import resolve
-from scorer_service.app import build_engine
 from scorer_service.config import ScorerOptions
+from scorer_service.core import build_engine
 
 pytestmark = pytest.mark.gpu
 

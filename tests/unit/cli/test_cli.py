@@ -212,7 +212,7 @@ def test_generate_with_closed_pipe_is_no_error(gateway: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("command", ["scorer", "proposer", "gateway", "train"])
+@pytest.mark.parametrize("command", ["scorer", "proposer", "gateway", "batch", "train"])
 def test_command_of_one_service_passes_flags_unchanged(command: str) -> None:
     for flags in (["--help"], ["mtp", "--steps", "3"], ["--model", "m", "--help"]):
         args = build_parser().parse_args([command, *flags])

@@ -64,8 +64,12 @@ def _begin(of: Tokenizer, token_ids: list[int], text: str) -> int:
 def assembled(of: Tokenizer, token_ids: list[int], stops: list[str], min_tokens: int) -> Output:
     assembler = OutputAssembler(of.detokenizer(), stops, min_tokens)
     kept: list[OutputToken] = []
-    for token in token_ids:
-        kept += assembler.push(token, TokenKind.PLAIN, TokenLogprobs(-1.0, ()))
+    at_once = 1 + len(token_ids) % 3  # tokens of a message
+    for start in range(0, len(token_ids), at_once):
+        message = token_ids[start : start + at_once]
+        kept += assembler.push(
+            (token, TokenKind.PLAIN, TokenLogprobs(-1.0, ())) for token in message
+        )
         if assembler.stopped:
             break
     kept += assembler.finish()

@@ -64,7 +64,7 @@ def run(
     assembler = OutputAssembler(Pieces(pieces), stops, min_tokens)
     chunks = []
     for number in range(len(pieces)):
-        chunks.append(assembler.push(number, TokenKind.PLAIN))
+        chunks.append(assembler.push([(number, TokenKind.PLAIN, None)]))
         if assembler.stopped:
             break
     chunks.append(assembler.finish())
@@ -107,7 +107,7 @@ def test_shown_text_is_never_taken_back_nor_held_too_long(
     shown, fed = "", ""
     for number, piece in enumerate(pieces):
         fed += piece
-        shown += "".join(token.text for token in assembler.push(number, TokenKind.PLAIN))
+        shown += "".join(token.text for token in assembler.push([(number, TokenKind.PLAIN, None)]))
         assert search(text, stops).startswith(shown)
         if assembler.stopped:
             break
@@ -227,7 +227,7 @@ def test_output_of_characters_in_several_tokens_drops_whole_characters(
     assembler = OutputAssembler(ByteLevelDetokenizer(names.get, lambda _: ""), stops)
     kept: list[OutputToken] = []
     for index in range(len(tokens)):
-        kept += assembler.push(index, TokenKind.PLAIN)
+        kept += assembler.push([(index, TokenKind.PLAIN, None)])
         if assembler.stopped:
             break
     kept += assembler.finish()
@@ -262,7 +262,7 @@ def test_output_stops_at_special_tokens_that_a_stop_string_spells(
     )
     tokens: list[OutputToken] = []
     for token in range(5):
-        tokens += assembler.push(token, TokenKind.PLAIN)
+        tokens += assembler.push([(token, TokenKind.PLAIN, None)])
         if assembler.stopped:
             break
     tokens += assembler.finish()

@@ -9,7 +9,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
-from scorer_service.app import POLICIES
+from scorer_service.core import POLICIES
 from tests.support.models.hash_model import HashModel
 
 PROMPT, LENGTH = (1, 2, 3), 40

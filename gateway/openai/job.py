@@ -1,0 +1,191 @@
+"""A request of OpenAI's API as the completions that answer it, apart from how it came."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from gateway.generation import Chunk, Ending, Generator
+from gateway.intake import GenerationRequest, Settings
+from gateway.merge import merged, one_ahead
+from gateway.openai.advice import read_advice
+from gateway.openai.requests import ChatRequest, CompletionRequest, Request
+from gateway.openai.responses import Completion, Shaper
+from gateway.output import OutputToken
+from outrider.errors import InvalidRequestError, OutriderError
+from outrider.params import SamplingParams
+from outrider.rpc.telemetry import Metadata
+
+_WHOLE_INTERVALS: Final = range(33, 65)
+"""Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies.
+
+Requests that begin together get different numbers, so that not all are worked on in one step.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Completions to run, prompt by prompt, and how their answer is shaped."""
+
+    work: tuple[GenerationRequest, ...]
+    shaper: Shaper
+    names: Mapping[str, str]
+    """Parameters that a scorer may refuse -> the client's names of them."""
+
+    def renamed(self, error: OutriderError) -> OutriderError:
+        """Return the error with the client's name of the parameter at fault."""
+        param = error.param if isinstance(error, InvalidRequestError) else None
+        if param is None or param not in self.names:
+            return error
+        name, message = self.names[param], error.message
+        if message.startswith(f"{param} "):
+            message = f"{name}{message.removeprefix(param)}"
+        return InvalidRequestError(message, param=name)
+
+
+def admit(body: Request, generator: Generator) -> ExitStack:
+    """Take places for all completions of a request, which are given back when it is closed.
+
+    Raises `InvalidRequestError` and `CapacityError`.
+    """
+    prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
+    n, per_prompt = body.num_choices()
+    param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
+    generator.admission.check_size(prompts * per_prompt, param)
+    places = ExitStack()
+    places.enter_context(generator.admission.admitted(prompts * per_prompt))
+    return places
+
+
+async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
+    """Tokenise and check a request. Raises `InvalidRequestError`."""
+    prompts, echoes = await _prompts(body, generator)
+    request_id = uuid.uuid4().hex
+    work = await _work(body, prompts, generator, tenant, request_id)
+    n, per_prompt = body.num_choices()
+    shaper = Shaper(
+        kind=body.operation,
+        request_id=f"{body.id_prefix}-{request_id}",
+        model=generator.config.served_model_name,
+        created=int(time.time()),
+        n=n,
+        per_prompt=per_prompt,
+        aux_info=body.aux_info,
+        include_usage=body.include_usage,
+        predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
+        spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,
+        echoes=echoes,
+    )
+    constraint, param = body.constraint()
+    return Job(
+        work=tuple(work),
+        shaper=shaper,
+        names={} if constraint is None else {constraint.kind.value: param},
+    )
+
+
+def run_job(
+    job: Job, generator: Generator, deadline: float, metadata: Metadata | None = None
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """Return an iterator over the chunks of all completions, with their completion's index.
+
+    A prompt's other choices find it in the cache of the first. Raises `OutriderError`s.
+    """
+
+    def streams() -> Iterator[AsyncGenerator[Chunk, None]]:
+        size = job.shaper.per_prompt
+        for start in range(0, len(job.work), size):
+            yield from one_ahead(
+                [
+                    generator.generate(request, deadline, metadata)
+                    for request in job.work[start : start + size]
+                ]
+            )
+
+    return merged(streams())
+
+
+async def collect(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
+    """Return the body of an answer that is sent whole."""
+    tokens: list[list[OutputToken]] = [[] for _ in job.work]
+    endings: dict[int, Ending] = {}
+    async for index, chunk in chunks:
+        tokens[index] += chunk.tokens
+        if chunk.ending is not None:
+            endings[index] = chunk.ending
+    return job.shaper.whole(
+        [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
+    )
+
+
+async def _prompts(
+    body: Request, generator: Generator
+) -> tuple[list[Sequence[int]], tuple[str, ...]]:
+    """Return the prompts' tokens, and their texts if they are to be repeated in the answer."""
+    intake = generator.intake
+    if isinstance(body, ChatRequest):
+        messages = [message.for_template() for message in body.messages]
+        return [await intake.encode_chat(messages, "messages")], ()
+    assert isinstance(body, CompletionRequest)
+    prompts = body.prompts()
+    token_ids: list[Sequence[int]] = [
+        await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    echoes = tuple(
+        prompt if isinstance(prompt, str) else generator.tokenizer.decode(prompt)
+        for prompt in prompts
+        if body.echo
+    )
+    return token_ids, echoes
+
+
+async def _work(
+    body: Request,
+    prompts: Sequence[Sequence[int]],
+    generator: Generator,
+    tenant: str,
+    request_id: str,
+) -> list[GenerationRequest]:
+    """Return the completions to run, prompt by prompt. Raises `InvalidRequestError`."""
+    intake = generator.intake
+    n, per_prompt = body.num_choices()
+    top_logprobs = body.wanted_logprobs()
+    advice = await read_advice(body, intake)
+
+    def sampling() -> SamplingParams:
+        return body.sampling(intake.default_seed() if body.seed is None else 0)
+
+    settings = Settings(
+        operation=body.operation,
+        sampling=body.sampling(0),
+        speculation=replace(body.speculation_params(), advice=advice),
+        request_id=request_id,
+        constraint=body.constraint()[0],
+        # The best of several are known by their logprobs.
+        top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
+        tenant=tenant,
+        stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
+    )
+    limits = body.limits()
+    firsts = [  # without a seed, each prompt draws one of its own
+        intake.prepare(
+            token_ids,
+            body.prompt_param,
+            limits,
+            replace(settings, sampling=sampling()),
+        )
+        for token_ids in prompts
+    ]
+    if len(firsts) * per_prompt == 1:
+        return firsts
+    return [
+        first.choice(index, f"{request_id}-{number * per_prompt + index}")
+        for number, first in enumerate(firsts)
+        for index in range(per_prompt)
+    ]

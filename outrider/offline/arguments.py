@@ -1,0 +1,165 @@
+"""Arguments of `LLM` under vLLM's names, as the options of a scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from outrider.errors import ConfigError
+from outrider.models.facts import stored_dtype
+from outrider.models.resolve import resolve_model
+from outrider.offline.speculation import read_speculation
+from outrider.rpc import runtime
+from scorer_service.__main__ import resolve
+from scorer_service.config import ScorerOptions
+from scorer_service.drafting.in_process_flags import states_of
+
+NAME: Final = "LLM"
+_SERVE: Final = "start one scorer over several GPUs with torchrun (docs/operations.md)"
+_CAST: Final = "give a checkpoint in bfloat16, float16 or float32"
+_FOLDER: Final = "download it, and give its folder as model"
+
+_NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "tensor_parallel_size": ((1,), f"one GPU serves an LLM; {_SERVE}"),
+    "pipeline_parallel_size": ((1,), f"one GPU serves an LLM; {_SERVE}"),
+    "data_parallel_size": ((1,), "run one LLM in each of several processes"),
+    "enable_expert_parallel": ((False,), "one GPU serves an LLM"),
+    "speculative_draft_tensor_parallel_size": ((1,), "a draft runs on one GPU"),
+    "quantization": ((), _CAST),
+    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
+    "revision": ((), _FOLDER),
+    "tokenizer_revision": ((), _FOLDER),
+    "download_dir": ((), "set HF_HOME"),
+    "load_format": (("auto", "safetensors"), "weights are read from *.safetensors"),
+    "cpu_offload_gb": ((0,), "the model must fit on the device"),
+    "enable_lora": ((False,), "merge the adapter into the model"),
+    "skip_tokenizer_init": ((False,), "the model's folder must hold a tokenizer"),
+    "tokenizer_mode": (("auto", "fast"), "a fast tokenizer (tokenizer.json) is needed"),
+    "chat_template": ((), "put it into the model's folder, as chat_template.jinja"),
+    "task": (("auto", "generate"), "an LLM only generates"),
+    "runner": (("auto", "generate"), "an LLM only generates"),
+    "hf_overrides": ((), "change config.json in the model's folder"),
+}
+"""Arguments of vLLM's -> the values that ask for nothing, besides None; what to do instead."""
+
+_WITHOUT_EFFECT: Final = {
+    "enforce_eager": "steps are captured as CUDA graphs wherever they can be",
+    "trust_remote_code": "no code of a checkpoint is run",
+    "distributed_executor_backend": "there is one process",
+    "async_scheduling": "the next step is always prepared while one runs",
+    "enable_chunked_prefill": "prompts are always processed in chunks",
+    "compilation_config": "the sizes of captured steps follow max_num_seqs",
+    "swap_space": "a preempted request is recomputed",
+    "disable_log_stats": "nothing is logged while it runs",
+    "disable_custom_all_reduce": "there is one GPU",
+    "use_v2_block_manager": "keys and values are always in pages",
+    "max_seq_len_to_capture": "the sizes of captured steps follow max_num_seqs",
+}
+"""Arguments of vLLM's that make no difference here -> why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of `LLM` that have an effect, besides the tokenizer's."""
+
+    model: str
+    dtype: Any = "auto"
+    device: str = "auto"
+    seed: int | None = 0
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    kv_cache_memory: int | None = None
+    attention_backend: str | None = None
+    speculation_policy: str = "adaptive"
+    served_model_name: str | None = None
+    speculative_config: Mapping[str, Any] | None = None
+
+
+def check_others(others: Mapping[str, Any], name: str = NAME) -> None:
+    """Note arguments of vLLM's that have no effect. Raises `ConfigError` for all others."""
+    for key, value in others.items():
+        if key in _WITHOUT_EFFECT:
+            if value:
+                runtime.progress(name, f"{key} has no effect: {_WITHOUT_EFFECT[key]}.")
+        elif key not in _NEUTRAL:
+            raise ConfigError(
+                f"{name} takes no argument {key}; see docs/offline.md for those it takes."
+            )
+        elif value is not None and value not in _NEUTRAL[key][0]:
+            raise ConfigError(f"{key}={value!r} is not supported: {_NEUTRAL[key][1]}.")
+
+
+def take_old_speculation(others: dict[str, Any]) -> dict[str, Any] | None:
+    """Take the arguments by which older versions of vLLM configured speculation."""
+    names = {
+        "speculative_model": "model",
+        "num_speculative_tokens": "num_speculative_tokens",
+        "ngram_prompt_lookup_max": "prompt_lookup_max",
+        "ngram_prompt_lookup_min": "prompt_lookup_min",
+        "speculative_max_model_len": "max_model_len",
+    }
+    found = {new: others.pop(old) for old, new in names.items() if old in others}
+    return found or None
+
+
+def scorer_options(given: Arguments) -> ScorerOptions:
+    """Return the options of the scorer within this process. Raises `ConfigError`."""
+    device = given.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device.startswith("cuda")
+    defaults = resolve([f"--device={device}"])
+    del defaults["exit_with_parent"]
+    options: dict[str, Any] = {
+        "model": given.model,
+        "served_model_name": given.served_model_name or given.model,
+        "scorer_id": "offline",
+        "dtype": _dtype(given, on_gpu=on_gpu),
+        "gpu_memory_utilization": given.gpu_memory_utilization,
+        "max_model_len": given.max_model_len,
+        "max_num_seqs": given.max_num_seqs or (256 if on_gpu else None),
+        "max_num_batched_tokens": given.max_num_batched_tokens,
+        "page_size": given.block_size,
+        "kv_cache_memory": given.kv_cache_memory,
+        "attention_backend": given.attention_backend,
+        "speculation_policy": given.speculation_policy,
+    }
+    options = defaults | {key: value for key, value in options.items() if value is not None}
+    for key in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+        if type(options[key]) is not int or options[key] < 1:
+            raise ConfigError(f"{key} must be a number of at least 1.")
+    if not 0.0 < given.gpu_memory_utilization <= 1.0:
+        raise ConfigError("gpu_memory_utilization must be above 0 and at most 1.")
+    if given.max_num_batched_tokens is None:
+        least = options["max_num_seqs"]
+        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], least)
+    elif options["max_num_batched_tokens"] < options["max_num_seqs"]:
+        raise ConfigError("max_num_batched_tokens must be at least max_num_seqs.")
+    options["enable_prefix_caching"] = given.enable_prefix_caching
+    options["num_speculative_tokens"] = 0
+    if given.speculative_config:
+        methods, tokens = read_speculation(given.speculative_config, given.model, device)
+        options["in_process_proposer"] = methods
+        options["num_speculative_tokens"] = tokens
+        options["hidden_features"] = states_of(methods)
+    return ScorerOptions(**options, ranks=None)
+
+
+def _dtype(given: Arguments, *, on_gpu: bool) -> str:
+    """Return float32 on a CPU and the checkpoint's on a GPU, unless one is asked for."""
+    name = str(given.dtype).removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)
+    if name == "auto":
+        name = "float32"
+        if on_gpu:
+            name = stored_dtype(resolve_model(given.model, "target", tokenizer_only=True))
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype={name!r} must be auto, float32, bfloat16 or float16.")
+    return name

@@ -1,0 +1,202 @@
+"""`outrider batch`: answers OpenAI's batch files without a server.
+
+python -m outrider.offline.batch -i requests.jsonl -o answers.jsonl --model MODEL
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from gateway.config import GeneratorConfig
+from gateway.openai.errors import error_body, error_response, public_error
+from gateway.openai.parse import parse
+from gateway.openai.requests import ChatRequest, CompletionRequest, Request
+from outrider.errors import ConfigError, InvalidRequestError, OutriderError
+from outrider.models.resolve import resolve_model
+from outrider.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from outrider.offline.engine import LocalEngine
+
+_KINDS: Final[dict[str, type[Request]]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+_PENDING: Final = 1024  # lines read and not yet answered
+
+
+@dataclass(slots=True)
+class Counts:
+    """Lines by what became of them. Written under the writer's lock."""
+
+    answered: int = 0
+    refused: int = 0
+
+
+def read_line(text: str, seen: set[str]) -> tuple[str | None, Request | OutriderError]:
+    """Return a line's custom_id, and its request or what is wrong with it."""
+    custom_id: str | None = None
+    try:
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise InvalidRequestError(f"The line is not JSON: {error}.") from error
+        if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
+            raise InvalidRequestError(
+                "A line is an object with custom_id (a string), method, url and body.",
+                param="custom_id",
+            )
+        custom_id = line["custom_id"]
+        if custom_id in seen:
+            raise InvalidRequestError("An earlier line has this custom_id.", param="custom_id")
+        seen.add(custom_id)
+        if line.get("method") != "POST":
+            raise InvalidRequestError('method must be "POST".', param="method")
+        url = line.get("url")
+        if url not in _KINDS:
+            raise InvalidRequestError(f"url must be one of {', '.join(_KINDS)}.", param="url")
+        body = parse(_KINDS[url], json.dumps(line.get("body")).encode())
+        if body.stream:
+            raise InvalidRequestError("stream must be false in a batch.", param="stream")
+    except OutriderError as error:
+        return custom_id, error
+    return custom_id, body
+
+
+def run_batch(engine: LocalEngine, lines: Iterable[str], write: Callable[[str], None]) -> Counts:
+    """Answer the lines; `write` gets each answer, as a line, when it is there."""
+    room = threading.BoundedSemaphore(_PENDING)
+    writing = threading.Lock()
+    counts, seen = Counts(), set[str]()
+
+    def put(custom_id: str | None, answer: dict[str, Any] | BaseException) -> None:
+        status, body = 200, answer
+        if isinstance(answer, BaseException):
+            error = public_error(answer) if isinstance(answer, Exception) else None
+            if error is None:  # cancelled: the batch was interrupted
+                return
+            status, body = error_response(error).status_code, error_body(error)
+        request_id = uuid.uuid4().hex
+        line = {
+            "id": f"batch_req_{request_id}",
+            "custom_id": custom_id,
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+            "error": None,
+        }
+        with writing:
+            counts.answered += status == 200
+            counts.refused += status != 200
+            write(json.dumps(line))
+
+    def done(custom_id: str | None, future: Future[dict[str, Any]]) -> None:
+        try:
+            if not future.cancelled():
+                put(custom_id, future.exception() or future.result())
+        finally:
+            room.release()
+
+    pending: set[Future[dict[str, Any]]] = set()
+    try:
+        for text in lines:
+            if not text.strip():
+                continue
+            custom_id, body = read_line(text, seen)
+            if isinstance(body, OutriderError):
+                put(custom_id, body)
+                continue
+            room.acquire()
+            pending = {future for future in pending if not future.done()}
+            future = engine.answer(body)
+            pending.add(future)
+            future.add_done_callback(partial(done, custom_id))
+        for _ in range(_PENDING):  # until every answer is written
+            room.acquire()
+    finally:
+        for future in pending:
+            future.cancel()
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, 2 for a wrong set-up, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except OutriderError as error:
+        print(f"batch: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        print(f"batch: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    # Imported here: a wrong flag is answered at once.
+    from outrider.offline.arguments import Arguments, scorer_options
+    from outrider.offline.engine import LocalEngine
+    from outrider.offline.llm import Bar
+
+    with open(args.input, encoding="utf-8") as source:
+        total = sum(1 for line in source if line.strip())
+    try:
+        speculative_config = json.loads(args.speculative_config or "null")
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is not JSON: {error}.") from error
+    names = Arguments.__slots__
+    given = {name: value for name, value in vars(args).items() if name in names and value}
+    options = scorer_options(Arguments(**given | {"speculative_config": speculative_config}))
+    tokenizer = Tokenizer.load(resolve_model(args.model, "target", tokenizer_only=True))
+    config = GeneratorConfig(served_model_name=options.served_model_name, seed=args.seed)
+    with (
+        open(args.input, encoding="utf-8") as source,
+        open(args.output, "w", encoding="utf-8") as target,
+        LocalEngine(options, tokenizer, config) as engine,
+        Bar(total=total, desc="Requests", disable=None) as bar,
+    ):
+
+        def write(line: str) -> None:
+            print(line, file=target, flush=True)
+            bar.update()
+
+        counts = run_batch(engine, source, write)
+    print(
+        f"batch: {counts.answered} answered, {counts.refused} refused; see {args.output}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="outrider batch",
+        description="Answers a file of requests in OpenAI's batch format (JSON lines with "
+        "custom_id, method, url and body) as the HTTP API would.",
+    )
+    add = parser.add_argument
+    add("-i", "--input", required=True, metavar="FILE", help="requests, one a line")
+    add("-o", "--output", required=True, metavar="FILE", help="answers, as they come")
+    add("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
+    add("--served-model-name", metavar="NAME", help="as requests name it; default: --model")
+    add("--speculative-config", metavar="JSON", help='as {"method": "ngram"}; default: no drafts')
+    add("--dtype", default="auto", help="auto: the checkpoint's on a GPU, float32 on a CPU")
+    add("--device", default="auto", help="auto, cpu, cuda or, say, cuda:1")
+    add("--max-model-len", type=int, metavar="N", help="context; default: the model's")
+    add("--max-num-seqs", type=int, metavar="N", help="requests in a batch")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="PART")
+    add("--seed", type=int, metavar="S", help="of requests that give none; default: a new one each")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

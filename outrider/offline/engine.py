@@ -1,0 +1,294 @@
+"""A scorer and the gateway's pipeline in this process, on an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Self
+
+import torch
+import uvloop
+
+from gateway.config import GeneratorConfig
+from gateway.generation import Generator
+from gateway.openai.job import collect, make_job, run_job
+from gateway.openai.requests import ChatRequest, Request
+from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
+from outrider.models.tokenizer import Tokenizer
+from outrider.offline.feed import Feed
+from outrider.offline.local_scorer import LocalPool
+from outrider.offline.outputs import Tracker
+from outrider.offline.params import RequestOutputKind
+from outrider.offline.places import Places
+from outrider.rpc.telemetry import configure
+from scorer_service.config import ScorerOptions
+from scorer_service.core import ScorerCore
+from scorer_service.servicer import ScorerServicer
+
+_SWITCH_S: Final = 0.0005
+"""Time for which another thread may keep the engine's thread from taking up a result."""
+_STOP_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request and how its outputs come."""
+
+    body: Request
+    request_id: str
+    prompt: str | None
+    kind: RequestOutputKind
+
+
+class Run:
+    """Requests under way."""
+
+    def __init__(self, engine: LocalEngine, calls: Sequence[Call], feed: Feed) -> None:
+        self._engine = engine
+        self._ended = threading.Event()
+        self.calls = calls
+        self.feed = feed
+        self.task: asyncio.Task[None] | None = None
+        self.cancelled = False
+        self.aborted = False
+
+    def cancel(self, *, abort: bool = False) -> None:
+        """End the requests; with `abort`, their last outputs say so. On any thread."""
+        if not self._ended.is_set():
+            self._engine.call(self._cancel, abort)
+
+    def wait(self) -> None:
+        """Return when nothing of the requests is left."""
+        self._ended.wait(_STOP_S)
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing more comes. On the event loop."""
+        self._ended.set()
+        self.feed.end(error)
+
+    def _cancel(self, abort: bool) -> None:
+        self.cancelled = True
+        self.aborted |= abort
+        if self.task is not None:
+            self.task.cancel()
+
+
+class LocalEngine:
+    """Runs requests. The public methods are thread-safe."""
+
+    def __init__(
+        self, options: ScorerOptions, tokenizer: Tokenizer, config: GeneratorConfig
+    ) -> None:
+        """Return when the model serves. Raises `OutriderError`s."""
+        self._options = options
+        self._config = config
+        self.tokenizer = tokenizer
+        _switching.begin()
+        self._loop = uvloop.new_event_loop()
+        self._executor = ThreadPoolExecutor(2, "outrider-tokenizer")
+        self._loop.set_default_executor(self._executor)
+        self._telemetry = configure("outrider-llm")
+        self._core = ScorerCore(options, self._telemetry)
+        self._generator: Generator
+        self._watching: asyncio.Task[None] | None = None
+        self._runs: set[Run] = set()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="outrider-llm", daemon=True
+        )
+        self._thread.start()
+        starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+        try:
+            starting.result()
+        except BaseException:  # an interrupt, too
+            starting.cancel()
+            self.close()
+            raise
+
+    def call(self, function: object, *args: object) -> None:
+        """Call a function on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to do
+            self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
+
+    def submit(self, calls: Sequence[Call], feed: Feed) -> Run:
+        """Begin requests, whose outputs go to `feed`. Raises `UnavailableError` after `close`."""
+        if self._closed:
+            raise UnavailableError("This LLM is closed. Make another one.")
+        run = Run(self, calls, feed)
+        self.call(self._begin, run)
+        return run
+
+    def answer(self, body: Request) -> Future[dict[str, Any]]:
+        """Return the body that the HTTP API would answer with. The future raises its errors."""
+        return asyncio.run_coroutine_threadsafe(self._whole(body), self._loop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def dispose(self) -> None:
+        """Close without waiting on a thread that may be the engine's: for the garbage collector."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            threading.Thread(target=self.close).start()
+
+    def close(self) -> None:
+        """End all requests, and give back threads and memory."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            stopped = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                stopped.result(_STOP_S)
+            self._core.halt(_STOP_S)
+            self.call(self._loop.stop)
+            self._thread.join(_STOP_S)
+            self._executor.shutdown()
+            self._telemetry.shutdown()
+            if not self._thread.is_alive():
+                self._loop.close()
+            _switching.end()
+            del self._core
+            if hasattr(self, "_generator"):
+                del self._generator
+            gc.unfreeze()  # what the start has frozen
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    # On the event loop:
+
+    async def _start(self) -> None:
+        await self._core.check()
+        serving = await self._core.start(None)
+        if serving.served.vocab_size < self.tokenizer.needed_vocab_size:
+            raise ConfigError(
+                f"The tokenizer has {self.tokenizer.needed_vocab_size} tokens, the model knows "
+                f"{serving.served.vocab_size}: give the model's own tokenizer."
+            )
+        servicer = ScorerServicer(self._telemetry)
+        servicer.begin(serving)
+        pool = LocalPool(servicer, serving)
+        self._generator = Generator(self._config, self.tokenizer, pool, self._telemetry)
+        self._watching = asyncio.create_task(self._core.wait_failed())  # ends requests that hang
+        self._places = Places(2 * self._options.max_num_seqs)
+
+    async def _stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        for run in [*self._runs]:
+            run.cancel()
+        tasks = [run.task for run in self._runs if run.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, run: Run) -> None:
+        if self._closed:
+            run.end(UnavailableError("This LLM was closed."))
+            return
+        self._runs.add(run)
+        run.task = asyncio.create_task(self._run(run))
+        run.task.add_done_callback(lambda task: self._finish(run, task))
+        if run.cancelled:
+            run.task.cancel()
+
+    def _finish(self, run: Run, task: asyncio.Task[None]) -> None:
+        self._runs.discard(run)
+        error: BaseException | None = None
+        if not task.cancelled():
+            error = task.exception()
+        elif not run.aborted:
+            error = UnavailableError("This LLM was closed.")
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None and not isinstance(error, OutriderError):
+            wrapped = InternalError(f"A request failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        run.end(error)
+
+    async def _run(self, run: Run) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number, call in enumerate(run.calls):
+                _, completions = call.body.num_choices()
+                await self._places.take(completions)
+                answering = group.create_task(self._answer(number, call, run))
+                answering.add_done_callback(partial(self._places.give_back, completions))
+
+    async def _answer(self, number: int, call: Call, run: Run) -> None:
+        generator = self._generator
+        job = await make_job(call.body, generator, tenant="")
+        prompt = call.prompt
+        if isinstance(call.body, ChatRequest):
+            spelled = map(self.tokenizer.token_bytes, job.work[0].prompt_token_ids)
+            prompt = b"".join(spelled).decode(errors="replace")
+        tracker = Tracker(
+            job,
+            self.tokenizer,
+            request_id=call.request_id,
+            prompt=prompt,
+            kind=call.kind,
+            index=number,
+        )
+        try:
+            async with aclosing(run_job(job, generator, math.inf)) as chunks:
+                async for index, chunk in chunks:
+                    run.feed.add(tracker, index, chunk)
+        except OutriderError as error:
+            raise job.renamed(error) from error
+        except asyncio.CancelledError:
+            if run.aborted:
+                run.feed.abort(tracker)
+            raise
+
+    async def _whole(self, body: Request) -> dict[str, Any]:
+        generator = self._generator
+        generator.intake.check_model(body.model)
+        _, completions = body.num_choices()
+        await self._places.take(completions)
+        try:
+            job = await make_job(body, generator, tenant="")
+            try:
+                async with aclosing(run_job(job, generator, math.inf)) as chunks:
+                    return await collect(job, chunks)
+            except OutriderError as error:
+                raise job.renamed(error) from error
+        finally:
+            self._places.give_back(completions)
+
+
+class _Switching:
+    """Lets threads take over from each other sooner while any engine is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines = 0
+        self._before_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._engines == 0:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
+            self._engines += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._engines -= 1
+            if self._engines == 0:
+                sys.setswitchinterval(self._before_s)
+
+
+_switching = _Switching()

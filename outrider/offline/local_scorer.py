@@ -1,0 +1,53 @@
+"""The scorer of this process, as the gateway's pipeline sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+from gateway.pool import ScorerClient
+from outrider.errors import UnavailableError
+from outrider.v1 import scorer_pb2
+from scorer_service.servicer import ScorerServicer, Serving
+
+
+class LocalScorer:
+    """Implements `ScorerClient` within the process."""
+
+    target = "in-process"
+    serving = True
+    in_flight = 0
+
+    def __init__(self, servicer: ScorerServicer) -> None:
+        self._servicer = servicer
+
+    def generate(
+        self,
+        request: scorer_pb2.ScorerServiceGenerateRequest,
+        metadata: tuple[tuple[str, str], ...],
+        timeout_s: float,
+    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
+        return self._servicer.generate(request, metadata, timeout_s)
+
+
+class LocalPool:
+    """Implements `Pool` with the scorer of this process."""
+
+    def __init__(self, servicer: ScorerServicer, serving: Serving) -> None:
+        self._worker = serving.worker
+        self.scorers: tuple[ScorerClient, ...] = (LocalScorer(servicer),)
+        self.max_model_len = serving.served.max_model_len
+        self.vocab_size = serving.served.vocab_size
+
+    @property
+    def serving(self) -> tuple[ScorerClient, ...]:
+        return self.scorers if self._worker.running else ()
+
+    async def pick(
+        self, _prompt: Sequence[int], _excluded: frozenset[ScorerClient], _timeout_s: float
+    ) -> ScorerClient:
+        if not self._worker.running:
+            raise UnavailableError("The engine has broken down or stopped. Make another LLM.")
+        return self.scorers[0]
+
+    def mark_down(self, scorer: ScorerClient) -> None:
+        """Nothing else could take the request."""

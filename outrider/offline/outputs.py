@@ -1,0 +1,174 @@
+"""Outputs of requests under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.generation import Chunk, Ending
+from gateway.openai.job import Job
+from gateway.openai.responses import Completion
+from gateway.output import OutputToken
+from outrider.models.tokenizer import Tokenizer
+from outrider.offline.params import RequestOutputKind
+from outrider.v1.common_pb2 import AuxInfo
+
+ABORTED: Final = "abort"
+"""The finish reason of a request that was aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's natural logarithm of the model's probability, and its rank from 1."""
+
+    logprob: float
+    rank: int | None = None  # None: not among those that were asked for
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """Without the stop token that ended it."""
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token: itself and the likeliest."""
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"; None: it goes on."""
+    stop_reason: str | int | None = None
+    """The stop string or the id in `stop_token_ids` that ended it; None: the model's own end."""
+    aux_info: AuxInfo | None = field(default=None, repr=False)
+    """What speculation did, once it has ended; docs/api.md describes the fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """None if it was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache, once the request has ended."""
+    index: int = 0
+    """Number of the prompt among those of one call."""
+
+    @property
+    def aux_info(self) -> AuxInfo | None:
+        """Return what speculation did for the first completion, once it has ended."""
+        return self.outputs[0].aux_info if self.outputs else None
+
+
+class Tracker:
+    """What has come of one request."""
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        *,
+        request_id: str,
+        prompt: str | None,
+        kind: RequestOutputKind,
+        index: int,
+    ) -> None:
+        self._index = index
+        self._job = job
+        self._tokenizer = tokenizer
+        self._request_id = request_id
+        self._prompt = prompt
+        self._kind = kind
+        self._tokens: list[list[OutputToken]] = [[] for _ in job.work]
+        self._taken = [0] * len(job.work)  # tokens that a delta has shown
+        self._endings: dict[int, Ending] = {}
+        self._aborted = False
+
+    @property
+    def finished(self) -> bool:
+        return self._aborted or len(self._endings) == len(self._tokens)
+
+    def add(self, index: int, chunk: Chunk) -> bool:
+        """Add a chunk; return whether there is something to show."""
+        self._tokens[index] += chunk.tokens
+        if chunk.ending is not None:
+            self._endings[index] = chunk.ending
+        return self.finished or self._kind is not RequestOutputKind.FINAL_ONLY
+
+    def abort(self) -> None:
+        """End the completions that have not ended."""
+        self._aborted = True
+
+    def take(self) -> RequestOutput:
+        """Return what there is to show."""
+        job, endings = self._job, self._endings
+        prompt_token_ids = list(job.work[0].prompt_token_ids)
+        if job.shaper.n < job.shaper.per_prompt and not self._aborted:
+            ended = [Completion(tuple(self._tokens[i]), endings[i]) for i in range(len(endings))]
+            outputs = [
+                self._output(number, completion.tokens, completion.ending)
+                for number, completion in enumerate(job.shaper.best(ended))
+            ]
+        else:
+            outputs = [
+                self._output(number, tokens[self._taken[number] :], endings.get(number))
+                for number, tokens in enumerate(self._tokens)
+            ]
+        if self._kind is RequestOutputKind.DELTA:
+            self._taken = [len(tokens) for tokens in self._tokens]
+        return RequestOutput(
+            self._request_id,
+            self._prompt,
+            prompt_token_ids,
+            outputs,
+            self.finished,
+            endings[0].usage.cached_prompt_tokens if 0 in endings else None,
+            self._index,
+        )
+
+    def _output(
+        self, index: int, tokens: Sequence[OutputToken], ending: Ending | None
+    ) -> CompletionOutput:
+        logprobs = None
+        if self._job.shaper.spell is not None:
+            logprobs = [self._logprobs(token) for token in tokens]
+        return CompletionOutput(
+            index=index,
+            text="".join([token.text for token in tokens]),
+            token_ids=[token.id for token in tokens],
+            cumulative_logprob=(
+                None
+                if logprobs is None
+                else sum(token.logprobs.logprob for token in tokens if token.logprobs is not None)
+            ),
+            logprobs=logprobs,
+            finish_reason=(
+                ending.reason.value if ending is not None else ABORTED if self._aborted else None
+            ),
+            stop_reason=None if ending is None else self._stop_reason(ending),
+            aux_info=None if ending is None else ending.aux_info,
+        )
+
+    def _stop_reason(self, ending: Ending) -> str | int | None:
+        if isinstance(ending.stop, str) or ending.stop in self._job.work[0].stop.stop_token_ids:
+            return ending.stop
+        return None  # the model's own end
+
+    def _logprobs(self, token: OutputToken) -> dict[int, Logprob]:
+        assert token.logprobs is not None, "asked for with every token"
+        entries = {
+            token_id: Logprob(logprob, rank, self._spell(token_id))
+            for rank, (token_id, logprob) in enumerate(token.logprobs.top, 1)
+        }
+        own = Logprob(token.logprobs.logprob, None, self._spell(token.id))
+        return entries if token.id in entries else {token.id: own, **entries}
+
+    def _spell(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")

@@ -1,0 +1,27 @@
+"""How many completions the engine knows at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Places:
+    """Bounds the completions that the engine knows, first come, first served."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def take(self, places: int) -> None:
+        """Wait until there is room; more than the limit take all of it."""
+        async with self._turn:
+            while self._taken and self._taken + places > self._limit:
+                self._freed.clear()
+                await self._freed.wait()
+            self._taken += places
+
+    def give_back(self, places: int, _ended: object = None) -> None:
+        self._taken -= places
+        self._freed.set()

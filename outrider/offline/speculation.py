@@ -1,0 +1,89 @@
+"""`speculative_config`, a dict as vLLM takes it, as methods that draft in this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final, cast
+
+from outrider.drafting.building.config import CONFIGS, MethodConfig
+from outrider.errors import ConfigError
+from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
+from outrider.models.facts import drafting_method
+from outrider.models.resolve import resolve_model
+from outrider.params import MAX_SPECULATIVE_TOKENS
+from scorer_service.drafting.in_process_flags import take_words
+
+DEFAULT_TOKENS: Final = 4
+_ALIASES: Final = {"[ngram]": "ngram", "vanilla": "draft_model", **METHOD_ALIASES}
+_WITHOUT_EFFECT: Final = frozenset(
+    {
+        *("disable_by_batch_size", "disable_padded_drafter_batch", "enforce_eager"),
+        *("use_local_argmax_reduction", "use_heterogeneous_vocab"),
+    }
+)
+"""Settings of vLLM's for what is decided here from measurements, or makes no difference."""
+_ONE: Final = ("draft_tensor_parallel_size", "tensor_parallel_size", "draft_pipeline_parallel_size")
+
+
+def read_speculation(
+    config: Mapping[str, Any], model: str, device: str
+) -> tuple[tuple[MethodConfig, ...], int]:
+    """Return the methods, and the draft tokens per round at most.
+
+    Raises `ConfigError`, naming the setting.
+    """
+    settings = {key: value for key, value in config.items() if value is not None}
+    draft = str(settings.pop("model", "") or "")
+    tokens = settings.pop("num_speculative_tokens", DEFAULT_TOKENS)
+    if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
+        raise _error(f"num_speculative_tokens is a number from 1 to {MAX_SPECULATIVE_TOKENS}")
+    method = _method(str(settings.pop("method", "")), draft)
+    for key in _ONE:
+        if settings.pop(key, 1) != 1:
+            raise _error(f"{key} must be 1: a draft runs on one GPU")
+    words = [f"--method={method}"]
+    if method in (*HIDDEN_STATE_METHODS, "draft_model"):
+        if not draft and method == "mtp":
+            draft = model  # the module within the target's checkpoint
+        if not draft:
+            raise _error(f"method {method} needs model, its checkpoint: a folder or an id")
+        words.append(f"--model={draft}")
+    elif draft and draft not in _ALIASES:
+        raise _error(f"method {method} reads no model: leave model out")
+    defaults = {each.name: each.default for each in fields(CONFIGS[method])}
+    if tokens > cast("int", defaults["max_draft_tokens"]):
+        settings.setdefault("max_draft_tokens", tokens)
+    for key, value in settings.items():
+        if key not in _WITHOUT_EFFECT:
+            words.append(f"--{key.replace('_', '-')}={value}")
+    try:
+        return take_words(words, model, device), tokens
+    except ConfigError as error:
+        raise _error(_with_underscores(error.message)) from error
+
+
+def _method(name: str, draft: str) -> str:
+    """Return the method's own name; without one, what the draft's files or name tell."""
+    if not name:
+        name = draft if draft in _ALIASES else _kind_of(draft)
+    name = _ALIASES.get(name, "mtp" if name.endswith("_mtp") else name)
+    if name not in METHODS:
+        raise _error(f"method {name!r} is none of {', '.join(METHODS)}")
+    return name
+
+
+def _kind_of(draft: str) -> str:
+    if not draft:
+        raise _error("give a method, such as ngram, or a model that drafts")
+    return drafting_method(draft, resolve_model(draft, "draft", tokenizer_only=True))
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError(f"speculative_config: {message.removesuffix('.')}.")
+
+
+def _with_underscores(message: str) -> str:
+    """Return a message about flags as one about settings."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)

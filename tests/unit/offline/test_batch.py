@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.openai.requests import ChatRequest, CompletionRequest
+from outrider.errors import OutriderError
+from outrider.offline import engine
+from outrider.offline.batch import main, read_line, run_batch
+from outrider.offline.engine import LocalEngine
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+COMPLETION = line("a", model="tiny", prompt=["x", "y"], n=2, temperature=0.5, seed=4, max_tokens=4)
+CHAT = line(
+    "b",
+    "/v1/chat/completions",
+    messages=[{"role": "user", "content": "hi"}],
+    logprobs=True,
+    aux_info=True,
+    max_tokens=4,
+)
+
+
+def test_read_line_when_right_gives_its_request() -> None:
+    seen: set[str] = set()
+    assert isinstance(read_line(COMPLETION, seen)[1], CompletionRequest)
+    assert isinstance(read_line(CHAT, seen)[1], ChatRequest)
+    assert seen == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not JSON"),
+        ("[]", "custom_id"),
+        (line("seen", prompt="x"), "earlier line"),
+        (json.dumps({"custom_id": "c", "method": "GET"}), 'method must be "POST"'),
+        (line("c", "/v1/embeddings", input="x"), "url must be one of /v1/completions"),
+        (line("c", prompt="x", stream=True), "stream must be false"),
+        (line("c", prompt=3), "prompt must be a string"),
+        (json.dumps({"custom_id": "c", "method": "POST", "url": "/v1/completions"}), "valid JSON"),
+    ],
+)
+def test_read_line_when_wrong_says_why(text: str, told: str) -> None:
+    _, error = read_line(text, {"seen"})
+    assert isinstance(error, OutriderError)
+    assert told in error.message
+
+
+def test_batch_answers_as_http_does(shared_engine: LocalEngine) -> None:
+    written: list[str] = []
+    lines = [
+        COMPLETION,
+        "",
+        CHAT,
+        line("other", model="gpt", prompt="x"),
+        line("long", prompt=[2] * 600),
+        "broken",
+    ]
+    counts = run_batch(shared_engine, lines, written.append)
+    assert (counts.answered, counts.refused) == (2, 3)
+    answers = {answer["custom_id"]: answer["response"] for answer in map(json.loads, written)}
+    completion, chat = answers["a"]["body"], answers["b"]["body"]
+    assert answers["a"]["status_code"] == 200
+    assert completion["object"] == "text_completion"
+    assert len(completion["choices"]) == 4
+    assert completion["usage"]["completion_tokens"] <= 16
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    assert chat["choices"][0]["logprobs"]["content"]
+    assert chat["aux_info"]["output_len"] == chat["usage"]["completion_tokens"]
+    assert answers["other"]["status_code"] == 404
+    assert answers["other"]["body"]["error"]["code"] == "model_not_found"
+    assert answers["long"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert answers[None]["status_code"] == 400
+
+
+def test_batch_command_writes_an_answer_a_line(
+    shared_engine: LocalEngine,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(engine, "LocalEngine", lambda *_: shared_engine)
+    monkeypatch.setattr(shared_engine, "close", lambda: None)
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text(f"{COMPLETION}\n{CHAT}\n")
+    flags = ["-i", str(requests), "-o", str(answers), "--model", str(pair[0])]
+    assert main(flags) == 0
+    assert {json.loads(text)["custom_id"] for text in answers.read_text().splitlines()} == {
+        "a",
+        "b",
+    }
+    assert "2 answered, 0 refused" in capsys.readouterr().err
+    assert main([*flags[2:], "-i", str(tmp_path / "missing")]) == 2
+    assert main([*flags, "--speculative-config", "{"]) == 2
+    assert "--speculative-config is not JSON" in capsys.readouterr().err

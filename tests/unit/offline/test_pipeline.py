@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider import GenerationConfig, PytorchEngineConfig, pipeline
+from outrider.errors import ConfigError
+from outrider.offline.pipeline import Pipeline, Response
+
+
+@pytest.fixture
+def pipe(engine: list[object], pair: tuple[Path, Path]) -> Pipeline:
+    loaded = pipeline(str(pair[0]), PytorchEngineConfig(device_type="cpu", max_batch_size=4))
+    assert len(engine) == 1
+    return loaded
+
+
+def test_pipeline_answers_as_many_as_were_asked(pipe: Pipeline) -> None:
+    config = GenerationConfig(max_new_tokens=6, ignore_eos=True)
+    one, several = pipe("hi", config), pipe(["hi", "code"], config)
+    assert isinstance(one, Response)
+    assert [response.index for response in several] == [0, 1]
+    assert several[0].text == one.text
+    assert (one.generate_token_len, one.finish_reason) == (6, "length")
+    chat = [{"role": "user", "content": "hi"}]
+    assert pipe(chat, config).text == one.text
+    assert [response.text for response in pipe([chat, chat], config)] == [one.text] * 2
+    assert pipe("hi", config, do_preprocess=False).input_token_len < one.input_token_len
+    streamed = "".join(response.text for response in pipe.stream_infer("hi", config))
+    assert streamed == one.text
+
+
+def test_pipeline_samples_only_when_asked(pipe: Pipeline) -> None:
+    def texts(**settings: object) -> list[str]:
+        config = GenerationConfig(max_new_tokens=8, ignore_eos=True, **settings)  # type: ignore[arg-type]
+        return [response.text for response in pipe(["hi", "hi"], config)]
+
+    assert len(set(texts())) == 1
+    assert len(set(texts(do_sample=True, temperature=1.5, top_k=0))) == 2
+    assert len(set(texts(do_sample=True, temperature=1.5, top_k=0, random_seed=1))) == 1
+
+
+def test_pipeline_setting_that_is_not_supported_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="quant_policy must be 0"):
+        PytorchEngineConfig(quant_policy=8)
