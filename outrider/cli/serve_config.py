@@ -13,7 +13,7 @@ from outrider.cli.services import ServeConfig
 from outrider.errors import ConfigError
 from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
 from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
-from outrider.models.resolve import EMBEDDED, resolve_model
+from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 from outrider.models.tokenizer import tokenizer_hash
 
 Say = Callable[[str], None]
@@ -99,8 +99,7 @@ class _Models:
         return name if name == EMBEDDED or folder is None else str(folder)
 
     def _find(self, name: str, role: str) -> Path | None:
-        here = name == EMBEDDED or Path(name).expanduser().exists()
-        if here or name.count("/") > 1 or name.startswith((".", "~", "/")):
+        if find_local(name, role) is not None:
             return resolve_model(name, role)
         if self._dry:
             self.say(f"{name} is not on this machine: its files may change what is printed here")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ConfigError
 from outrider.models.files import read_json
+from outrider.models.weight_files import read_headers, read_index
 
 MTP_TENSORS: Final = {
     "DeepSeek": r"model\.layers\.(\d+)\.(?:enorm|hnorm|shared_head\.norm)\.weight",
@@ -43,7 +41,10 @@ def brings_mtp(folder: Path) -> bool:
     kind = _MTP_TARGETS.get(str(read_json(folder / "config.json").get("model_type")))
     if kind is None:
         return False
-    return any(re.fullmatch(MTP_TENSORS[kind], name) for name in _tensor_names(folder))
+    names = read_index(folder) or read_headers(
+        folder, [p.name for p in folder.glob("*.safetensors")]
+    )
+    return any(re.fullmatch(MTP_TENSORS[kind], name) for name in names)
 
 
 def drafting_method(name: str, folder: Path | None) -> str:
@@ -62,19 +63,3 @@ def drafting_method(name: str, folder: Path | None) -> str:
     if "accelerator" in text:  # as ibm-fms names them
         return "mlp_speculator"
     return next((method for method in _HEADS if method in text), "draft_model")
-
-
-def _tensor_names(folder: Path) -> set[str]:
-    """Return the names in a folder's safetensors files. Raises `ConfigError` for broken ones."""
-    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(index, dict):
-        return set(index)
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                names.update(json.loads(file.read(min(length, path.stat().st_size))))
-        except (OSError, ValueError, struct.error) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    return names

@@ -265,7 +265,7 @@ def test_passed_flags_are_flags_of_their_services() -> None:
         (("a", "--model", "b"), "two models"),
         (("scorer",), "by `outrider scorer`"),
         (("/nowhere/model",), "no model folder /nowhere/model"),
-        (("embedded", "--draft-model", "./nothing"), "no model folder ./nothing"),
+        (("embedded", "--draft-model", "./nothing"), "no model folder nothing"),
         (("embedded", "--method", "eagle"), "--method eagle needs --draft-model"),
         (("TARGET", "--method", "mtp"), "--method mtp needs --draft-model"),
         (("TARGET", "--method", "draft_model"), "--method draft_model needs --draft-model"),
