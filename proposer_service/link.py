@@ -95,7 +95,7 @@ class ScorerLink:
             if _is_refusal(error):
                 wait = max(wait, config.refused_retry_s)
             elif isinstance(error, CapacityError):
-                wait = max(wait, error.retry_after_s)
+                wait = max(wait, error.retry_after_s or 0.0)
             # Many proposers see a scorer die at the same moment, hence the jitter.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
