@@ -18,15 +18,15 @@ from scorer_service.config import ScorerOptions
 from scorer_service.drafting.in_process_flags import states_of
 
 NAME: Final = "LLM"
-_SERVE: Final = "start one scorer over several GPUs with torchrun (docs/operations.md)"
+_SERVE: Final = "for several, outrider serve MODEL --tensor-parallel-size N"
 _CAST: Final = "give a checkpoint in bfloat16, float16 or float32"
 _FOLDER: Final = "download it, and give its folder as model"
 
 _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    "tensor_parallel_size": ((1,), f"one GPU serves an LLM; {_SERVE}"),
-    "pipeline_parallel_size": ((1,), f"one GPU serves an LLM; {_SERVE}"),
+    "tensor_parallel_size": ((1,), f"an LLM runs on one GPU; {_SERVE}"),
+    "pipeline_parallel_size": ((1,), f"an LLM runs on one GPU; {_SERVE}"),
     "data_parallel_size": ((1,), "run one LLM in each of several processes"),
-    "enable_expert_parallel": ((False,), "one GPU serves an LLM"),
+    "enable_expert_parallel": ((False,), "an LLM runs on one GPU"),
     "speculative_draft_tensor_parallel_size": ((1,), "a draft runs on one GPU"),
     "quantization": ((), _CAST),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),

@@ -48,6 +48,7 @@ async def test_scorer_when_forward_hangs_ends_with_its_requests(
     model = HangingModel()
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
     monkeypatch.setattr(core, "build_engine", lambda *_: Engine(model, config))
+    monkeypatch.setattr(core, "check_config", lambda _: None)  # there is no checkpoint
     (tmp_path / "config.json").write_text("{}")
     flags = resolve([f"--model={tmp_path}", "--drain-grace-seconds=60"])
     del flags["exit_with_parent"]

@@ -261,7 +261,7 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"tensor_parallel_size": 4}, "tensor_parallel_size=4 .* torchrun"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size=4 .* outrider serve MODEL"),
         ({"quantization": "awq"}, "quantization='awq' .* bfloat16"),
         ({"dtype": "int8"}, "dtype='int8' must be auto"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0"),
