@@ -76,6 +76,7 @@ async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
         n=n,
         per_prompt=per_prompt,
         aux_info=body.aux_info,
+        token_kinds=body.token_kinds,
         include_usage=body.include_usage,
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
         spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,

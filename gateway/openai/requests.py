@@ -71,6 +71,7 @@ class Request(BaseModel):
     aux_info: bool = False
     # Outrider's own:
     speculation: Speculation | None = None
+    token_kinds: bool = False
 
     def wanted_max_tokens(self) -> tuple[int | None, str]:
         """With the parameter's name."""

@@ -37,6 +37,7 @@ class Shaper:
     n: int  # choices returned for each prompt ...
     per_prompt: int  # ... of so many generated
     aux_info: bool
+    token_kinds: bool
     include_usage: bool
     predicted: bool  # whether usage tells what became of a prediction
     spell: Spell | None  # if logprobs are wanted
@@ -73,6 +74,7 @@ class Shaper:
             **content,
             "logprobs": self._logprobs(completion.tokens, 0),
             "finish_reason": completion.ending.reason.value,
+            **self._tokens(completion.tokens),
         }
 
     def opening(self, index: int) -> bytes:
@@ -84,11 +86,12 @@ class Shaper:
 
     def piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
         """`offset`: characters of the choice's text before it. Nothing to tell: no event."""
-        if not chunk.text and not (self.spell and chunk.tokens):
+        if not chunk.text and not ((self.spell or self.token_kinds) and chunk.tokens):
             return b""
         content = {"content": chunk.text} if self.kind == "chat" else chunk.text
         logprobs = self._logprobs(chunk.tokens, offset)
-        return self._event(self._choice(index, content, None, logprobs))
+        choice = self._choice(index, content, None, logprobs)
+        return self._event({**choice, **self._tokens(chunk.tokens)})
 
     def end_of_choice(self, index: int, ending: Ending, endings: Sequence[Ending] | None) -> bytes:
         """Return the event with the finish reason; `endings` of all choices if this is the last."""
@@ -106,6 +109,12 @@ class Shaper:
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
+
+    def _tokens(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
+        if not self.token_kinds:
+            return {}
+        fields = [{"id": t.id, "kind": t.kind.value, "text": t.text} for t in tokens]
+        return {"tokens": fields}
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
         if self.spell is None:

@@ -315,6 +315,36 @@ async def test_aux_info_when_asked_for_comes_whole_with_last_chunk(include_usage
         assert aux_info["proposer_ids"] == ["proposer-a"]
 
 
+# Token kinds
+
+
+async def test_token_kinds_when_asked_for_tell_every_token_of_answer(gateway: Running) -> None:
+    extra: Any = {"token_kinds": True}
+    complete = gateway.client.completions.create
+    whole = await complete(model="default", prompt="x", extra_body=extra)
+    stream = await complete(model="default", prompt="x", stream=True, extra_body=extra)
+    chunks = [chunk.choices[0].model_dump() async for chunk in stream]
+    chat = await gateway.client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "x"}], stream=True, extra_body=extra
+    )
+    deltas = [chunk.choices[0].model_dump() async for chunk in chat]
+    assert all(
+        chunk["text"] == "".join(token["text"] for token in chunk["tokens"])
+        for chunk in chunks[:-1]
+    )
+    for choices in ([whole.choices[0].model_dump()], chunks, deltas):
+        told = [token for choice in choices for token in choice.get("tokens", ())]
+        assert [token["id"] for token in told] == tokens(TEXT)
+        assert "".join(token["text"] for token in told) == TEXT
+        rounds = len(told) // 2  # the fake scorer's: a draft token that is accepted, and a bonus
+        assert [token["kind"] for token in told[: 2 * rounds]] == ["accepted", "bonus"] * rounds
+
+
+async def test_token_kinds_when_not_asked_for_are_not_told(gateway: Running) -> None:
+    answer = await gateway.client.completions.create(model="default", prompt="x")
+    assert "tokens" not in answer.choices[0].model_dump()
+
+
 # Errors
 
 
