@@ -83,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a web page's origin that may call the HTTP API from a browser, such as "
         "https://app.example.com, or * for any; may be given several times; unset: none",
     )
+    parser.add_argument(
+        "--no-playground",
+        dest="playground",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="answer / with 404 instead of a page to try the model on",
+    )
     for name, text in (
         ("request_timeout", "every request is answered within this time"),
         ("resume_timeout", "how long a request waits for a scorer to continue on"),

@@ -48,6 +48,8 @@ class GatewayConfig(GeneratorConfig):
     """One key per line. None: anyone may ask."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API from a browser; "*": any. None by default."""
+    playground: bool = True
+    """Whether `/` answers with a page to try the model on, to anyone."""
     max_body_bytes: int = 8 * 2**20
     start_timeout_s: float = 120.0
     """How long the start waits for the first scorer to serve."""

@@ -26,6 +26,7 @@ from gateway.openai.job import admit, make_job
 from gateway.openai.parse import parse
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
+from gateway.playground import playground
 from outrider.errors import InvalidRequestError
 
 
@@ -70,6 +71,7 @@ class _OpenAI:
                 Route("/v1/models/{model:path}", self._guarded(self._model)),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
+                *([Route("/", playground)] if config.playground else []),
             ],
             exception_handlers={HTTPException: _http_error},
             middleware=[
