@@ -53,6 +53,8 @@ async def _serve(config: ServeConfig) -> int:
                 if "metrics" in said:
                     tell(f"metrics of the {name}: {said['metrics']}")
             tell(f"metrics of the gateway: {stack.ready['gateway']['http']}/metrics")
+            if "--no-playground" not in config.flags.get("gateway", ()):
+                tell(f"a page to try it: {stack.ready['gateway']['http']}/")
             print(ready_line(config, stack.ready), flush=True)
             await stack.supervise()
 

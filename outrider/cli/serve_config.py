@@ -180,6 +180,7 @@ def _passed(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         if value is not None:
             given = (f"--{flag.theirs or flag.name}", str(value))
             flags[flag.service] = (*flags.get(flag.service, ()), *given)
-    if not getattr(args, "enable_prefix_caching", True):
-        flags["scorer"] = (*flags.get("scorer", ()), "--no-enable-prefix-caching")
+    for service, name in (("scorer", "enable-prefix-caching"), ("gateway", "playground")):
+        if not getattr(args, name.replace("-", "_"), True):
+            flags[service] = (*flags.get(service, ()), f"--no-{name}")
     return flags

@@ -121,3 +121,6 @@ def add_passed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
     )
+    parser.add_argument(
+        "--no-playground", dest="playground", action="store_false", help="no page at /"
+    )

@@ -253,8 +253,9 @@ def test_passed_flags_are_flags_of_their_services() -> None:
         "gateway": ("--seed", "3"),
         "draft": ("--max-model-len", "64"),
     }
-    assert config("embedded", "--no-enable-prefix-caching").flags == {
-        "scorer": ("--no-enable-prefix-caching",)
+    assert config("embedded", "--no-enable-prefix-caching", "--no-playground").flags == {
+        "scorer": ("--no-enable-prefix-caching",),
+        "gateway": ("--no-playground",),
     }
 
 
