@@ -15,8 +15,8 @@ import torch
 from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.models.local_files import check_target
 from scorer_service.__main__ import resolve
-from scorer_service.app import build_engine
 from scorer_service.config import ScorerOptions
+from scorer_service.core import build_engine
 from tests.support.checkpoints.broken import BY_CONFIG, BY_FILES, BY_WEIGHTS, write_whole
 from tests.support.checkpoints.modules import FORMATS
 from tests.support.models.architectures import ARCHITECTURES, REFUSED, random_model
