@@ -35,10 +35,10 @@ from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.model.loader import ModelOptions, load_model
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.models.resolve import resolve_model
 from outrider.params import NO_ADVICE, Advice, TokenIds
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import common_prefix_len
 
 EDITS, AGENTIC = "edits", "agentic"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from outrider.drafting.proposer import Pace, SessionKey
-from outrider.engine.policy.timing import Average
+from outrider.policy.measurements import Average
 
 _RISE: Final = 1 / 16
 

@@ -22,14 +22,14 @@ from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.loader import check_config
 from outrider.engine.model.parallel.ranks import RankGroup
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import find_local, resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import Policy
+from outrider.policy.fixed import FixedPolicy
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread

@@ -12,8 +12,8 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.counts import DRAFT_FATES, StepCounts, sum_rounds
-from outrider.engine.policy.draft_mode import DraftMode
 from outrider.features import FeatureBatch
+from outrider.policy.base import DraftMode
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
 

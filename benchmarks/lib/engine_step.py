@@ -19,11 +19,11 @@ from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence as Row
 from outrider.engine.step import ScheduledRow, Step
 from outrider.params import SamplingParams, StopParams
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 
 _WARM_UP_STEPS = 10
@@ -90,7 +90,7 @@ class EngineSteps:
                 request,
                 max_len=self._model.max_model_len,
                 stop_ids=frozenset(),
-                drafting=Drafting(query_len - 1),
+                drafting=Drafting(Offered(query_len - 1)),
                 submitted_at=0.0,
             )
             tokens = tuple(range(1, query_len + 1))

@@ -15,8 +15,8 @@ from outrider.config import EngineConfig
 from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams, TokenIds
+from outrider.policy.base import Policy
 from outrider.types import Request
 
 PAGE_SIZE = 16

@@ -16,9 +16,9 @@ from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.features import FeatureBatch, FeatureOrder, FeatureWindow
 from outrider.params import TokenIds
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Commit, Request, RequestStats
 
 _PROPOSER: Final = "proposer"

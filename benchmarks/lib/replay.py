@@ -21,9 +21,9 @@ from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 
 SPARE = 16  # tokens recorded beyond those of interest, so that no round reaches the end

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.engine.policy.base import StepDone
-from outrider.engine.policy.tracker import DraftTracker
-from outrider.engine.rounds import Round, token_kinds
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds
+from outrider.policy.base import StepDone
+from outrider.policy.tracker import DraftTracker
+from outrider.rounds import Round, token_kinds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
 
 
@@ -51,7 +51,7 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     tokens = sum([len(commit.token_ids) for commit in commits])
     counts.output_tokens += tokens
     if committed.decoding:
-        plain_s = policy.measured.costs.step_s(len(rows))
+        plain_s = policy.measured.costs.steps.estimate(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
     counts.way = policy.mode.value
     drafting = [row.seq.drafting for row in rows]
@@ -67,7 +67,7 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
             # Rows' first steps, however short, may follow on any time without work.
             comparable=len(prompts) < len(rows) and bool(proposer_ids),
             proposer_ids=proposer_ids,
-            answered=sum([d.blocks > 0 for d in drafting]),
+            answered=sum([d.awaited.blocks > 0 for d in drafting]),
             prompt_tokens=sum(prompts),
             prompts_only=committed.step.prompts_only,
             temperature=committed.temperature,
@@ -93,7 +93,7 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
         counters.score_s += step_s
         counts.score_s += step_s
     if row.finish_reason:
-        tracker.learn(seq)  # from others when they go on
+        tracker.learn([seq])  # from others when they go on
     return Commit(  # by position: that is much faster
         seq.session_id,
         row.base_len,

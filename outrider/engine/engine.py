@@ -22,17 +22,16 @@ from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.draft_mode import DraftMode
-from outrider.engine.policy.tracker import ArrivedBlock
-from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import DraftMode, Policy
+from outrider.policy.tracker import ArrivedBlock
+from outrider.rounds import USEFUL, BlockFate
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from outrider.counts import Admission
 from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.policy.base import Policy, Ready
-from outrider.engine.policy.tracker import DraftTracker
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import NO_DRAFT, ScheduledRow, Step, StepResult, choose_draft
+from outrider.policy.base import Policy, Ready
+from outrider.policy.tracker import DraftTracker
 from outrider.types import Failure, Request
 
 
@@ -88,13 +88,8 @@ class Scheduler:
 
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
         """Note that a step is on its way. Return sessions whose proposer was awaited in vain."""
-        return tuple(
-            [
-                row.seq.session_id
-                for row in step.rows
-                if self.tracker.launched(row.seq, len(row.draft), now)
-            ]
-        )
+        rows = [(row.seq, len(row.draft)) for row in step.rows]
+        return tuple([seq.session_id for seq in self.tracker.launched(rows, now)])
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> Committed:
         """Commit a step's tokens to its sequences. It took `seconds` from its launch to its result.

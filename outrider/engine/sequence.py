@@ -5,11 +5,11 @@ from __future__ import annotations
 from outrider.counts import sum_rounds
 from outrider.draft_tree import DraftTree
 from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
-from outrider.engine.policy.row import Drafting
-from outrider.engine.rounds import USEFUL, BlockFate, Counters
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.params import TokenIds, VerificationRule
+from outrider.policy.row import Drafting
+from outrider.rounds import USEFUL, BlockFate, Counters
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats
 
 

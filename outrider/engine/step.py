@@ -9,10 +9,10 @@ from typing import NamedTuple
 from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.batch import RowSlice
-from outrider.engine.rounds import Round, chain_round
 from outrider.engine.sequence import Sequence
 from outrider.engine.tree_mask import MAX_TREE_NODES, depths
 from outrider.params import TokenIds, VerificationRule
+from outrider.rounds import Round, chain_round
 from outrider.types import TokenLogprobs
 
 ChosenDraft = tuple[TokenIds, tuple[int, ...], tuple[DraftProbs | None, ...]]

@@ -8,10 +8,10 @@ import pytest
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.policy.base import Ready
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence
+from outrider.policy.base import Ready
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting
 from tests.support.models.features import CAPTURED, RowReader
 from tests.support.services.reader_service import serving
 from tests.support.services.scorer import MAX_LEN, VOCAB, running_scorer
@@ -31,8 +31,9 @@ class Spells(FixedPolicy):
             self.length = len(seq.token_ids) + 1 + seq.drafting.num_draft_tokens
         return super().choose_rows(ready, waiting, num_prefilling, now)
 
-    def choose_k(self, d: Drafting, limit: int) -> int:  # noqa: ARG002
-        return limit if self.length // SPELL % 2 else 0
+    def choose_counts(self, rows: Tokens[Drafting]) -> list[int]:
+        wanted = self.length // SPELL % 2
+        return [wanted * count for count in super().choose_counts(rows)]
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:

@@ -29,11 +29,11 @@ from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
 from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request, TokenLogprobs
 from scorer_service.device import StepLimits, capture_steps, size_cache
 from tests.support.models.architectures import ARCHITECTURES, random_model

@@ -20,7 +20,6 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import (
@@ -33,6 +32,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import FinishReason, Request
 from tests.support.json_schemas import conforms
 from tests.support.models.byte_tokenizer import EOS, byte_tokenizer

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Ready, StepDone
-from outrider.engine.policy.draft_mode import DraftMode
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.microbatches import next_half
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import DraftMode, Ready, StepDone
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.waiting import next_half
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import (

@@ -20,11 +20,11 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import Policy
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
 from tests.support.models.hash_model import HashModel, Sequential
 

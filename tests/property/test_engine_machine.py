@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from outrider.config import EngineConfig
-from outrider.engine.policy.base import Policy
+from outrider.policy.base import Policy
 from tests.property.test_engine_equality import Scenario, configs, policies
 
 

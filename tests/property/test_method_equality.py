@@ -17,8 +17,8 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Commit, Request
 from tests.support.models.hash_model import HashModel, Sequential
 

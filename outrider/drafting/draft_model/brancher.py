@@ -14,8 +14,8 @@ from outrider.drafting.drafters import ForkDrafter, Forks
 from outrider.drafting.proposer import Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.policy.timing import Average, StepTimes
 from outrider.params import SamplingParams
+from outrider.policy.measurements import Average, StepTimes
 
 _FREE = 1.25
 """Branches join drafts that are waited for if they make the batch this much slower at most."""

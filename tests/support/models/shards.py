@@ -22,9 +22,9 @@ from outrider.engine.engine import Engine
 from outrider.engine.model.loader import CPU, ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 
 K = 4

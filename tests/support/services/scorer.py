@@ -17,10 +17,10 @@ from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureSpec
+from outrider.policy.fixed import FixedPolicy
 from outrider.rpc.channel import open_channel
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.deployment import TlsFiles

@@ -13,10 +13,10 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 
 K = 3

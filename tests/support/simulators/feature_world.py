@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from outrider.config import EngineConfig
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 from tests.support.models.features import FeatureHash
 from tests.support.models.hash_model import HashModel, Sequential

@@ -28,9 +28,9 @@ from outrider.drafting.proposer import DraftRound, Proposer, ProposerLimits, Ses
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.policy.base import Policy
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
+from outrider.policy.base import Policy
 from outrider.types import Commit, Request, StepEvents
 from proposer_service.pace import PaceMeter
 from tests.support.models.hash_model import HashModel

@@ -21,10 +21,10 @@ from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, ProposerLimits
 from outrider.engine.batch import PackedBatch
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import DraftMode, Policy
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 from tests.support.simulators.simulation import VOCAB, Clock, Net, Player, World
@@ -109,6 +109,7 @@ class TwoDevices(World):
         max_branches: int = 16,
         own_device: bool = True,
         seed: int = 1,
+        policy: Policy | None = None,
     ) -> None:
         pages = 16_384
         config = EngineConfig(
@@ -117,7 +118,7 @@ class TwoDevices(World):
             max_num_batched_tokens=1024,
             enable_prefix_caching=False,
         )
-        self.policy = AdaptivePolicy(K)
+        self.policy = policy or AdaptivePolicy(K)
         self._step_now = 0.005
         target = _ShortSighted(VOCAB, 16, pages, 1024)
         super().__init__(

@@ -11,8 +11,8 @@ from benchmarks.lib.edit_traces import EDITS, agentic, edits
 from benchmarks.lib.forced_target import ForcedTarget, replay, request_of
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.proposer import Proposer
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice
+from outrider.policy.fixed import FixedPolicy
 
 TEXT = """def f(a, b):
     '''Adds.'''

@@ -24,10 +24,10 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Runner, StepRunner, _Enqueued
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
 from tests.support.services.drafting_scorer import (

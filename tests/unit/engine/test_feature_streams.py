@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,12 +18,12 @@ from outrider.engine.engine import Engine
 from outrider.engine.hidden_states import streams
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.row import Drafting
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
+from outrider.policy.base import Policy
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting
 from outrider.types import Request, StepEvents
 from tests.support.models.features import CAPTURED, row
 from tests.support.simulators.feature_world import Done, Eager, FeatureModel
@@ -128,8 +128,8 @@ def test_streams_without_wanted_draft_keep_rows_in_the_pool() -> None:
     class Switched(FixedPolicy):
         on = False
 
-        def choose_k(self, d: Drafting, limit: int) -> int:  # noqa: ARG002
-            return limit if self.on else 0
+        def choose_counts(self, rows: Sequence[Drafting]) -> list[int]:
+            return [self.on * count for count in super().choose_counts(rows)]
 
     policy = Switched(3, max_wait_s=0.0)
     engine, window = make(policy=policy), FeatureWindow()

@@ -26,13 +26,13 @@ from outrider.engine.model.loader import (
     read_features,
 )
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step
 from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.features import FeatureSpec, parse_features
+from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.support.models.architectures import ARCHITECTURES, random_model
 from tests.support.models.recordable import rerun
@@ -145,7 +145,7 @@ def make_step(vocab_size: int) -> Step:
             Request(i, (1,)),
             max_len=40,
             stop_ids=frozenset(),
-            drafting=Drafting(limit=4),
+            drafting=Drafting(Offered(4)),
             submitted_at=0.0,
         )
         seq.block_table = [4 * i + page for page in (2, 0, 3, 1)]

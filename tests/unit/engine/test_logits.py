@@ -14,7 +14,6 @@ from torch import Tensor
 
 from outrider.engine import runner
 from outrider.engine.batch import RowSlice
-from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Runner
 from outrider.engine.sampling import logprobs
 from outrider.engine.sampling.logits import Adjuster, MinTokens, adjust, make_adjuster, make_editors
@@ -29,6 +28,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
+from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, edited
 
@@ -203,7 +203,7 @@ def random_row(rng: random.Random, session_id: int) -> ScheduledRow:
         request,
         max_len=60,
         stop_ids=frozenset({1, 2}),
-        drafting=Drafting(limit=4),
+        drafting=Drafting(Offered(4)),
         submitted_at=0.0,
     )
     seq.block_table = [session_id]

@@ -14,10 +14,6 @@ from outrider.config import EngineConfig
 from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import StepDone
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.row import Drafting
-from outrider.engine.rounds import BlockFate
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
 from outrider.params import (
@@ -28,6 +24,10 @@ from outrider.params import (
     TokenIds,
     VerificationRule,
 )
+from outrider.policy.base import StepDone
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting, Offered
+from outrider.rounds import BlockFate
 from outrider.types import (
     Commit,
     FinishReason,
@@ -305,7 +305,7 @@ def test_no_guess_is_wrong_before_it_has_come(
     runs_ahead: bool, num_tokens: int, wrong: bool
 ) -> None:
     """A block of K tokens is this round's draft; who runs ahead guesses what follows besides."""
-    drafting = Drafting(limit=4, runs_ahead=runs_ahead, num_draft_tokens=2)
+    drafting = Drafting(Offered(4), runs_ahead=runs_ahead, num_draft_tokens=2)
     seq = Sequence(
         Request(1, (1, 2)), max_len=60, stop_ids=frozenset(), drafting=drafting, submitted_at=0.0
     )

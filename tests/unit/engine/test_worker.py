@@ -27,10 +27,6 @@ from outrider.draft_port import (
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy, Ready, StepDone
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.row import Drafting
-from outrider.engine.policy.tracker import DraftTracker
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
@@ -46,6 +42,10 @@ from outrider.errors import (
 )
 from outrider.features import FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.policy.base import Policy, Ready, StepDone
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting
+from outrider.policy.tracker import DraftTracker
 from outrider.types import Commit, FinishReason, Request, StepEvents
 from tests.support.models.hash_model import HashModel, Sequential
 

@@ -22,9 +22,6 @@ from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buck
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.fixed import FixedPolicy
-from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.engine.sampling.verify import choose_and_verify
@@ -36,6 +33,9 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
+from outrider.policy.base import Policy
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
 from tests.support.models.architectures import ARCHITECTURES, random_model
@@ -117,7 +117,7 @@ def make_row(
         ),
         max_len=MAX_MODEL_LEN,
         stop_ids=frozenset(),
-        drafting=Drafting(limit=K),
+        drafting=Drafting(Offered(K)),
         submitted_at=0.0,
     )
     seq.block_table = [pages.pop() for _ in range(min(needed, len(pages)))]

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.params import SamplingParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.simulators.simulation import Net, World, draft_model
 

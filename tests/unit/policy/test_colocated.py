@@ -10,8 +10,8 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 
@@ -46,5 +46,5 @@ def test_colocated_drafts_that_are_at_hand_are_not_free(colocated: bool) -> None
             draft = DraftTree.chain(length, text[length : length + 4])
             engine.post_block(PostedBlock(1, draft, "here", round(DRAFT_S * 1e6)))
         engine.finalize_step()
-    assert drafting.hits.last, "it was there"
-    assert (drafting.hits.share > 0.5) != colocated
+    assert drafting.measured.hit, "it was there"
+    assert (drafting.measured.hit_share > 0.5) != colocated

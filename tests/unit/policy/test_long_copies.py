@@ -16,8 +16,8 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.engine.batch import PackedBatch
-from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 from tests.support.simulators.simulation import Clock, Net, World

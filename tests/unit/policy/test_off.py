@@ -6,8 +6,8 @@ from outrider.config import SPECULATION_POLICIES, EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.draft_mode import DraftMode
 from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.policy.base import DraftMode
 from outrider.types import Request
 from scorer_service.core import POLICIES
 from tests.support.models.hash_model import HashModel

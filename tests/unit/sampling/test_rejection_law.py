@@ -18,7 +18,6 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.likeliest import draw_of_likeliest
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import (
     Lane,
@@ -36,6 +35,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Commit, Request
 from tests.support.models.byte_tokenizer import byte_tokenizer
 from tests.support.models.hash_model import HashModel, Sequential

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import RowSlice
-from outrider.engine.policy.row import Drafting
-from outrider.engine.rounds import token_kinds
 from outrider.engine.sampling.verify import verify, verify_rows, verify_tree, verify_trees
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow
 from outrider.engine.tree_mask import depths
 from outrider.engine.tree_walk import path_order, walk_trees
+from outrider.policy.row import Drafting, Offered
+from outrider.rounds import token_kinds
 from outrider.types import Request, TokenKind
 
 
@@ -133,7 +133,7 @@ def test_walk_trees_moves_accepted_nodes_to_the_text(
     for i, (drafts, parents, _) in enumerate(rows):
         request = Request(i, tuple(range(committed[i])))
         options = {"max_len": 99, "stop_ids": frozenset[int](), "submitted_at": 0.0}
-        seq = Sequence(request, drafting=Drafting(9), **options)
+        seq = Sequence(request, drafting=Drafting(Offered(9)), **options)
         table, start = pages[6 * i : 6 * i + 6], committed[i] - 1  # its last token lacks KV
         tree = () if parents == chain_parents(len(parents)) else parents
         row = RowSlice((start, *drafts), start, table, 1 + len(drafts), tree)

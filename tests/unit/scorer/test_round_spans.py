@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams
+from outrider.policy.row import Drafting, Offered
 from outrider.rpc.telemetry import PastSpan
 from outrider.types import Commit, Request, StepTimings, TokenKind
 from scorer_service.round_spans import MAX_ROUNDS, PARTS, RoundSpans, round_bounds
@@ -110,7 +110,7 @@ def test_round_spans_leave_later_waits_out_of_the_first() -> None:
         Request(1, (7,), SamplingParams()),
         max_len=9,
         stop_ids=frozenset(),
-        drafting=Drafting(4),
+        drafting=Drafting(Offered(4)),
         submitted_at=0.0,
     )
     seq.counters.queue_s, seq.counters.prefill_s = 0.305, 0.004

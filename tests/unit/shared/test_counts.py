@@ -9,9 +9,9 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.counts import StepCounts
-from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import SamplingParams, StopParams
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request, StepEvents
 from tests.support.simulators.simulation import Net, World, draft_model
 

@@ -1,0 +1,109 @@
+"""How likely draft tokens are accepted, by their depth and by row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.policy.measurements import Average, remember
+from outrider.policy.row import Drafting, Measured
+from outrider.rounds import Round
+
+PRIOR_RATE = 0.8  # accepted of an unknown proposer's tokens: it is worth a try
+PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is known besides
+PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
+LEAST = 1e-4  # of acceptance: odds of 1 are infinite
+DEPTHS = np.arange(MAX_SPECULATIVE_TOKENS)
+
+
+class _Kind:
+    """Drafts of one proposer for rows that are sampled, or for those that are not."""
+
+    def __init__(self) -> None:
+        self.availability, self.answer_s = 1.0, Average()  # share of answers that hold a draft
+        self._counts = np.zeros((2, MAX_SPECULATIVE_TOKENS))  # accepted, tried
+        self._learn()
+
+    def observe(self, rounds: list[Round]) -> None:
+        ends = np.array([(round_.accepted, round_.tried) for round_ in rounds])
+        self._counts *= PROPOSER_FADE ** len(rounds)
+        self._counts += (ends[:, :, None] > DEPTHS).sum(0)
+        self._learn()
+
+    def _learn(self) -> None:
+        accepted, tried = self._counts.sum(1).tolist()
+        self.rate: float = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
+        by_depth = (self._counts[0] + PRIOR_TOKENS * self.rate) / (self._counts[1] + PRIOR_TOKENS)
+        by_depth = np.clip(by_depth, LEAST, 1.0 - LEAST)
+        self.odds = by_depth / (1.0 - by_depth)  # [depths]
+
+    def factor(self, row: Measured) -> float:
+        """Return how many times a row's odds are those of its kind."""
+        rate = (row.accepted + PRIOR_TOKENS * self.rate) / (row.tried + PRIOR_TOKENS)
+        own, all_rows = (min(max(each, LEAST), 1.0 - LEAST) for each in (rate, self.rate))
+        return own / (1.0 - own) * (1.0 - all_rows) / all_rows
+
+
+class Acceptance:
+    """Acceptance by proposer and depth, and each row's own by its last rounds.
+
+    Sampled rows and greedy ones are apart: what one kind showed would keep rows of the other from
+    being drafted for. What is known of a row fades, drafted for or not, until it is its proposer's.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, bool], _Kind] = {}
+        self._unknown = _Kind()
+
+    def observe(self, rounds: Iterable[tuple[Drafting, Round]]) -> None:
+        """Take in rows' rounds."""
+        drafted: dict[_Kind, list[Round]] = defaultdict(list)
+        for d, round_ in rounds:
+            d.measured.observe(round_)
+            if round_.drafted:
+                drafted[self._remembered(d)].append(round_)
+        for kind, those in drafted.items():
+            kind.observe(those)
+
+    def observe_answer(self, d: Drafting, seconds: float, *, drafted: bool) -> None:
+        """Take in an answer, so long after a commit for which no draft was left."""
+        kind = self._remembered(d)
+        kind.availability += (drafted - kind.availability) / 8
+        kind.answer_s.add(seconds)
+
+    def answers(self, d: Drafting) -> tuple[float, float]:
+        """Return the share of answers that hold a draft, and the mean seconds until one comes."""
+        kind = self._of(d)
+        return kind.availability, kind.answer_s.mean
+
+    def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
+        """Return the expected gain of each draft token [num_rows, depth], which falls with depth.
+
+        Of a chain it is the probability that the walk reaches the token. Of a tree, whose nodes
+        lie beside each other, it is a level's share of that.
+        """
+        kinds = [self._of(d) for d in rows]
+        factors = [[kind.factor(d.measured)] for kind, d in zip(kinds, rows, strict=True)]
+        odds = np.array([kind.odds[:depth] for kind in kinds]) * np.array(factors)
+        survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
+        for i, d in enumerate(rows):
+            if (levels := d.measured.levels) < 1.0:
+                total = np.concatenate(((0.0,), np.cumsum(survivals[i])))
+                places = np.arange(depth + 1)
+                gains = np.diff(np.interp(levels * places, places, total))
+                survivals[i] = np.minimum.accumulate(gains)
+        return survivals
+
+    def _of(self, d: Drafting) -> _Kind:
+        return self._kinds.get((d.proposer_id or "", d.offered.sampled), self._unknown)
+
+    def _remembered(self, d: Drafting) -> _Kind:
+        key = d.proposer_id or "", d.offered.sampled
+        kind = self._kinds.get(key) or _Kind()
+        remember(self._kinds, key, kind)
+        return kind

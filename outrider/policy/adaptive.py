@@ -1,0 +1,124 @@
+"""The policy that measures, and maximises committed tokens per second.
+
+What a draft costs the steps beside it is found by trials of draft modes (mode.py). Within a mode,
+how many tokens each row drafts is one choice over all rows of a step (choose_nodes.py), and how
+long rows wait for drafts (waiting.py) follows from the same measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.policy.acceptance import DEPTHS
+from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
+from outrider.policy.choose_nodes import choose_nodes
+from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
+from outrider.policy.row import Drafting
+from outrider.policy.waiting import Waiting, next_half
+
+TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
+TRY_STEPS = 4  # of longer drafts and waits, after many in which hardly any row drafted
+
+
+class AdaptivePolicy(Policy):
+    """Composes mode, choice of draft tokens and waiting over one set of measurements."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        super().__init__(num_speculative_tokens)
+        self._modes = ModeSelector()
+        self._waiting = Waiting(self.measured)
+        self._num_running = 1
+        self._idle_steps, self._try_after = 0, FEWEST_STEPS
+
+    @property
+    def mode(self) -> DraftMode:
+        return self._modes.current.mode
+
+    @property
+    def may_wait(self) -> bool:
+        trial = self._modes.current.trial
+        return self.mode.drafts and not (trial is not None and trial.catching_up)
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        return self._modes.undrafted_sizes
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether it is not known what drafts take and meet, or not any more."""
+        current = self._modes.current
+        on_trial = current.trial is not None and current.settling > 0.0
+        return self.mode.drafts and (on_trial or self._idle_steps >= self._try_after)
+
+    def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
+        limits = np.array([d.offered.max_draft_tokens for d in rows])
+        if not self.may_wait:  # of drafts one token tells that they come
+            return [min(limit, int(self.mode.drafts)) for limit in limits.tolist()]
+        depth = int(limits.max())
+        if not depth:
+            return [0] * len(rows)
+        survivals = self.measured.acceptance.survivals(rows, depth)
+        survivals *= DEPTHS[:depth] < limits[:, None]  # [rows, depth]
+        if self._unknown or not self.measured.costs.steps.estimate(1):
+            chosen = (survivals > 0.0) & (DEPTHS[:depth] < TRIED_TOKENS)
+        else:
+            chosen = self._choose(rows, survivals)
+            if self._modes.current.trial is not None:  # whether that pays is asked
+                chosen[:, 0] |= limits > 0
+        for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
+            d.measured.gain = gain
+        counts: list[int] = chosen.sum(1).tolist()
+        return counts
+
+    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return which tokens are worth their step's time and their delay [rows, depth]."""
+        nodes, depth, costs = survivals.ravel(), survivals.shape[1], self.measured.costs
+        parents = np.arange(-1, len(nodes) - 1)
+        parents[::depth] = -1
+        # All rows wait for the longest draft: the n likeliest nodes take as long as their deepest.
+        first_of_depth = np.searchsorted(np.sort(-nodes), -survivals.max(0))
+        depths = np.searchsorted(first_of_depth, np.arange(len(nodes) + 1))
+        waits = self._wait_s(rows, depth)[depths]
+        alike = np.float64(max(1.0, costs.num_rows / len(rows)))  # rows beside one that is new
+
+        def step_time(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+            return costs.steps.estimates(tokens * alike) + waits
+
+        return choose_nodes(nodes, parents, step_time, len(rows)).reshape(survivals.shape)
+
+    def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
+        """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
+        delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
+        for times in {times for d in rows if (times := self.measured.costs.draft_times(d))}:
+            np.maximum(delays[1:], times.mean_s(tokens), out=delays[1:])
+        missed = 1.0 - sum([d.measured.hit_share for d in rows]) / len(rows)
+        return delays * missed
+
+    def patience_s(self, row: Row) -> float:
+        return self._waiting.patience_s(row, self._num_running, unknown=self._unknown)
+
+    def choose_rows(
+        self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
+    ) -> Ready[R]:
+        step_s = self._waiting.microbatch_step_s((*ready, *waiting)) if self.may_wait else 0.0
+        if step_s:
+            ready = next_half(ready, len(waiting))
+        if not waiting:
+            return Ready(ready, now)
+        wake_at = min([row.drafting.round.deadline for row in waiting])
+        if not ready and not num_prefilling:
+            return Ready([], wake_at)
+        start_at = self._waiting.start_at(ready, waiting, num_prefilling, now, step_s)
+        return Ready(ready, now) if start_at <= now else Ready([], min(start_at, wake_at))
+
+    def step_done(self, step: StepDone) -> None:
+        self._num_running = max(1, step.num_running)
+        self._idle_steps += 1
+        tried = self._idle_steps > self._try_after
+        if 2 * step.drafted > step.num_rows or self._idle_steps > self._try_after + TRY_STEPS:
+            self._try_after = min(2 * self._try_after, MOST_STEPS) if tried else FEWEST_STEPS
+            self._idle_steps = 0
+        self._modes.step_done(step)

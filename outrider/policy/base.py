@@ -1,0 +1,126 @@
+"""What an engine asks of a policy: how many tokens to draft, and which rows run now."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from outrider.draft_tree import DraftTree
+from outrider.policy.acceptance import Acceptance
+from outrider.policy.measurements import CostModel
+from outrider.policy.row import Drafting
+from outrider.rounds import Counters
+
+ALL_SIZES = frozenset(range(1, 17))  # bit lengths of numbers of rows
+
+
+class DraftMode(enum.Enum):
+    """How rows come to their drafts."""
+
+    OFF = "none"
+    ON_DEMAND = "on demand"  # each round's draft is made when the round before has ended
+    AHEAD = "ahead"  # and guessed while that is verified, by proposers that can
+
+    @property
+    def drafts(self) -> bool:
+        return self is not DraftMode.OFF
+
+
+class Row(Protocol):
+    """A request that an engine decodes, as a policy sees it."""
+
+    drafting: Drafting
+    counters: Counters
+    token_ids: list[int]  # committed
+    draft: DraftTree | None  # at hand for the next step
+    draft_base: int  # committed tokens that the last draft was made from
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[R]):
+    """The rows that run now, of those that lack at most a draft."""
+
+    rows: list[R]
+    wake_at: float  # when to ask again at the latest, if nothing runs
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What a step brought."""
+
+    num_running: int  # all rows that are admitted
+    num_rows: int  # of the step
+    tokens: int  # committed
+    at: float  # when it ended
+    drafted: int  # rows that verified a draft
+    comparable: bool  # a row goes on from the step before, and a proposer is there
+    answered: int  # rows whose proposer has sent a block
+    prompt_tokens: int = 0  # processed
+    prompts_only: bool = False  # all rows that decode waited for drafts
+    temperature: float = 0.0  # mean of all rows that are admitted
+    proposer_ids: frozenset[str] = frozenset()  # of the step's rows
+    may_run_ahead: bool = False  # one of them can
+
+
+@dataclass(slots=True)
+class Measurements:
+    """What was measured of steps and drafts, whatever the policy makes of it."""
+
+    costs: CostModel = field(default_factory=CostModel)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+class Policy:
+    """Drafts as much as rows may in every round, and waits for no draft.
+
+    A policy decides; what happens to rows is kept by the `DraftTracker`. Others replace methods.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.measured = Measurements()
+
+    @property
+    def mode(self) -> DraftMode:
+        """How rows come to their drafts now; ahead only from proposers that can."""
+        return DraftMode.AHEAD if self.num_speculative_tokens else DraftMode.OFF
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether any row is to wait for a draft now."""
+        return self.mode.drafts
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        """Numbers of rows at which nothing is drafted at present, by their bit length."""
+        return frozenset() if self.mode.drafts else ALL_SIZES
+
+    def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
+        """Return the draft tokens of each row's next round, of a tree all nodes.
+
+        The rows are to go into one step. Each has at most `offered.max_draft_tokens`.
+        """
+        return [d.offered.max_draft_tokens for d in rows]
+
+    def patience_s(self, row: Row) -> float:  # noqa: ARG002
+        """Return how long after its last commit a row waits for its draft at most."""
+        return 0.0
+
+    def choose_rows(
+        self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
+    ) -> Ready[R]:
+        """Return the rows that run now, of those `ready`, and of those `waiting` for drafts.
+
+        `num_prefilling` rows run in any case.
+        """
+        if ready or num_prefilling or not waiting:
+            return Ready(ready, now)
+        return Ready([], min([row.drafting.round.deadline for row in waiting]))
+
+    def step_done(self, step: StepDone) -> None:
+        """Learn from a step that ended."""

@@ -1,0 +1,274 @@
+"""How drafts are made: never, on demand, or ahead.
+
+Step times say what verifying costs, and delays what waiting costs. Neither says what drafting costs
+the steps beside it, where both share a device, nor how many rows have their drafts ahead in time.
+So the modes are timed, in committed tokens per second of all rows. The best one goes on, and the
+others are tried in turn, so seldom that trials lose little of the time.
+
+The best mode depends on the number of rows and on the texts. So it is found for each size of batch,
+by powers of two, and for sampled texts apart from others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from outrider.policy.base import ALL_SIZES, DraftMode, StepDone
+from outrider.policy.measurements import Average, remember
+from outrider.policy.row import SAMPLED_TEMPERATURE
+
+MODES = tuple(DraftMode)  # in the order in which they are tried
+WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
+FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
+SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
+CAUGHT_UP = 0.75  # of the rows have heard of a proposer: it has processed their prompts
+MOST_LOST = 0.01  # of the time, by trials of worse modes
+LONGEST_INTERVAL = 4096.0  # steps between two trials, which doubles as long as nothing changes
+MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
+
+
+@dataclass(slots=True)
+class Speed:
+    """Committed tokens of a row over about the last `window` steps in one mode."""
+
+    window: float
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """Tokens per second; 0 if none is known."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.seconds / max(1.0, self.steps)
+
+    def add(self, tokens: float, seconds: float, steps: float) -> None:
+        """Take in a step, or a share of one."""
+        kept = min(1.0, self.window / (self.steps + steps)) if self.steps else 1.0
+        self.tokens = kept * (self.tokens + tokens)
+        self.seconds = kept * (self.seconds + seconds)
+        self.steps = kept * (self.steps + steps)
+
+
+@dataclass(slots=True)
+class Trial:
+    """A trial of a mode that is not the incumbent."""
+
+    mode: DraftMode
+    catching_up: int  # steps at the most until the proposer has processed prompts
+    compared: float = 0.0  # steps
+    lost_steps: float = 0.0  # worth of the incumbent's steps
+
+
+class ModeTrials:
+    """Compares modes for one size of batch and kind of texts, beginning with `incumbent`.
+
+    Steps are counted by rounds, the share of all rows that take part: a step of 4 rows of 32 is an
+    eighth of one.
+    """
+
+    def __init__(self, num_rows: int, modes: tuple[DraftMode, ...], incumbent: DraftMode) -> None:
+        self.incumbent = incumbent
+        self.decided = False  # by a trial
+        self.trial: Trial | None = None
+        self._num_rows = num_rows
+        self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
+        self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in modes}
+        self._last_tried = incumbent
+        self._may_lose, self._interval = 2.0 * FEWEST_STEPS, float(self._trial_steps)
+        self._steps_left = self._interval  # until the next trial
+        self.settle()
+
+    @property
+    def mode(self) -> DraftMode:
+        """How drafts are to be made now."""
+        return self.incumbent if self.trial is None else self.trial.mode
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step without its prompts; 0 if none was measured."""
+        return self._speeds[self.mode].step_s or self._speeds[self.incumbent].step_s
+
+    def settle(self) -> None:
+        """Compare none of the next steps: something changed."""
+        self.settling = SETTLING_ROUNDS if self.mode.drafts else SETTLING_ROUNDS / 2
+
+    def take_over(self, before: ModeTrials) -> None:
+        """Go on from trials with other texts: what no drafts bring hardly depends on them.
+
+        If nothing is drafted now, the mode that drafted is tried first: its proposer catches up.
+        """
+        self.decided |= before.decided
+        self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
+        self.trial = None
+        self.settle()
+        if self.incumbent.drafts and not before.incumbent.drafts:
+            mode, self.incumbent = self.incumbent, DraftMode.OFF
+            self._begin(mode)
+
+    def observe(self, step: StepDone, seconds: float) -> None:
+        """Take in a step, and the time since the step before."""
+        rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
+        tokens, answered = step.tokens / step.num_running, step.answered / step.num_running
+        trial, current, best = self.trial, self._speeds[self.mode], self._speeds[self.incumbent]
+        if typical_s := max(current.step_s, best.step_s):
+            seconds = min(seconds, 4 * typical_s)  # more is an accident, as a kernel's compilation
+        if trial is not None and best.value:
+            trial.lost_steps += (seconds - tokens / best.value) / best.step_s
+        if trial is not None and trial.lost_steps > self._may_lose:
+            self._may_lose = min(2 * self._may_lose, 2.0 * MOST_STEPS)
+            self._end(trial, won=False)
+        elif trial is not None and trial.catching_up:
+            trial.catching_up = 0 if answered >= CAUGHT_UP else trial.catching_up - 1
+            if not trial.catching_up and answered < CAUGHT_UP:
+                self._end(trial, won=False)
+        elif self.settling > 0.0:
+            # Settling ends in any case, though nothing is drafted.
+            self.settling -= max(drafted, rounds / SETTLING_ROUNDS) if self.mode.drafts else rounds
+        elif trial is not None:
+            current.add(tokens, seconds, rounds)
+            trial.compared += rounds
+            self._judge(trial)
+        else:
+            # While the incumbent drafts, steps without any draft bring no trial nearer.
+            steps = rounds if drafted or not self.mode.drafts else 0.0
+            current.add(tokens, seconds, steps)
+            self._steps_left -= steps
+            if self._steps_left <= 0.0:
+                self._begin(self._next_mode())
+
+    def _next_mode(self) -> DraftMode:
+        """Return the mode to try: one that is known to be faster, else the next in turn."""
+        speeds, best = self._speeds, self._speeds[self.incumbent]
+        fastest = max(speeds, key=lambda mode: speeds[mode].value)
+        if speeds[fastest].value > WORTH * best.value:
+            return fastest
+        last = MODES.index(self._last_tried)
+        in_turn = (*MODES[last + 1 :], *MODES)
+        return next(mode for mode in in_turn if mode in speeds and mode is not self.incumbent)
+
+    def _begin(self, mode: DraftMode) -> None:
+        most_steps = 0 if self.incumbent.drafts else 4 * MOST_STEPS
+        self.trial = Trial(mode, most_steps)
+        self.settle()
+        self._last_tried = mode
+        self._speeds[mode] = Speed(3.0 * self._trial_steps)
+
+    def _judge(self, trial: Trial) -> None:
+        """End a trial that has taken long enough, or that is clearly lost.
+
+        A close one among drafts takes longer.
+        """
+        tried, best = self._speeds[trial.mode], self._speeds[self.incumbent]
+        drafts = trial.mode.drafts
+        speedup = tried.value / best.value / (WORTH if drafts else 1 / WORTH)
+        close = drafts and self.incumbent.drafts and abs(speedup - 1.0) < WORTH - 1.0
+        luck = 2.0 / math.sqrt(self._num_rows * trial.compared)  # of so many rounds
+        lost = self.incumbent.drafts and speedup < 1.0 - luck
+        if lost or trial.compared >= (MOST_STEPS if close else self._trial_steps):
+            # Drafts shorten no step: where they bring no tokens, less time was luck.
+            self._end(trial, won=speedup > 1.0 and not (drafts and tried.tokens < tried.steps))
+
+    def _end(self, trial: Trial, *, won: bool) -> None:
+        lost_steps = trial.lost_steps
+        if won:  # a trial of the mode before would lose what this one gained
+            lost_steps *= -self._speeds[self.incumbent].step_s / self._speeds[trial.mode].step_s
+            self._last_tried, self.incumbent = self.incumbent, trial.mode
+        longer = min(max(MOST_STEPS, 2 * self._interval), LONGEST_INTERVAL)
+        self._interval = self._trial_steps if won else longer
+        self._steps_left = max(self._interval, lost_steps / MOST_LOST)
+        self.trial, self.decided = None, True
+        self.settle()
+
+
+class ModeSelector:
+    """Runs trials by size of batch and kind of texts.
+
+    A size begins with what was better at the size before it, and a kind of texts with what was
+    better with the other kind. A number of rows that goes up and down around a power of two stays
+    one size, and so does a mean temperature between `SAMPLED_TEMPERATURE` and its half.
+
+    What a prompt takes without drafts is taken off its step. What it takes more, drafts cost.
+    """
+
+    def __init__(self) -> None:
+        self._proposers: dict[str, None] = {}  # that are known
+        self._steps_since_ahead = 0  # of rows whose proposers all cannot run ahead
+        self._last_step_at: float | None = None
+        self._prompt_token_s = Average()  # without drafts
+        self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
+        self._restart(MODES)
+
+    def _restart(self, modes: tuple[DraftMode, ...]) -> None:
+        """Forget every trial: there are other proposers, or other modes."""
+        self._modes = modes
+        self._size, self._sampled = 1, False
+        self.current = ModeTrials(1, modes, modes[-1])
+        self._known = {(1, False): self.current}
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        """Numbers of rows, by their bit length, at which rows are not to draft now."""
+        return frozenset([size for size in ALL_SIZES if not self._mode_at(size).drafts])
+
+    def step_done(self, step: StepDone) -> None:
+        """Take in a step."""
+        self._note_proposers(step)
+        if step.prompts_only:  # its time is that of the round which the others wait for
+            self._prompts_before += step.prompt_tokens
+            return
+        prompt_tokens, self._prompts_before = step.prompt_tokens + self._prompts_before, 0
+        before, self._last_step_at = self._last_step_at, step.at
+        changed = self._change(step.num_running, step.temperature)
+        if changed or not step.comparable or before is None:
+            return
+        seconds, usual_s = step.at - before, self.current.step_s
+        if prompt_tokens:
+            if self.current.settling <= 0.0 and not self.current.mode.drafts and usual_s:
+                self._prompt_token_s.add(max(0.0, seconds - usual_s) / prompt_tokens)
+            if not self._prompt_token_s.count:
+                return
+            seconds -= prompt_tokens * self._prompt_token_s.mean
+        self.current.observe(step, max(0.0, seconds))
+
+    def _note_proposers(self, step: StepDone) -> None:
+        """Begin anew with a new proposer, as drafts' costs were others', or with other modes."""
+        was_ahead = bool(self._proposers) and DraftMode.AHEAD in self._modes
+        self._steps_since_ahead = 0 if step.may_run_ahead else self._steps_since_ahead + 1
+        ahead = step.may_run_ahead or (was_ahead and self._steps_since_ahead < MOST_STEPS)
+        unknown = step.proposer_ids - self._proposers.keys()
+        for proposer_id in unknown:
+            remember(self._proposers, proposer_id, None)
+        if unknown or (step.proposer_ids and ahead != was_ahead):
+            self._restart(MODES if ahead else MODES[:2])
+
+    def _change(self, num_rows: int, temperature: float) -> bool:
+        """Go on with other trials if the batch's size or kind has changed. True if it has."""
+        least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
+        same_size = 3 * least <= 4 * num_rows < 10 * least
+        size = self._size if same_size else num_rows.bit_length()
+        sampled = temperature >= SAMPLED_TEMPERATURE / (2 if self._sampled else 1)
+        if same_size and sampled is self._sampled:
+            return False
+        before = self.current
+        if (size, sampled) not in self._known:
+            incumbent = before.incumbent if same_size else self._mode_at(size)
+            self._known[size, sampled] = ModeTrials(1 << size - 1, self._modes, incumbent)
+        self._size, self._sampled, self.current = size, sampled, self._known[size, sampled]
+        if same_size:
+            self.current.take_over(before)
+        self.current.settle()
+        return True
+
+    def _mode_at(self, size: int) -> DraftMode:
+        if abs(size - self._size) <= 1:
+            return self.current.mode  # it stays the same if only a few rows come or go
+        if (size, self._sampled) in self._known:
+            return self._known[size, self._sampled].incumbent
+        decided = self.current.decided or size < MANY_ROWS.bit_length()
+        return self.current.incumbent if decided else DraftMode.OFF

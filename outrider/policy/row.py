@@ -1,0 +1,114 @@
+"""The drafting state of one row: what it is offered, what it waits for, and what was measured."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.draft_port import NO_DRAFTS, DraftOffer
+from outrider.policy.circuit_breaker import CircuitBreaker
+from outrider.rounds import Round
+
+ROW_FADE = 0.9  # kept per round of how a row's drafts fare: texts change within a few sentences
+SAMPLED_TEMPERATURE = 0.5  # from which drafts meet a text clearly less
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The drafts that a row may have."""
+
+    limit: int  # tokens at most, as the request and the configuration allow
+    sampled: bool = False  # its temperature makes drafts meet clearly less
+    proposer: DraftOffer = NO_DRAFTS
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Return how many tokens a draft has at most."""
+        return min(self.limit, self.proposer.max_draft_tokens)
+
+
+class PastCommit(NamedTuple):
+    """A commit that a block may answer."""
+
+    length: int  # tokens after it; a block's base_len names it
+    at: float
+    awaited: bool  # no draft was left
+
+
+@dataclass(slots=True)
+class CurrentRound:
+    """A row's way from its last commit into its next step."""
+
+    committed_at: float = 0.0
+    looked_at: float | None = None  # when the scheduler considered the row first
+    at_hand: bool = False  # a draft was there at that moment
+    deadline: float = 0.0  # the row waits no longer than this
+    wrong: bool = False  # a guess for this round did not lie on the committed path
+
+
+@dataclass(slots=True)
+class Awaited:
+    """What a row waits for."""
+
+    asked: bool = False  # the proposer knows that the next round is to have a draft
+    since: float = 0.0  # when the proposer's first block could be used, if it had come
+    blocks: int = 0  # that came from the present proposer
+    last_block_at: float = 0.0  # when the last of them came; before, when it got the row
+    no_guess_at: int = -1  # committed length for which the proposer said it has no guess
+    in_vain: tuple[float, float] = (0.0, 0.0)  # (start, end) of the last wait without a draft
+    commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=8))
+
+
+@dataclass(slots=True)
+class Measured:
+    """How a row's drafts fare, as moving averages over its rounds."""
+
+    accepted: float = 0.0  # draft tokens, fading
+    tried: float = 0.0  # of so many
+    levels: float = 1.0  # depth of a draft per token of it; 1 for a chain
+    hit: bool | None = None  # the last round that wanted a draft had it at once
+    hit_share: float = 0.0  # of rounds that had, and whose draft cost the step nothing
+    gain: float = 0.0  # tokens that the next draft is expected to bring
+    worth_waiting: bool = True  # the proposer has drafts often enough
+
+    def observe(self, round_: Round) -> None:
+        """Take in a round, with or without a draft."""
+        self.accepted = ROW_FADE * self.accepted + round_.accepted
+        self.tried = ROW_FADE * self.tried + round_.tried
+        if round_.drafted:
+            self.levels += (round_.depth / round_.drafted - self.levels) * (1 - ROW_FADE)
+
+    def observe_hit(self, *, free: bool) -> None:
+        """Take in a round that wanted a draft; `free` if it had one that cost the step nothing."""
+        self.hit_share += (free - self.hit_share) * (1 - ROW_FADE)
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What is known of one row's drafts. Only the `DraftTracker` and the policy change it."""
+
+    offered: Offered
+    num_draft_tokens: int = 0  # of the next round
+    runs_ahead: bool = False  # drafts are made ahead now
+    drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
+    unlearned: Round | None = None  # the last round, until the policy has learned from it
+    round: CurrentRound = field(default_factory=CurrentRound)
+    awaited: Awaited = field(default_factory=Awaited)
+    measured: Measured = field(default_factory=Measured)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+
+    @property
+    def proposer(self) -> DraftOffer:
+        return self.offered.proposer
+
+    @property
+    def proposer_id(self) -> str | None:
+        return self.offered.proposer.proposer_id
+
+    @property
+    def waits(self) -> bool:
+        """Whether the row waits for drafts at all."""
+        if self.proposer_id is None or self.breaker.is_open:
+            return False
+        return self.num_draft_tokens > 0 and self.measured.worth_waiting

@@ -1,0 +1,291 @@
+"""What happens to rows' drafts, from a proposer's attachment to the step that verifies a draft.
+
+The only writer of `Drafting`, with the measurements that it feeds. It asks the policy for every
+decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+
+from outrider.counts import StepCounts
+from outrider.draft_port import DraftOffer
+from outrider.draft_tree import DraftTree
+from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.policy.base import DraftMode, Policy, R, Ready, Row
+from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
+from outrider.policy.measurements import Delay, remember
+from outrider.policy.row import (
+    SAMPLED_TEMPERATURE,
+    Awaited,
+    CurrentRound,
+    Drafting,
+    Measured,
+    Offered,
+    PastCommit,
+)
+from outrider.policy.waiting import FIRST_PATIENCE_S, MAX_PATIENCE_S
+from outrider.rounds import USEFUL, BlockFate, Round
+from outrider.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedBlock:
+    """A block that came for a row, and its fate."""
+
+    row: Row
+    block: DraftTree
+    fate: BlockFate
+    proposer_id: str
+    method: str
+    draft_s: float  # as the proposer says
+    at: float
+
+
+class DraftTracker:
+    """Keeps the state of all rows' drafts."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.counts = StepCounts()
+        """What happened since the last step's events; the engine adds to it too."""
+        self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
+        self._batches: dict[tuple[str, bool], float] = {}  # when each drafter's last one came
+        self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
+        self._launched_at = 0.0
+
+    def take_counts(self) -> StepCounts:
+        """Return what was counted since the last call."""
+        counts, self.counts = self.counts, StepCounts()
+        return counts
+
+    def start(self, request: Request) -> Drafting:
+        """Return the initial state of a request's row."""
+        speculation = request.speculation
+        limit = speculation.num_speculative_tokens
+        if not speculation.enabled or not self.policy.num_speculative_tokens:
+            limit = 0
+        elif limit is None:  # then the proposer sets a limit: see `attach`
+            limit = MAX_SPECULATIVE_TOKENS
+        sampled = request.sampling.temperature >= SAMPLED_TEMPERATURE
+        return Drafting(Offered(limit, sampled))
+
+    def attach(self, row: Row, proposer: DraftOffer, now: float) -> None:
+        """Give a row to a proposer."""
+        d, proposer_id = row.drafting, proposer.proposer_id
+        self.learn([row])  # from the proposer before
+        if proposer_id != d.proposer_id:
+            d.breaker, d.measured = CircuitBreaker(), Measured()
+            d.awaited = Awaited(since=now, last_block_at=now)
+            d.awaited.commits.append(PastCommit(len(row.token_ids), now, proposer.requested))
+            d.drafter = self._drafters.get(proposer_id or "", f"{proposer_id} ")
+        d.offered = replace(d.offered, proposer=proposer)
+        self._choose_counts([d])
+        if not proposer.requested:
+            d.num_draft_tokens = 0
+        d.awaited.asked = d.num_draft_tokens > 0
+
+    def block_arrived(self, arrived: ArrivedBlock) -> None:
+        """Learn from a block, and count the time that it took."""
+        row, block, fate = arrived.row, arrived.block, arrived.fate
+        d, length = row.drafting, len(row.token_ids)
+        d.awaited.blocks += 1
+        if block.token_ids:
+            d.drafter = f"{arrived.proposer_id} {arrived.method}"
+            if self._drafters.get(arrived.proposer_id) != d.drafter:
+                remember(self._drafters, arrived.proposer_id, d.drafter)
+        if fate is USEFUL:
+            d.breaker.close()
+            if block.base_len < length:  # the guess was right, and late
+                d.round.wrong = False
+        elif fate is BlockFate.WRONG:
+            d.round.wrong = True
+        elif block.base_len == length:  # an empty block
+            d.awaited.no_guess_at = length
+            d.breaker.deadline_misses = 0
+        asked_at = self._answered(arrived)
+        # No proposer drafted for longer than it was asked; without a commit, since its last block.
+        since = d.awaited.last_block_at if asked_at is None else asked_at
+        passed_s = max(0.0, arrived.at - since)
+        d.awaited.last_block_at = max(d.awaited.last_block_at, arrived.at)
+        if fate is USEFUL or (asked_at is not None and passed_s <= MAX_PATIENCE_S):
+            self._in_vain.pop(arrived.proposer_id, None)
+        propose_s = min(arrived.draft_s, passed_s)
+        for counts in (row.counters, self.counts):
+            counts.propose_s += propose_s
+            counts.network_s += 0.0 if asked_at is None else passed_s - propose_s
+        if arrived.proposer_id not in row.counters.proposer_ids:
+            row.counters.proposer_ids.append(arrived.proposer_id)
+
+    def _answered(self, arrived: ArrivedBlock) -> float | None:
+        """Measure the delay since the commit that a block answers, and return that time, if any."""
+        awaited = arrived.row.drafting.awaited
+        for i, commit in enumerate(awaited.commits):
+            if commit.length == arrived.block.base_len:
+                del awaited.commits[i]  # a second block for the same commit measures nothing
+                if commit.awaited and awaited.blocks > 1:  # the first one took the prompt's time
+                    self._measure(arrived, commit.at)
+                return commit.at
+        return None
+
+    def _measure(self, arrived: ArrivedBlock, since: float) -> None:
+        d, now, num_tokens = arrived.row.drafting, arrived.at, len(arrived.block.token_ids)
+        proposer, measured = d.proposer, self.policy.measured
+        measured.acceptance.observe_answer(d, now - since, drafted=num_tokens > 0)
+        # However late: whether waiting pays is decided again.
+        d.measured.worth_waiting |= num_tokens > 0
+        batch = d.drafter, d.runs_ahead
+        if not num_tokens or self._batches.get(batch) == now:  # the first of a batch is its longest
+            return
+        remember(self._batches, batch, now)
+        began, ended = d.awaited.in_vain
+        delay = Delay(
+            now - since,
+            arrived.draft_s,
+            num_tokens,
+            uncontended=proposer.colocated or self._launched_at < since,
+            own_device=proposer.own_device and not d.runs_ahead,
+            waited_s=ended - began if began == since else 0.0,
+        )
+        measured.costs.observe_delay(d, delay)
+
+    def choose_rows(self, rows: Rows[R], num_prefilling: int, now: float) -> Ready[R]:
+        """Return which rows run now, of those that lack at most a draft."""
+        ready: list[R] = []
+        waiting: list[R] = []
+        may_wait = self.policy.may_wait
+        for row in rows:
+            current = row.drafting.round
+            lacks_draft = row.draft is None and _is_awaited(row)
+            if current.looked_at is None:
+                current.looked_at, current.at_hand = now, row.draft is not None
+                patient = lacks_draft and not self._is_set_aside(row.drafting)
+                patience_s = self.policy.patience_s(row) if patient else 0.0
+                current.deadline = current.committed_at + patience_s if lacks_draft else now
+            if not may_wait:
+                current.deadline = min(current.deadline, current.committed_at)  # nothing is missed
+            (waiting if lacks_draft and now < current.deadline else ready).append(row)
+        return self.policy.choose_rows(ready, waiting, num_prefilling, now)
+
+    def launched(self, rows: Iterable[tuple[R, int]], now: float) -> list[R]:
+        """Note that rows went into a step, each with so many draft tokens.
+
+        Returns those whose circuit breaker opens: they awaited their proposers' drafts in vain.
+        """
+        self._launched_at = now
+        rows = list(rows)
+        opened = [row for row, drafted in rows if self._count_launch(row, drafted, now)]
+        self.learn([row for row, _ in rows])
+        return opened
+
+    def _count_launch(self, row: Row, drafted: int, now: float) -> bool:
+        d, c, current = row.drafting, row.counters, row.drafting.round
+        c.iter_count += 1
+        if (fate := _draft_fate(row, drafted)) is not None:
+            c.fates[fate] += 1
+            self.counts.fates[d.proposer_id or "", fate] += 1
+        if current.looked_at is None:  # it processed its prompt, and missed nothing
+            return False
+        wanted = _is_awaited(row) or (current.at_hand and d.num_draft_tokens > 0)
+        self._count_hit(row, wanted)
+        waited_s = now - current.looked_at if not current.at_hand and d.waits else 0.0
+        if waited_s > 0.0:
+            c.waits += 1
+            c.wait_s += waited_s
+            self.counts.wait_s += waited_s
+        if drafted:
+            d.breaker.forgive()
+            return False
+        c.fallback_rounds += d.offered.limit > 0
+        if row.draft is not None:  # there was a draft, which this step did not verify
+            return False
+        if current.committed_at < current.deadline <= now:
+            d.awaited.in_vain = current.committed_at, now
+        if d.breaker.is_open:
+            d.breaker.rounds_left -= 1
+            return False
+        # A proposer from which nothing has come for long is missed, waited for or not.
+        silent = not d.awaited.blocks and now > d.awaited.since + FIRST_PATIENCE_S
+        silent = silent or self._is_set_aside(d)
+        if not wanted or not (current.deadline > current.committed_at or silent):
+            return False
+        proposer_id = d.proposer_id or ""
+        remember(self._in_vain, proposer_id, self._in_vain.get(proposer_id, 0) + 1)
+        return d.breaker.missed()
+
+    def _is_set_aside(self, d: Drafting) -> bool:
+        """Whether the row has no block yet, and other rows awaited its proposer in vain."""
+        return not d.awaited.blocks and self._in_vain.get(d.proposer_id or "", 0) >= MISSES_ALLOWED
+
+    def _count_hit(self, row: Row, wanted: bool) -> None:
+        """Count whether a round that `wanted` a draft had it at once."""
+        d, c, current = row.drafting, row.counters, row.drafting.round
+        # What is left of a late draft is no hit: only a proposer that runs ahead means it so.
+        hit = current.at_hand and (d.runs_ahead or row.draft_base == len(row.token_ids))
+        before, d.measured.hit = d.measured.hit, hit if wanted else None
+        if not wanted:
+            return
+        if before is not None:
+            (c.after_hit if before else c.after_miss)[hit] += 1
+        d.measured.observe_hit(free=hit and not d.proposer.colocated)
+
+    def preempted(self, row: Row) -> None:
+        """Note that a row lost its pages: it waits for no draft until it has them again."""
+        row.drafting.round.looked_at = None
+        row.counters.preemptions += 1
+        self.counts.preemptions += 1
+
+    def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
+        """Note a row's commit; `wrong` says that its draft fell off the committed path."""
+        d, awaited = row.drafting, row.drafting.awaited
+        if d.round.looked_at is None or not awaited.asked:  # no draft was to come before
+            awaited.since = now
+        awaited.asked = d.num_draft_tokens > 0
+        d.round = CurrentRound(committed_at=now, wrong=wrong)
+        awaited.commits.append(PastCommit(len(row.token_ids), now, row.draft is None))
+        d.unlearned = round_
+
+    def learn(self, rows: Rows[Row]) -> None:
+        """Take in what rows' last rounds showed, and choose how many tokens they draft.
+
+        That is once per round, when they go into their next step, and for the round after that.
+        Earlier the device or the proposer would have to wait for it.
+        """
+        rounds = [(d, last) for row in rows if (last := (d := row.drafting).unlearned) is not None]
+        self.policy.measured.acceptance.observe(rounds)
+        for d, _ in rounds:
+            d.unlearned = None
+        self._choose_counts([d for d, _ in rounds])
+
+    def _choose_counts(self, rows: Rows[Drafting]) -> None:
+        """Choose how rows come to their next drafts, and how long these are."""
+        if rows:
+            on_demand = self.policy.mode is DraftMode.ON_DEMAND
+            for d in rows:
+                d.runs_ahead = d.proposer.runs_ahead and not on_demand
+            for d, count in zip(rows, self.policy.choose_counts(rows), strict=True):
+                d.num_draft_tokens = min(count, d.offered.max_draft_tokens)
+
+
+def _draft_fate(row: Row, drafted: int) -> str | None:
+    """Return which of `DRAFT_FATES` a round's draft had; None if the round wanted no draft."""
+    d, current = row.drafting, row.drafting.round
+    if current.looked_at is None:  # it processed its prompt, and missed nothing
+        return "hit" if drafted else None
+    if current.at_hand:
+        return "hit" if d.num_draft_tokens else None
+    if row.draft is not None and not (d.runs_ahead and d.waits):
+        return "waited"
+    if not d.waits:
+        return None
+    if d.awaited.no_guess_at == len(row.token_ids):
+        return "none"
+    return "wrong" if current.wrong else "late"
+
+
+def _is_awaited(row: Row) -> bool:
+    """Whether the row waits for a draft, and its proposer has not said that it has none."""
+    d = row.drafting
+    return d.waits and d.awaited.no_guess_at != len(row.token_ids)

@@ -1,0 +1,159 @@
+"""How long rows wait: each for its own draft, and those that are ready for the others'.
+
+Waiting `d` for a draft brings `gain` more tokens, and costs what the row would commit meanwhile:
+one token per step. So it pays if `d <= gain * step_time`, and a row does not wait at all if its
+proposer's mean delay is beyond that. The draft that comes later is used as far as it is still true.
+
+Where rows draft on demand on another device, one half of them is verified while that device drafts
+for the other half. With t(n) the seconds of a step of n rows and D(n) those until they have their
+drafts, all rows together have a round in t(n) + D(n). Halves have one in
+t(n / 2) + max(t(n / 2), D(n / 2)), but none shorter than the drafts or the steps of both.
+
+On the scorer's own device rows on demand stay together: in two cohorts a round takes
+t(a) + max(t(b), D) instead of t(a + b) + D. That is less only where a step's time follows its
+tokens; there drafting brings little, and steps slow the drafts down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from outrider.policy.base import Measurements, R, Row
+from outrider.policy.measurements import DraftTimes
+from outrider.policy.row import Drafting
+
+FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
+MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1  # for later ones: less is noise, more is felt
+LONG_STEPS = 3.0  # what a row waits at most for a first block, and at least while all is unknown
+
+
+class Waiting:
+    """Answers from what was measured."""
+
+    def __init__(self, measured: Measurements) -> None:
+        self._costs = measured.costs
+        self._acceptance = measured.acceptance
+
+    def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
+        """Return how long after its last commit a row waits for its draft at most.
+
+        That is until most drafts have come, and no longer than waiting pays. All rounds together
+        wait for a session's first block about as long as the prompt took. While it is `unknown`
+        what drafts take, a row waits longer: a draft that comes too late says little.
+        """
+        d = row.drafting
+        step_s = self._costs.round_s(d.num_draft_tokens)
+        if not d.awaited.blocks:
+            prefill_s = row.counters.prefill_s / num_running  # the step took all prompts
+            allowed_s = min(FIRST_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
+            return max(0.0, d.awaited.since + allowed_s - d.round.committed_at)
+        gain_s = max(MIN_PATIENCE_S, d.measured.gain * step_s)
+        if unknown:
+            return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
+        times = self._costs.draft_times(d)
+        if times is not None and times.mean_s(d.num_draft_tokens) > gain_s:
+            return 0.0
+        # On a shared device the search would slow down a step beside it: the row waits.
+        share, answer_s = self._acceptance.answers(d)
+        d.measured.worth_waiting = not d.proposer.own_device or answer_s <= share * gain_s
+        if not d.measured.worth_waiting:
+            return 0.0
+        most_s = MAX_PATIENCE_S if times is None else times.most_s(d.num_draft_tokens)
+        return min(MAX_PATIENCE_S, gain_s, most_s)
+
+    def microbatch_step_s(self, rows: Rows[Row]) -> float:
+        """Return the seconds of a step of half the rows if they are to go in halves, else 0.
+
+        With the network time w the proposer keeps up if it drafts for at most a step and w. The
+        rest of a delay is w, and once the proposer is never idle, what it is late: so only half of
+        the rest counts.
+        """
+        waiting = [row.drafting for row in rows if row.drafting.waits]
+        if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
+            return 0.0
+        longest = max(waiting, key=lambda d: d.num_draft_tokens)
+        k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
+        if times is None:
+            return 0.0
+        step_s = self._costs.steps.estimate(half(len(rows)) * (1 + k))
+        delay_s, drafting_s = times.mean_s(k), k * times.token_s
+        together_s = self._costs.steps.estimate(len(rows) * (1 + k)) + delay_s
+        keeps_up = drafting_s <= step_s + (delay_s - drafting_s) / 2
+        return step_s if keeps_up and 2 * step_s <= together_s else 0.0
+
+    def start_at(
+        self,
+        ready: Rows[Row],
+        waiting: Rows[Row],
+        num_prefilling: int,
+        now: float,
+        microbatch_step_s: float = 0.0,
+    ) -> float:
+        """Return when ready rows start: later if all rows have their round earlier then.
+
+        If they wait until j of m others can join, the round of all ends at
+
+            max(wait + t(ready + j), D) + t(m - j)
+
+        with D the time until the last draft is there, later where steps share its device. For j = m
+        there is no second step.
+        """
+        awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
+        dues = [self._due(d, times, now) for d, times in awaited]
+        arrivals = sorted(dues)
+        if microbatch_step_s:
+            return start_half_at(len(ready), arrivals, microbatch_step_s, now)
+        # A first block waits for its prompt's processing: only its own row waits for it.
+        known = [due for (d, _), due in zip(awaited, dues, strict=True) if d.awaited.blocks]
+        rows = [row.drafting for row in (*ready, *waiting)]
+        if known and not num_prefilling and all(d.waits and not d.runs_ahead for d in rows):
+            return max(known)
+        per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
+        going, num_waiting = len(ready) + num_prefilling, len(waiting)
+        slowed = [times.contention_s for d, times in awaited if times and not d.runs_ahead]
+        all_there_s = arrivals[-1] - now + max(slowed, default=0.0)  # beside a step
+
+        def step_s(num_rows: int) -> float:
+            return self._costs.steps.estimate(num_rows * per_row) if num_rows else 0.0
+
+        best, shortest_s = now, max(step_s(going), all_there_s) + step_s(num_waiting)
+        for joining, due in enumerate(arrivals, start=1):
+            left = num_waiting - joining
+            first_s = due - now + step_s(going + joining)
+            round_s = (max(first_s, all_there_s) if left else first_s) + step_s(left)
+            if round_s < shortest_s:
+                best, shortest_s = due, round_s
+        return best
+
+    def _due(self, d: Drafting, times: DraftTimes | None, now: float) -> float:
+        """Return when a row's draft is expected; its deadline if it is overdue or unknown."""
+        delay_s = 0.0 if times is None else times.mean_s(d.num_draft_tokens)
+        usual = d.round.committed_at + delay_s
+        return usual if now < usual < d.round.deadline else d.round.deadline
+
+
+def half(num_rows: int) -> int:
+    """Return how many rows a microbatch has at most."""
+    return -(-num_rows // 2)
+
+
+def next_half(ready: list[R], num_waiting: int) -> list[R]:
+    """Return the rows of the next microbatch: of the ready ones those that waited longest."""
+    most = half(len(ready) + num_waiting)
+    if len(ready) <= most:
+        return ready
+    return sorted(ready, key=lambda row: row.drafting.round.committed_at)[:most]
+
+
+def start_half_at(num_ready: int, due_times: Rows[float], step_s: float, now: float) -> float:
+    """Return when a microbatch starts, with other rows' drafts due at `due_times`, in order.
+
+    Waiting for the rows that it lacks delays each ready row. Going without them makes each lacking
+    row wait for the rest of the step when its draft has come.
+    """
+    missing = half(num_ready + len(due_times)) - num_ready
+    if missing <= 0:
+        return now
+    wait_s = due_times[missing - 1] - now
+    pays = not num_ready or num_ready * wait_s < missing * (step_s - wait_s)
+    return now + wait_s if pays else now

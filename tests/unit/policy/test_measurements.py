@@ -1,0 +1,162 @@
+"""What steps and drafts take, and how many draft tokens that makes worth verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.draft_port import DraftOffer
+from outrider.policy import measurements
+from outrider.policy.acceptance import Acceptance
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.measurements import (
+    UNCONTENDED_LASTS,
+    Average,
+    Delay,
+    DraftTimes,
+    StepTimes,
+)
+from outrider.policy.row import Drafting, Offered
+from outrider.rounds import Round
+
+# Seconds of a 62 M model's steps by tokens.
+STEP_S = ((1, 0.0075), (4, 0.0078), (8, 0.0089), (16, 0.0110), (64, 0.0260), (640, 0.2))
+
+
+def row(k: int, *, sampled: bool = False, proposer: str = "a") -> Drafting:
+    return Drafting(Offered(k, sampled, DraftOffer(proposer, k)), drafter=proposer)
+
+
+def met(rows: list[Drafting], round_: Round, acceptance: Acceptance, times: int = 100) -> None:
+    for _ in range(times):
+        acceptance.observe([(each, round_) for each in rows])
+
+
+def counts(
+    rows: list[Drafting], rounds: Sequence[Round], steps: tuple[tuple[int, float], ...]
+) -> list[int]:
+    """What rows draft after many such rounds."""
+    policy = AdaptivePolicy(16)
+    for _ in range(50):
+        for round_ in rounds:
+            met(rows, round_, policy.measured.acceptance, times=1)
+    for num_tokens, seconds in steps:
+        policy.measured.costs.observe_step(len(rows), num_tokens, seconds)
+    return policy.choose_counts(rows)
+
+
+def test_drafts_grow_with_acceptance_and_shrink_with_load() -> None:
+    rounds = [Round(8, 8, accepted, rejected=accepted < 8) for accepted in (0, 1, 3, 8)]
+    by_agreement = [counts([row(8)], [each], STEP_S)[0] for each in rounds]
+    assert by_agreement == sorted(by_agreement)
+    assert (by_agreement[0], by_agreement[-1]) == (0, 8)
+    by_rows = [counts([row(8) for _ in range(n)], rounds, STEP_S)[0] for n in (1, 4, 16, 64)]
+    assert by_rows == sorted(by_rows, reverse=True)
+    assert by_rows[0] > by_rows[-1]
+
+
+def test_rows_share_a_step_by_what_their_drafts_meet() -> None:
+    """Every token has the same price, so those of the row whose drafts come true are bought."""
+    good, poor = row(8), row(8)
+    policy = AdaptivePolicy(8)
+    for _ in range(40):
+        rounds = ((good, Round(8, 8, 8, rejected=False)), (poor, Round(8, 8, 0, rejected=True)))
+        policy.measured.acceptance.observe(rounds)
+    for num_tokens in (2, 4, 8, 16):
+        policy.measured.costs.observe_step(2, num_tokens, 0.004 + 0.001 * num_tokens)
+    assert policy.choose_counts([good, poor]) == [8, 0]
+
+
+def test_a_row_that_drafts_nothing_comes_back_to_its_proposers_acceptance() -> None:
+    acceptance, poor, others = Acceptance(), row(4), row(4)
+    met([others], Round(4, 4, 4, rejected=False), acceptance)
+    met([poor], Round(4, 4, 0, rejected=True), acceptance, times=8)
+    before = acceptance.survivals([poor, others], 1)
+    met([poor], Round(0, 0, 0, rejected=False), acceptance, times=64)
+    after = acceptance.survivals([poor, others], 1)
+    assert before[0] < 0.7 * before[1]
+    assert after[0] == pytest.approx(after[1], rel=0.1)
+
+
+def test_acceptance_differs_by_depth_and_by_kind_of_text() -> None:
+    acceptance, greedy, sampled = Acceptance(), row(4), row(4, sampled=True)
+    met([greedy], Round(4, 4, 2, rejected=True), acceptance)
+    met([sampled], Round(4, 4, 0, rejected=True), acceptance)
+    first, second, third, _ = acceptance.survivals([row(4)], 4)[0]
+    assert first > second > 0.9
+    assert third < 0.1
+    assert acceptance.survivals([row(4, sampled=True)], 1)[0] < 0.1
+
+
+def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for() -> None:
+    steps = tuple((n, 0.002 + 0.002 * n) for n in (1, 2, 4, 8, 16))
+    for depth, expected in ((9, 9), (3, 0)):  # of nine nodes; all levels come true
+        assert counts([row(9)], [Round(9, depth, depth, rejected=False)], steps) == [expected]
+
+
+def test_proposers_of_ever_new_names_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measurements, "MAX_NAMES", 8)
+    policy = AdaptivePolicy(4)
+    for i in range(20):
+        met([each := row(4, proposer=f"p{i}")], Round(4, 4, 1, True), policy.measured.acceptance, 1)
+        policy.measured.costs.observe_delay(each, Delay(0.003, 0.001, 4, uncontended=True))
+    assert len(policy.measured.acceptance._kinds) == len(policy.measured.costs._drafts) == 8
+
+
+def test_step_times_interpolate_between_what_was_measured() -> None:
+    times = StepTimes()
+    assert times.estimate(5) == 0.0
+    for num_tokens, seconds in STEP_S:
+        times.observe(num_tokens, seconds)
+    assert times.estimate(1) == pytest.approx(0.0075)
+    assert times.estimate(12) == pytest.approx((0.0089 + 0.0110) / 2)
+    assert times.estimate(2000) > times.estimate(640)
+
+
+def test_a_size_that_ran_once_cold_counts_as_fast_as_larger_ones() -> None:
+    times = StepTimes()
+    for num_tokens, seconds in ((1, 0.009), (2, 0.030), (4, 0.026), (5, 0.010)):
+        times.observe(num_tokens, seconds)
+    assert times.estimate(2) == times.estimate(5) == pytest.approx(0.010)
+
+
+def test_a_load_on_one_size_slows_the_others_down() -> None:
+    """Else drafts would seem to cost what the load costs, and never be tried again."""
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(8, 0.005)
+        times.observe(40, 0.006)
+    for _ in range(200):
+        times.observe(40, 0.060)
+    assert times.estimate(8) > 0.015
+    for _ in range(200):
+        times.observe(8, 0.005)
+    assert times.estimate(40) < 0.03
+
+
+def test_one_outlier_moves_a_mean_little_and_a_slow_begin_is_left_quickly() -> None:
+    average = Average()
+    for value in (0.004, 0.004, 0.004, 1.0):
+        average.add(value)
+    assert average.mean < 0.006
+    slow = Average()
+    for value in (1.0, 0.004):
+        slow.add(value)
+    assert slow.mean == 0.004
+
+
+def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
+    times = DraftTimes()
+    alone, beside = (Delay(s, 0.001, 4, uncontended=s < 0.01) for s in (0.004, 0.020))
+    times.observe(beside)
+    assert times.mean_s(4) == pytest.approx(0.020)
+    times.observe(alone)
+    for _ in range(UNCONTENDED_LASTS - 1):
+        times.observe(beside)
+    assert times.mean_s(4) == pytest.approx(0.004)
+    assert times.contention_s == pytest.approx(0.016, rel=0.1)
+    times.observe(beside)
+    assert times.mean_s(4) == pytest.approx(0.020, rel=0.1)

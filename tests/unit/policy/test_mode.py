@@ -1,0 +1,178 @@
+"""Never, on demand or ahead: the fastest mode is found, and trials of others lose little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from outrider.policy.base import DraftMode, StepDone
+from outrider.policy.mode import MANY_ROWS, MODES, MOST_LOST, ModeSelector
+
+OFF, ON_DEMAND, AHEAD = MODES
+STEP_S = {OFF: 0.010, ON_DEMAND: 0.025, AHEAD: 0.020}  # of 1 and 3 tokens a row
+STEP = StepDone(8, 8, 8, 0.0, 0, comparable=True, answered=8, proposer_ids=frozenset("a"))
+
+
+@dataclass
+class Load:
+    """Steps of `rows` whose drafts bring three tokens."""
+
+    rows: int = 8
+    step_s: Mapping[DraftMode, float] = field(default_factory=lambda: STEP_S)
+    tokens: float = 3.0  # of a row in a step with drafts
+    temperature: float = 0.0
+    prompt_every: int = 0  # steps: then one has a newcomer's prompt
+    answered: float = 1.0  # share of rows that their proposer has heard of while it drafts
+    modes: ModeSelector = field(default_factory=ModeSelector)
+    now: float = 0.0
+    steps: int = 0
+
+    def play(self, steps: int) -> dict[DraftMode, int]:
+        """So many steps; how many in each mode."""
+        taken = dict.fromkeys(MODES, 0)
+        for _ in range(steps):
+            mode = self.modes.current.mode
+            taken[mode] += 1
+            self.steps += 1
+            prompt = bool(self.prompt_every) and self.steps % self.prompt_every == 0
+            self.now += self.step_s[mode] + 0.03 * prompt
+            caught_up = mode.drafts and self.answered == 1.0
+            self.modes.step_done(
+                replace(
+                    STEP,
+                    num_running=self.rows,
+                    num_rows=self.rows,
+                    tokens=round(self.rows * (self.tokens if caught_up else 1)),
+                    at=self.now,
+                    drafted=self.rows * caught_up,
+                    answered=round(self.rows * self.answered * mode.drafts),
+                    prompt_tokens=100 * prompt,
+                    temperature=self.temperature,
+                    may_run_ahead=True,
+                )
+            )
+        return taken
+
+    @property
+    def incumbent(self) -> DraftMode:
+        return self.modes.current.incumbent
+
+
+@pytest.mark.parametrize("best", MODES)
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_trials_find_the_fastest_mode_and_keep_it(best: DraftMode, rows: int) -> None:
+    step_s = {OFF: 0.010, ON_DEMAND: 0.034, AHEAD: 0.034}
+    step_s[best] *= 0.75
+    load = Load(rows, step_s)
+    load.play(3000)
+    assert load.incumbent is best
+    assert load.play(10_000)[best] > 0.95 * 10_000
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_trials_of_worse_modes_lose_little_time(rows: int) -> None:
+    load, steps = Load(rows), 50_000
+    load.play(5000)
+    taken = load.play(steps)
+    tokens = sum([n * (3 if mode.drafts else 1) for mode, n in taken.items()])
+    lost_s = sum([n * STEP_S[mode] for mode, n in taken.items()]) - tokens * STEP_S[AHEAD] / 3
+    assert taken[OFF] > 0
+    assert taken[ON_DEMAND] > 0
+    assert lost_s < 1.2 * MOST_LOST * steps * STEP_S[AHEAD]
+
+
+def test_trials_of_equal_modes_do_not_alternate() -> None:
+    load, changes, incumbent = Load(), 0, AHEAD
+    for i in range(20_000):
+        luck = 1.0 + 0.02 * (-1) ** (i // 40)
+        load.step_s = {OFF: 0.010, ON_DEMAND: 0.0202 * luck, AHEAD: 0.020 / luck}
+        load.play(1)
+        changes += load.incumbent is not incumbent
+        incumbent = load.incumbent
+    assert changes <= 2
+
+
+def test_trials_after_a_change_find_the_new_best_mode() -> None:
+    load = Load()
+    load.play(3000)
+    load.step_s = {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
+    load.play(10_000)
+    assert load.incumbent is OFF
+
+
+@pytest.mark.parametrize(("step_s", "tokens"), [(0.0099, 1.0), (0.0099, 1.01)])
+def test_drafts_that_bring_next_to_nothing_are_not_made(step_s: float, tokens: float) -> None:
+    """A proposer's device works for nothing where steps are as fast without it."""
+    load = Load(100, {OFF: 0.010, ON_DEMAND: step_s, AHEAD: step_s}, tokens=tokens)
+    load.play(2000)
+    assert load.incumbent is OFF
+
+
+def test_sizes_of_batch_have_their_own_modes() -> None:
+    load = Load(1)
+    load.play(3000)
+    load.rows, load.step_s = 64, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
+    load.play(3000)
+    assert load.incumbent is OFF
+    assert (64).bit_length() in load.modes.undrafted_sizes
+    assert 1 not in load.modes.undrafted_sizes
+    load.rows = 1
+    load.play(1)
+    assert load.modes.current.mode.drafts
+
+
+@pytest.mark.parametrize("rows", [MANY_ROWS // 2, MANY_ROWS])
+def test_many_rows_begin_without_drafts(rows: int) -> None:
+    load = Load(rows)
+    load.play(2)
+    assert load.modes.current.mode.drafts == (rows < MANY_ROWS)
+
+
+def test_rows_around_a_power_of_two_stay_one_size() -> None:
+    """32 requests are 31 whenever an answer ends: no trial ever began."""
+    load = Load(32, {OFF: 0.010, ON_DEMAND: 0.012, AHEAD: 0.012})
+    for i in range(400):
+        load.rows = 31 + i % 2
+        load.play(1)
+    assert load.incumbent.drafts
+
+
+def test_kinds_of_texts_have_their_own_modes() -> None:
+    load = Load(32, {OFF: 0.010, ON_DEMAND: 0.012, AHEAD: 0.012})
+    load.play(1000)
+    greedy = load.step_s
+    load.temperature, load.step_s = 1.0, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
+    load.play(200)
+    assert load.incumbent is OFF
+    load.temperature, load.step_s = 0.0, greedy
+    assert load.play(200)[OFF] <= 1, "it is remembered"
+
+
+def test_prompts_do_not_count_as_steps_of_a_mode() -> None:
+    load = Load(8, {OFF: 0.010, ON_DEMAND: 0.025, AHEAD: 0.025}, prompt_every=2)
+    load.play(3000)
+    assert load.incumbent.drafts
+
+
+def test_a_trial_whose_proposer_never_catches_up_ends() -> None:
+    load = Load(64, answered=0.1)
+    taken = load.play(20_000)
+    assert load.incumbent is OFF
+    assert taken[OFF] > 0.8 * 20_000
+
+
+def test_steps_that_cannot_be_compared_change_nothing() -> None:
+    modes = ModeSelector()
+    for i in range(1000):
+        modes.step_done(replace(STEP, at=float(i), comparable=False))
+    assert modes.current.mode is AHEAD or modes.current.mode is ON_DEMAND
+
+
+def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
+    load = Load(1, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05})
+    load.play(2000)
+    assert not load.modes.current.mode.drafts
+    load.modes.step_done(replace(STEP, num_running=1, proposer_ids=frozenset("b")))
+    assert load.modes.current.mode.drafts

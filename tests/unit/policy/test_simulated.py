@@ -1,0 +1,102 @@
+"""Requests that follow one another on simulated devices: what the policy makes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import DraftMode
+from outrider.policy.waiting import Waiting
+from tests.support.simulators.one_device import OneDevice
+from tests.support.simulators.two_devices import TwoDevices
+
+
+def rate_without(rows: int) -> float:
+    world = TwoDevices(rows, 0.0, speculate=False)
+    world.rate(1.0)
+    return world.rate(2.0)
+
+
+def test_many_rows_draft_on_demand_and_few_ahead() -> None:
+    """Branches for 64 rows come too late for half of them, and delay the drafts of the others."""
+    world = TwoDevices(64, 0.0)
+    world.rate(3.5)
+    rate = world.rate(4.0)
+    assert world.steps_on_demand > 0.5 * world.steps
+    assert rate > 1.12 * rate_without(64)
+    world.set_rows(2)  # 8 would be as fast on demand, within 5 %
+    world.rate(2.0)
+    rate = world.rate(4.0)
+    assert world.steps_on_demand < 0.3 * world.steps, "the load has fallen"
+    assert rate > 2.2 * rate_without(2)
+
+
+def test_greedy_requests_after_sampled_ones_are_drafted_for_within_seconds() -> None:
+    world = TwoDevices(32, 1.0)
+    world.rate(4.0)
+    world.temperature = 0.0
+    world.rate(2.5)
+    assert world.rate(2.0) > 1.12 * rate_without(32)
+
+
+def test_a_single_request_drafts_ahead() -> None:
+    world = TwoDevices(1, 0.0)
+    rate = world.rate(6.0)
+    assert world.steps_on_demand < 0.03 * world.steps
+    assert rate > 2.8 * rate_without(1)
+
+
+def test_drafts_that_pay_in_no_mode_are_not_made() -> None:
+    world = TwoDevices(32, 1.0)
+    world.rate(2.0)
+    assert world.rate(6.0) > 0.97 * rate_without(32)
+
+
+def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows of which all draft on demand, without trials, beside newcomers' prompts."""
+    monkeypatch.setattr(AdaptivePolicy, "may_wait", True)
+    monkeypatch.setattr(AdaptivePolicy, "mode", DraftMode.ON_DEMAND)
+    rates, texts = [], []
+    for halves in (False, True):
+        with monkeypatch.context() as patched:
+            if not halves:
+                patched.setattr(Waiting, "microbatch_step_s", lambda *_: 0.0)
+            world = TwoDevices(64, 0.0, max_branches=0)
+            world.rate(1.5)
+            rates.append(world.rate(2.0))
+            texts.append({i: world.committed[i] for i in world.last})
+    assert rates[1] > 1.1 * rates[0]
+    assert len(texts[0]) > 50
+    assert all(texts[1][i] == text for i, text in texts[0].items() if i in texts[1])
+
+
+def test_many_rows_after_one_keep_their_drafts() -> None:
+    """What one row's drafts took is too short a time to wait for those of 32."""
+    world = TwoDevices(32, 0.0, max_branches=0)
+    world.rate(2.0)
+    world.set_rows(1)
+    world.rate(1.5)
+    world.set_rows(32)
+    rate = world.rate(1.0)
+    world.rate(1.0)
+    assert rate > 0.85 * world.rate(2.0)
+
+
+@pytest.mark.parametrize(
+    ("slow", "slow_s", "least"),
+    [(0.0, 0.0, 1.75), (0.35, 0.003, 1.55), (0.2, 0.003, 1.6)],
+    ids=["steady", "often slow", "slow at times"],
+)
+def test_rows_wait_for_drafts_that_take_longer_at_times(
+    slow: float, slow_s: float, least: float
+) -> None:
+    """Waiting pays in all of it, on a device that drafts and steps share."""
+    plain = TwoDevices(8, 0.0, speculate=False)
+    plain.run(1.0)
+    world = OneDevice(8, 0.0, slow=slow, slow_s=slow_s, seed=2)
+    world.run(3.0)
+    assert world.rate(4.0) > least * plain.rate(2.0)
+    stats = [commit.stats for commit in world.last.values()]
+    rounds = sum(s.rounds for s in stats if s is not None)
+    undrafted = sum(s.fallback_rounds for s in stats if s is not None)
+    assert undrafted < 0.12 * rounds
