@@ -32,6 +32,9 @@ _ABOUT = {
     "batch": "answer a file of requests, without a server",
     "train": "train a draft method for a target",
 }
+_LISTENING = ("serve", "scorer", "proposer", "gateway")
+HOST_VARIABLE = "OUTRIDER_HOST"
+"""Environment variable with the default of --host: a container is reached at all addresses."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["serve"]:
             words = ["serve", *_in_our_words(words[1:])]
+        if words and words[0] in _LISTENING and HOST_VARIABLE in os.environ:
+            words[1:1] = ["--host", os.environ[HOST_VARIABLE]]  # a flag after it wins
         args, unknown = build_parser().parse_known_args(words)
         if unknown:  # argparse itself would blame the whole command line
             command: argparse.ArgumentParser = args.parser

@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -217,3 +217,16 @@ def test_command_of_one_service_passes_flags_unchanged(command: str) -> None:
     for flags in (["--help"], ["mtp", "--steps", "3"], ["--model", "m", "--help"]):
         args = build_parser().parse_args([command, *flags])
         assert (args.command, args.args) == (command, flags)
+
+
+@pytest.mark.parametrize(
+    ("command", "passed"), [("gateway", ["--host", "::", "--port=1"]), ("batch", ["--port=1"])]
+)
+def test_host_variable_when_set_precedes_flags_of_what_listens(
+    command: str, passed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[tuple[str, Sequence[str]]] = []
+    monkeypatch.setattr(command_line, "run_module", lambda *call: run.append(call))
+    monkeypatch.setenv("OUTRIDER_HOST", "::")
+    assert command_line.main([command, "--port=1"]) is None
+    assert run == [(command_line.MODULES[command], passed)]
