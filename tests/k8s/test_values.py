@@ -94,6 +94,8 @@ def test_flags_of_every_example_are_accepted_by_services(values: Path, tmp_path:
         for container in helm.containers(workload):
             service = container["name"].partition("-")[0]
             args = [arg.replace("/etc/outrider/tls", str(tmp_path)) for arg in container["args"]]
+            torchrun = ["python", "-P", "-m", "torch.distributed.run"]
+            assert container["command"][:4] in (["outrider", service], torchrun)
             parsers[service](args)  # exits where it does not know one
             seen.add(service)
             if any(arg.startswith("--in-process-proposer=") for arg in args):

@@ -27,13 +27,12 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 
-{{/* Arguments: root, service, device (none for the gateway, which has no torch). */}}
+{{/* Arguments: root, device. */}}
 {{- define "outrider.image" -}}
 {{- $image := .root.Values.image -}}
-{{- $tag := default .root.Chart.AppVersion $image.tag -}}
-{{- if .device }}{{ $tag = printf "%s-%s" $tag .device }}{{ end -}}
-{{- $digest := index $image.digests .service -}}
-{{- printf "%s/outrider-%s%s" $image.registry .service (ternary (printf "@%s" $digest) (printf ":%s" $tag) (not (empty $digest))) -}}
+{{- $tag := printf ":%s-%s" (default .root.Chart.AppVersion $image.tag) .device -}}
+{{- $digest := index $image.digests .device -}}
+{{- printf "%s%s" $image.repository (ternary (printf "@%s" $digest) $tag (not (empty $digest))) -}}
 {{- end -}}
 
 {{/* A pool with its defaults. Arguments: root, pool (its name). Returns YAML. */}}

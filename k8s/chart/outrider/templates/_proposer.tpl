@@ -7,8 +7,9 @@
 {{- $metrics := add 9102 (ternary .index 0 $sidecar) -}}
 {{- $remote := include "outrider.poolFetches" . -}}
 name: {{ ternary (printf "proposer-%s" .pool) "proposer" $sidecar }}
-image: {{ include "outrider.image" (dict "root" .root "service" "proposer" "device" .values.device) }}
+image: {{ include "outrider.image" (dict "root" .root "device" .values.device) }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+command: [outrider, proposer]
 args:
   - --host=0.0.0.0
   - --port={{ $port }}

@@ -66,7 +66,7 @@ command:
 {{- $values := .root.Values.scorer -}}
 {{- $parallel := gt (int $values.tensorParallel.size) 1 -}}
 {{- $args := dict "root" .root "component" "scorer" "values" $values "grouped" .rank "claim" (not (empty .root.Values.model.cache.storage)) -}}
-{{- $image := include "outrider.image" (dict "root" .root "service" "scorer" "device" $values.device) -}}
+{{- $image := include "outrider.image" (dict "root" .root "device" $values.device) -}}
 {{- $remote := include "outrider.isRemote" .root.Values.model.name -}}
 {{- $draft := include "outrider.inProcessFetch" .root | fromJsonArray -}}
 {{- $fetched := or $remote $draft -}}
@@ -104,6 +104,8 @@ spec:
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
       {{- if $parallel }}
       {{- include "outrider.torchrun" .root | nindent 6 }}
+      {{- else }}
+      command: [outrider, scorer]
       {{- end }}
       args:
         - --host=0.0.0.0
