@@ -7,6 +7,6 @@ python=${PYTHON:-.venv/bin/python}
 for tool in prometheus promtool; do
   command -v "$tool" >/dev/null || { echo "check.sh: $tool is not installed" >&2; exit 1; }
 done
-promtool check rules k8s/chart/outrider/files/alerts.yaml
+promtool check config k8s/dashboards/prometheus.yaml # and the rules
 promtool test rules k8s/dashboards/alerts_test.yaml
 exec "$python" -m k8s.dashboards.live
