@@ -109,7 +109,7 @@ async def test_connection_when_peer_vanishes_is_noticed_by_both_ends(
         await stalling.ended.wait()
 
 
-async def test_server_does_not_wait_for_an_unfinished_request() -> None:
+async def test_server_with_unfinished_request_ends_it_in_time() -> None:
     limits = ClientLimits(2**20, request_s=0.2, connection_s=0.2)
     async with (
         asyncio.timeout(DEADLINE_S),

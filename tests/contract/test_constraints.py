@@ -153,7 +153,7 @@ async def test_constraint_on_model_without_tokenizer_is_refused() -> None:
         assert "tokenizer.json" in error.message
 
 
-async def test_constraint_that_leads_nowhere_ends_its_request_with_an_error() -> None:
+async def test_constraint_without_a_possible_next_token_is_an_error() -> None:
     request = constrained(grammar='start: "a" x\nx: x "b"')
     async with scorer() as running:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

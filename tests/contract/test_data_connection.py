@@ -172,7 +172,7 @@ async def test_data_connection_when_stalled_costs_drafts_and_no_token() -> None:
         assert scorer.hub.registry.proposers == (proposer,), "nobody hung up"
 
 
-async def test_data_connection_carries_all_messages_instead_of_the_stream() -> None:
+async def test_data_connection_when_open_carries_all_messages() -> None:
     async with (
         running_scorer() as scorer,
         proxied(scorer) as (stream, data),
@@ -205,7 +205,7 @@ async def hangs_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
 
 
 @pytest.mark.parametrize("answers", [None, silent, another_service, hangs_up])
-async def test_data_connection_to_a_foreign_port_is_done_without(
+async def test_data_connection_to_a_foreign_port_falls_back_to_the_stream(
     answers: Callable[..., Awaitable[None]] | None, warnings: Callable[[], list[str]]
 ) -> None:
     async with running_scorer() as scorer, DelayProxy(scorer.address) as stream:
@@ -221,7 +221,7 @@ async def test_data_connection_to_a_foreign_port_is_done_without(
             await server.wait_closed()
 
 
-async def test_data_connection_to_a_slow_port_is_done_without(
+async def test_data_connection_to_a_slow_port_falls_back_to_the_stream(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(link, "_CONNECT_TIMEOUT_S", 0.1)
@@ -246,7 +246,7 @@ async def test_data_connection_to_a_slow_port_is_done_without(
         await scorer.until(lambda: frames.fileno() < 0, "what comes in the end is closed")
 
 
-async def test_data_connection_without_a_port_is_done_without(
+async def test_data_connection_without_a_port_falls_back_to_the_stream(
     warnings: Callable[[], list[str]],
 ) -> None:
     async with (
@@ -257,7 +257,7 @@ async def test_data_connection_without_a_port_is_done_without(
     assert not any(NO_CONNECTION in warning for warning in warnings())
 
 
-async def test_data_connection_works_over_a_unix_socket(
+async def test_data_connection_over_a_unix_socket_carries_drafts(
     tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     path = tmp_path / "scorer.sock"
@@ -275,7 +275,7 @@ async def test_data_connection_works_over_a_unix_socket(
     assert os.listdir(tmp_path) == []
 
 
-async def test_data_connection_works_with_mutual_tls(
+async def test_data_connection_with_mutual_tls_carries_drafts(
     tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     issuer = Issuer()
@@ -321,7 +321,7 @@ ENDED: dict[str, tuple[Callable[[RunningScorer], Awaitable[object]], str]] = {
 
 
 @pytest.mark.parametrize("how", ENDED)
-async def test_data_connection_proposer_logs_why_the_scorer_ended_it(
+async def test_data_connection_when_ended_by_the_scorer_logs_why(
     how: str, warnings: Callable[[], list[str]]
 ) -> None:
     end, told = ENDED[how]

@@ -102,7 +102,7 @@ async def test_data_conversation_with_an_empty_message_is_counted() -> None:
         assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
 
 
-async def test_data_conversation_with_endless_messages_leaves_others_their_turn() -> None:
+async def test_data_conversation_with_endless_messages_lets_other_tasks_run() -> None:
     near, far = socket.socketpair()
     connected = asyncio.get_running_loop().create_future()
     connected.set_result(Frames(*await asyncio.open_connection(sock=near), MAX_MESSAGE_BYTES))
@@ -123,7 +123,7 @@ async def silence() -> AsyncIterator[draft_pb2.DraftRequest]:
     yield draft_pb2.DraftRequest()
 
 
-async def test_data_conversation_refuses_messages_through_the_stream() -> None:
+async def test_data_conversation_with_messages_through_the_stream_refuses_them() -> None:
     async with running_scorer(pause_s=SLOW_S) as scorer:
         async with proposing(guessing(scorer)) as proposer:
             stray = draft_pb2.DraftRequest(blocks=draft_pb2.BlockBatch())

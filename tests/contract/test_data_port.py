@@ -71,7 +71,7 @@ async def test_data_port_without_a_good_key_hangs_up(
         intruder.close()
 
 
-async def test_data_port_forgets_a_stranger_with_half_a_key() -> None:
+async def test_data_port_with_half_a_key_forgets_the_stranger() -> None:
     async with running_scorer() as scorer, serves(scorer):
         for _ in range(MAX_STRANGERS + 1):
             stranger = await DataWire.dial(port_of(scorer))
@@ -83,7 +83,7 @@ async def test_data_port_forgets_a_stranger_with_half_a_key() -> None:
             assert another.data is not None
 
 
-async def test_data_port_refuses_the_key_of_an_ended_conversation() -> None:
+async def test_data_port_with_key_of_an_ended_conversation_refuses_it() -> None:
     async with running_scorer() as scorer, serves(scorer):
         left = guessing(scorer, "another")
         welcome = await left.say_hello()
@@ -136,7 +136,9 @@ NOT_CONNECTED = {
 
 
 @pytest.mark.parametrize("what", NOT_CONNECTED)
-async def test_data_port_expects_data_connected_after_welcome(what: str) -> None:
+async def test_data_port_with_another_message_than_data_connected_ends_the_stream(
+    what: str,
+) -> None:
     async with running_scorer() as scorer, serves(scorer):
         proposer = guessing(scorer, "another")
         await proposer.say_hello()
@@ -144,7 +146,7 @@ async def test_data_port_expects_data_connected_after_welcome(what: str) -> None
         assert await ending(proposer.call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_data_port_expects_data_connected_in_time() -> None:
+async def test_data_port_without_data_connected_in_time_ends_the_stream() -> None:
     async with running_scorer(limits=DraftLimits(hello_timeout_s=0.5)) as scorer, serves(scorer):
         proposer = guessing(scorer, "another")
         await proposer.say_hello()
@@ -159,7 +161,7 @@ def trusting(files: TlsFiles, *, certificate: TlsFiles | None) -> ssl.SSLContext
     return context
 
 
-async def test_data_port_lets_only_peers_of_the_same_authority_reach_the_key(
+async def test_data_port_with_tls_reads_keys_only_of_peers_of_its_authority(
     tmp_path: Path,
 ) -> None:
     issuer = Issuer()
@@ -192,7 +194,7 @@ def two_authorities(folder: Path) -> tuple[Issuer, TlsFiles, TlsFiles, TlsFiles]
     return new, server, former, new.write(folder / "renewed", "127.0.0.1")
 
 
-async def test_data_port_uses_replaced_certificates_from_the_next_connection(
+async def test_data_port_with_replaced_certificates_uses_them_for_the_next_connection(
     tmp_path: Path,
 ) -> None:
     new, server, former, renewed = two_authorities(tmp_path)
@@ -210,7 +212,7 @@ async def test_data_port_uses_replaced_certificates_from_the_next_connection(
             new.write(tmp_path / "server", "127.0.0.1")
 
 
-async def test_data_port_forgets_a_former_authority(tmp_path: Path) -> None:
+async def test_data_port_with_replaced_authority_refuses_the_former(tmp_path: Path) -> None:
     new, server, former, renewed = two_authorities(tmp_path)
     async with running_scorer(tls=server) as scorer:
         new.write(tmp_path / "server", "127.0.0.1")
@@ -223,7 +225,7 @@ async def test_data_port_forgets_a_former_authority(tmp_path: Path) -> None:
             proposer.call.cancel()
 
 
-async def test_data_port_reads_certificates_when_they_change_and_only_whole(
+async def test_data_port_with_changed_certificates_reads_them_once_they_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[TlsFiles] = []

@@ -36,7 +36,7 @@ def answer(session: Drafted) -> Sequence[draft_pb2.Block]:
     return [block(session, tokens if length % 3 else [])]
 
 
-async def test_rounds_that_wanted_a_draft_are_counted_once_by_fate() -> None:
+async def test_pool_rounds_that_wanted_a_draft_are_counted_once_by_fate() -> None:
     async with (
         running_scorer(pause_s=0.002) as scorer,
         proposing(ScriptedProposer(scorer.stub, answer)),

@@ -67,7 +67,9 @@ async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[Non
     [FINAL, FeatureSpec(SIZE, (2,)), FeatureSpec(SIZE, (NUM_LAYERS, 0)), CAPTURED],
     ids=["final", "one layer", "another order", "all"],
 )
-async def test_features_are_sent_completely_and_correctly(spec: FeatureSpec) -> None:
+async def test_features_of_running_requests_are_sent_complete_and_correct(
+    spec: FeatureSpec,
+) -> None:
     prompts = [[(7 * i + j) % VOCAB for j in range(5 + 30 * i)] for i in range(4)]
     async with running_scorer(features=CAPTURED) as scorer:
         method = reader(scorer, spec)
@@ -83,7 +85,7 @@ async def test_features_are_sent_completely_and_correctly(spec: FeatureSpec) -> 
         assert scorer.metric("feature_bytes_total") >= method.rows_seen * spec.row_bytes
 
 
-async def test_features_are_projected_by_the_proposers_matrix() -> None:
+async def test_features_with_projection_are_multiplied_by_the_proposers_matrix() -> None:
     spec, matrix = selection(CAPTURED, 6)
     async with running_scorer(features=CAPTURED) as scorer:
         for _ in range(2):  # the second time the scorer has the matrix
@@ -173,7 +175,7 @@ async def test_features_of_a_reopened_session_are_sent_again() -> None:
         assert min(method.seen.values()) >= 20
 
 
-async def test_features_are_read_by_one_of_several_methods() -> None:
+async def test_features_with_several_methods_are_read_by_one() -> None:
     prompt = [5, 6, 7, 8] * 6
     async with running_scorer(features=CAPTURED) as scorer:
         method = reader(scorer, FINAL)

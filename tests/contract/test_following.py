@@ -53,7 +53,7 @@ class Counting(RowReader):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_proposer_without_drafts_for_a_while_has_every_token_and_state(
+async def test_proposer_after_a_time_without_drafts_has_every_token_and_state(
     temperature: float,
 ) -> None:
     prompt = [1, 2]

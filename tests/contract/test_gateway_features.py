@@ -285,7 +285,7 @@ async def test_output_format_refused_by_scorer_has_the_clients_name() -> None:
     assert "structured_outputs.json cannot be used: why." in caught.value.message
 
 
-async def test_output_format_that_gets_stuck_is_an_error_and_no_finish_reason() -> None:
+async def test_output_format_without_a_possible_next_token_is_an_error() -> None:
     stuck = InvalidRequestError("grammar leads to a place.", param="grammar")
     grammar: Any = {"extra_body": {"structured_outputs": {"grammar": 'start: "h" x\nx: x "e"'}}}
     async with running_gateway(Script(tokens(TEXT), refuse=stuck, die_after=4)) as gateway:

@@ -237,7 +237,7 @@ async def test_generate_with_bad_field_names_it(
     assert getattr(error, "param", None) == param
 
 
-async def test_generate_whose_constraint_gets_stuck_is_an_invalid_argument() -> None:
+async def test_generate_without_a_possible_next_token_is_an_invalid_argument() -> None:
     stuck = InvalidRequestError("grammar leads to a place.", param="grammar")
     async with running_gateway(Script(tokens(TEXT), refuse=stuck, die_after=4)) as gateway:
         code, error = await refusal(gateway, generation_pb2.GenerateRequest(text="x"))
@@ -342,7 +342,7 @@ async def test_services_when_ready_list_models_and_serve_health() -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_generate_with_64_streams_keeps_texts_apart() -> None:
+async def test_generate_with_64_streams_mixes_no_texts() -> None:
     async with (
         running_gateway(Script(tokens(TEXT), delay_s=0.01)) as gateway,
         stub_of(gateway) as stub,

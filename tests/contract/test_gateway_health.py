@@ -31,7 +31,7 @@ async def _watch(gateway: Running, status: int) -> None:
         assert process.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_gateway_when_its_scorer_leaves_and_returns_says_so_over_http_and_grpc() -> None:
+async def test_gateway_when_its_scorer_leaves_and_returns_reports_its_health() -> None:
     async with (
         running_gateway(Script(tokens("x"))) as gateway,
         httpx.AsyncClient(base_url=gateway.http) as client,
@@ -49,7 +49,7 @@ async def test_gateway_when_its_scorer_leaves_and_returns_says_so_over_http_and_
 
 
 @pytest.mark.parametrize("allowed", [(ORIGIN,), ("*",), ()])
-async def test_gateway_with_origins_answers_browsers_from_these_alone(
+async def test_gateway_with_cors_origins_answers_only_browsers_of_these(
     allowed: tuple[str, ...],
 ) -> None:
     headers = {
@@ -75,7 +75,7 @@ async def test_gateway_with_origins_answers_browsers_from_these_alone(
 
 
 @pytest.mark.parametrize("stops", [["a"] * 17, [""], ["b" * 1025]])
-async def test_stop_strings_over_grpc_when_refused_are_named_as_in_the_message(
+async def test_generate_with_refused_stop_strings_names_the_field_of_the_message(
     stops: list[str],
 ) -> None:
     async with running_gateway(Script(tokens("x"))) as gateway:
@@ -86,7 +86,7 @@ async def test_stop_strings_over_grpc_when_refused_are_named_as_in_the_message(
     assert error.param == "stop_strings"
 
 
-async def test_text_parts_with_cache_hints_are_taken() -> None:
+async def test_chat_with_cache_hints_in_text_parts_is_accepted() -> None:
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
     async with (
         running_gateway(Script(tokens("x"))) as gateway,
@@ -104,7 +104,7 @@ BAD_UTF_8 = b"\x0a\x02\xff\xfe"
 @pytest.mark.parametrize(
     ("method", "data"), [("Generate", BAD_UTF_8), ("Generate", BROKEN), ("ListModels", BROKEN)]
 )
-async def test_grpc_request_that_does_not_parse_is_an_invalid_argument(
+async def test_grpc_request_with_bytes_that_do_not_parse_is_an_invalid_argument(
     method: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (

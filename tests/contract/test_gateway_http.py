@@ -61,7 +61,9 @@ async def test_completion_with_text_returns_text_and_usage(gateway: Running) -> 
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
-async def test_requests_of_paddlenlp_clients_work_or_say_how(gateway: Running) -> None:
+async def test_requests_of_paddlenlp_clients_are_served_or_refused_with_advice(
+    gateway: Running,
+) -> None:
     url = f"{gateway.http}/v1/chat/completions"
     async with openai.AsyncOpenAI(base_url=url, api_key="EMPTY_API_KEY") as client:
         answer = await client.completions.create(model="default", prompt="Hello", max_tokens=50)
@@ -586,7 +588,7 @@ async def test_stream_when_client_disconnects_cancels_scorer(stream: bool) -> No
         assert gateway.scorer.cancelled == 1
 
 
-async def test_completion_with_64_streams_keeps_texts_apart() -> None:
+async def test_completion_with_64_streams_mixes_no_texts() -> None:
     async with running_gateway(Script(tokens(TEXT), together=64)) as gateway:
 
         async def one() -> str:

@@ -99,7 +99,7 @@ async def generate_all(scorer: RunningScorer, **how: float) -> list[Output]:
     ],
     ids=["draft model", "ngram", "hidden states", "projected", "two methods"],
 )
-async def test_in_process_proposer_leaves_the_targets_text(
+async def test_in_process_proposer_with_any_method_keeps_the_targets_text(
     name: str, make: Callable[[PacedModel], Proposer], temperature: float
 ) -> None:
     kept = Kept(make)
@@ -122,7 +122,7 @@ async def test_in_process_proposer_leaves_the_targets_text(
         assert sum(each.accepted for each in aux) > 30
 
 
-async def test_in_process_proposer_posts_a_batch_with_one_arrival_time(
+async def test_in_process_proposer_with_several_drafts_posts_them_at_one_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By that the policy knows a batch: the first of its drafts tells what it took."""
@@ -212,7 +212,7 @@ async def test_in_process_proposer_when_full_opens_sessions_later() -> None:
         assert sum(each.accepted > 0 for each in late) >= 2
 
 
-async def test_in_process_proposer_reopens_lost_sessions() -> None:
+async def test_in_process_proposer_with_lost_sessions_reopens_them() -> None:
     """The pages hold some of the texts: others give way, and come back."""
     model = HashModel(VOCAB, num_pages=60, max_model_len=MAX_LEN)
     kept = Kept(
@@ -248,7 +248,7 @@ async def test_in_process_proposer_with_other_proposers_lets_requests_choose() -
         assert ids[0] == ["in-process-0"] != ids[1]
 
 
-async def test_in_process_proposer_takes_over_sessions_of_one_that_leaves() -> None:
+async def test_in_process_proposer_when_another_leaves_takes_over_its_sessions() -> None:
     async with running_scorer(in_process=draft_model, pause_s=0.002) as scorer:
         [here] = scorer.hub.registry.proposers
         here.draining = True  # no place yet

@@ -50,7 +50,7 @@ def proposer(scorer: str) -> ProposerService:
     return ProposerService(config, telemetry=configure("proposer"))
 
 
-async def test_gateway_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gateway_with_dns_name_follows_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     names, port = Names(monkeypatch), port_free_on_both()
     names.table["scorers"] = [A]
     held = Script(tokens(TEXT), per_round=2, delay_s=0.05)
@@ -80,7 +80,7 @@ async def test_gateway_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(a.requests) > 1, "an address that comes back is used again"
 
 
-async def test_gateway_dials_a_scorer_that_turned_up_between_two_certificates(
+async def test_gateway_with_missing_key_dials_a_new_scorer_once_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls, key = Issuer().write(tmp_path, "scorers"), tmp_path / "tls.key"
@@ -129,7 +129,9 @@ async def drafting_for(names: Names, a: DraftScorer, b: DraftScorer) -> AsyncIte
         await b.stop()
 
 
-async def test_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proposer_with_dns_name_follows_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = Names(monkeypatch)
     a, b = DraftScorer(), DraftScorer()
     async with drafting_for(names, a, b):
@@ -163,7 +165,7 @@ class Hesitant(DraftScorer):
         await super().Draft(request_iterator, context)
 
 
-async def test_proposer_leaves_a_delisted_scorer_that_still_answers(
+async def test_proposer_when_a_delisted_scorer_still_answers_leaves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = Names(monkeypatch)
@@ -180,7 +182,7 @@ async def test_proposer_leaves_a_delisted_scorer_that_still_answers(
         assert not kept.ended.is_set()
 
 
-async def test_proposer_in_the_same_pod_dials_a_socket(tmp_path: Path) -> None:
+async def test_proposer_with_unix_socket_dials_a_restarted_scorer(tmp_path: Path) -> None:
     path = str(tmp_path / "scorer.sock")
     service = proposer(f"unix:{path}")
     scorer = DraftScorer()
@@ -199,7 +201,7 @@ async def test_proposer_in_the_same_pod_dials_a_socket(tmp_path: Path) -> None:
         await scorer.stop()
 
 
-async def test_scorer_names_a_socket_that_cannot_be_made(tmp_path: Path) -> None:
+async def test_scorer_with_impossible_socket_path_names_it(tmp_path: Path) -> None:
     path = str(tmp_path / "missing" / "scorer.sock")
     with pytest.raises(ConfigError, match=f"unix:{path}: its folder must exist"):
         await DraftScorer(data_connections=False).start(unix_path=path)

@@ -58,7 +58,7 @@ class Watched(DraftModelProposer):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_proposer_runs_ahead_only_when_told_to(temperature: float) -> None:
+async def test_proposer_when_drafts_are_on_demand_drafts_nothing_ahead(temperature: float) -> None:
     prompt, method = [1, 2], Watched()
     length = MAX_LEN - len(prompt)
     async with running_scorer(pause_s=0.01, policy=Spells) as scorer:

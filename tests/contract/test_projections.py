@@ -179,7 +179,7 @@ async def test_projection_of_an_ended_stream_stays_for_another_proposer(
             each.call.cancel()
 
 
-async def test_projections_are_read_no_more_at_once_than_are_kept() -> None:
+async def test_projections_beyond_max_projections_are_not_read_at_once() -> None:
     async with running_scorer(features=CAPTURED, limits=DraftLimits(max_projections=1)) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED[:-1]))
@@ -203,7 +203,7 @@ async def test_projection_that_is_too_large_is_refused() -> None:
         assert "may have 100 bytes" in str(caught.value.details())
 
 
-async def test_projection_is_sent_in_chunks_if_wanted() -> None:
+async def test_projection_when_wanted_is_sent_in_chunks() -> None:
     spec = FeatureSpec(1024, (1, 2), projection_dim=600, projection_sha256=bytes(32))
     matrix = torch.randn(600, 2048).to(torch.bfloat16)
     method = RowReader(

@@ -97,7 +97,7 @@ def hash_model_proposer(
     return lambda _: (DraftModelProposer(model, name="hash", limits=limits), "abc")
 
 
-async def test_proposer_hello_says_who_it_is(scorer: DraftScorer) -> None:
+async def test_proposer_hello_after_dialling_describes_the_proposer(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         hello = (await scorer.attached()).hello
@@ -141,7 +141,7 @@ async def test_propose_with_a_bug_hides_it_from_the_caller(
     assert "a bug" not in str(caught.value.details())
 
 
-async def test_propose_when_drafting_fails_says_so(
+async def test_propose_when_drafting_fails_reports_the_failure(
     scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> DraftRound:
@@ -158,7 +158,7 @@ async def test_propose_when_drafting_fails_says_so(
     assert caught.value.details() == "drafting failed; the log has the details"
 
 
-async def test_proposer_stream_drafts_from_open_to_close(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_session_drafts_from_open_to_close(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (_, stub):
         stream = await scorer.attached()
@@ -212,7 +212,7 @@ def ahead_config(*scorers: str) -> ProposerConfig:
     return replace(ngram_config(*scorers), methods=(NgramConfig(max_branches=8),))
 
 
-async def test_proposer_stream_branches_follow_the_draft_and_spare_the_next_one(
+async def test_proposer_stream_with_branches_sends_a_draft_only_where_they_miss(
     scorer: DraftScorer,
 ) -> None:
     address = await scorer.start()
@@ -310,7 +310,9 @@ async def test_proposer_stream_with_several_methods_names_each_blocks_method(
         assert drafts == {4: [], 5: [32, 33]}
 
 
-async def test_proposer_stream_keeps_blocks_within_the_scorers_limit(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_a_block_limit_keeps_blocks_within_it(
+    scorer: DraftScorer,
+) -> None:
     scorer.max_block_tokens = 5
     address = await scorer.start()
     async with running(ahead_config(address)):
@@ -335,7 +337,9 @@ async def test_proposer_stream_with_a_gap_says_lost_and_starts_over(
         assert (await stream.next_block()).epoch == 2
 
 
-async def test_proposer_stream_drops_messages_of_another_epoch(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_messages_of_another_epoch_drops_them(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         stream = await scorer.attached()
@@ -351,7 +355,9 @@ async def test_proposer_stream_drops_messages_of_another_epoch(scorer: DraftScor
         assert list((await stream.next_block()).token_ids) == [6]
 
 
-async def test_proposer_stream_closes_and_reopens_in_one_batch(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_close_and_open_in_one_batch_reopens(
+    scorer: DraftScorer,
+) -> None:
     """A merged batch holds the Close of the old epoch beside the Open of the new."""
     address = await scorer.start()
     async with running(ngram_config(address)):
@@ -367,7 +373,7 @@ async def test_proposer_stream_closes_and_reopens_in_one_batch(scorer: DraftScor
         assert (block.epoch, block.base_len) == (2, 10)
 
 
-async def test_proposer_stream_keeps_sessions_of_several_scorers_apart(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_several_scorers_mixes_no_sessions(scorer: DraftScorer) -> None:
     other = DraftScorer()
     addresses = [await scorer.start(), await other.start()]
     try:
@@ -406,7 +412,9 @@ class SlowProposer(NgramProposer):
         await self.go.acquire()
 
 
-async def test_proposer_stream_drafts_for_the_newest_state_only(scorer: DraftScorer) -> None:
+async def test_proposer_stream_with_several_commits_drafts_for_the_newest(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     slow = SlowProposer()
     async with running(ngram_config(address), lambda _: (slow, "")):
@@ -428,7 +436,7 @@ async def test_proposer_stream_drafts_for_the_newest_state_only(scorer: DraftSco
     assert len(slow.asked) == 2
 
 
-async def test_proposer_stream_redials_after_the_scorer_died(scorer: DraftScorer) -> None:
+async def test_proposer_stream_after_the_scorer_died_is_dialled_anew(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (_, stub):
         first = await scorer.attached()
@@ -451,7 +459,9 @@ async def test_proposer_stream_redials_after_the_scorer_died(scorer: DraftScorer
         assert (await second.next_block()).epoch == 1
 
 
-async def test_proposer_stream_redials_after_the_scorer_hung_up(scorer: DraftScorer) -> None:
+async def test_proposer_stream_after_the_scorer_hung_up_is_dialled_anew(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)):
         (await scorer.attached()).hang_up()
@@ -480,7 +490,7 @@ async def test_proposer_stream_when_refused_logs_and_retries_slowly(
     assert "use another draft (VOCAB_MISMATCH)" in refusals[0].message
 
 
-async def test_proposer_stream_refuses_a_newer_version(scorer: DraftScorer) -> None:
+async def test_proposer_stream_of_a_newer_version_is_refused(scorer: DraftScorer) -> None:
     scorer.version = 2
     async with running(ngram_config(await scorer.start())) as (_, stub):
         await (await scorer.attached()).ended.wait()
@@ -492,7 +502,9 @@ async def test_proposer_stream_refuses_a_newer_version(scorer: DraftScorer) -> N
         await eventually(said_why)
 
 
-async def test_proposer_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
+async def test_proposer_goodbye_with_open_sessions_waits_for_the_closes(
+    scorer: DraftScorer,
+) -> None:
     address = await scorer.start()
     config = replace(ngram_config(address), deployment=Deployment(drain_grace_s=5))
     async with running(config) as (service, _):
@@ -509,7 +521,7 @@ async def test_proposer_goodbye_waits_for_the_closes(scorer: DraftScorer) -> Non
             await stopping
 
 
-async def test_proposer_goodbye_does_not_wait_forever(scorer: DraftScorer) -> None:
+async def test_proposer_goodbye_without_closes_ends_in_time(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (service, _):
         stream = await scorer.attached()
@@ -519,13 +531,13 @@ async def test_proposer_goodbye_does_not_wait_forever(scorer: DraftScorer) -> No
             await service.stop()
 
 
-async def test_proposer_stops_while_the_scorer_is_away() -> None:
+async def test_proposer_without_a_scorer_stops_when_asked() -> None:
     async with running(ngram_config("127.0.0.1:1")) as (service, _):
         async with asyncio.timeout(5):
             await service.stop()
 
 
-async def test_proposer_reports_evicted_sessions_lost(scorer: DraftScorer) -> None:
+async def test_proposer_with_evicted_sessions_reports_them_lost(scorer: DraftScorer) -> None:
     address = await scorer.start()
     clock = Clock()
     model = HashModel(num_pages=16)  # of 4 tokens: two sessions fit
@@ -546,7 +558,7 @@ async def test_proposer_reports_evicted_sessions_lost(scorer: DraftScorer) -> No
         assert (lost.session, lost.epoch) == (1, 1)
 
 
-async def test_proposer_stream_evicts_and_closes_a_session_in_one_batch(
+async def test_proposer_stream_with_evicted_session_closed_in_one_batch_goes_on(
     scorer: DraftScorer,
 ) -> None:
     address = await scorer.start()
@@ -688,7 +700,7 @@ async def test_proposer_whose_draft_hangs_releases_its_sessions(
     assert "the drafting thread hangs" in caplog.text
 
 
-async def test_proposer_session_span_joins_the_trace(scorer: DraftScorer) -> None:
+async def test_proposer_session_span_with_traceparent_joins_the_trace(scorer: DraftScorer) -> None:
     exporter = InMemorySpanExporter()
     address = await scorer.start()
     trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -705,7 +717,7 @@ async def test_proposer_session_span_joins_the_trace(scorer: DraftScorer) -> Non
     assert span.attributes == {"outrider.method": "ngram", "outrider.rounds": 1}
 
 
-async def test_proposer_start_raises_a_failed_build() -> None:
+async def test_proposer_start_with_failed_build_raises_its_error() -> None:
     def build(_: ProposerConfig) -> tuple[Proposer, str]:
         raise CapacityError("no memory")
 
@@ -714,7 +726,7 @@ async def test_proposer_start_raises_a_failed_build() -> None:
             pass
 
 
-async def test_proposer_start_gives_up_a_slow_build() -> None:
+async def test_proposer_start_with_slow_build_times_out() -> None:
     go_on = threading.Event()
 
     def build(_: ProposerConfig) -> tuple[Proposer, str]:
@@ -734,7 +746,7 @@ def _metrics(service: ProposerService) -> str:
     return service._telemetry.metrics_text()[0].decode()
 
 
-async def test_proposer_metrics_count(scorer: DraftScorer) -> None:
+async def test_proposer_metrics_after_a_draft_count_it(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (service, _):
         stream = await scorer.attached()
@@ -751,7 +763,7 @@ async def test_proposer_metrics_count(scorer: DraftScorer) -> None:
 # ProposerService
 
 
-async def test_propose_and_info_answer() -> None:
+async def test_propose_with_valid_request_returns_a_draft_and_keeps_nothing() -> None:
     async with running(ngram_config(), hash_model_proposer()) as (_, stub):
         sampling = common_pb2.SamplingParams(temperature=1.0, seed=3)
         request = proposer_pb2.ProposeRequest(token_ids=[1, 2, 3], sampling=sampling)
@@ -846,7 +858,9 @@ async def drained(stream: Conversation) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_proposer_stream_survives_malformed_batches(scorer: DraftScorer, seed: int) -> None:
+async def test_proposer_stream_with_malformed_batches_goes_on(
+    scorer: DraftScorer, seed: int
+) -> None:
     address = await scorer.start()
     model = HashModel()
     # Room for every number that a session may be given, and for one that behaves.

@@ -88,7 +88,9 @@ def data_connections(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-async def test_generate_text_does_not_depend_on_drafts(name: str, data_connections: bool) -> None:
+async def test_generate_with_any_drafts_keeps_the_greedy_text(
+    name: str, data_connections: bool
+) -> None:
     async with running_scorer(data_connections=data_connections) as scorer:
         async with proposing(ScriptedProposer(scorer.stub, SCRIPTS[name])) as proposer:
             output = await scorer.generate(PROMPT)
@@ -112,7 +114,7 @@ async def test_generate_text_does_not_depend_on_drafts(name: str, data_connectio
         assert scorer.metric("draft_blocks_total", fate="malformed") == 0
 
 
-async def test_generate_with_stream_interval_holds_tokens_back() -> None:
+async def test_generate_with_stream_interval_delays_tokens() -> None:
     request = generate_request(PROMPT, max_tokens=100)
     request.stream_interval = 16
     async with (
@@ -126,7 +128,7 @@ async def test_generate_with_stream_interval_holds_tokens_back() -> None:
     assert [token for message in messages for token in message] == greedy_text(PROMPT, 100)
 
 
-async def test_generate_sampled_text_does_not_depend_on_drafts() -> None:
+async def test_generate_with_any_drafts_keeps_the_sampled_text() -> None:
     async with running_scorer() as scorer:
         plain = await scorer.generate(PROMPT, temperature=0.9, enabled=False)
         assert plain.token_ids != greedy_text(PROMPT, 40)
@@ -161,7 +163,7 @@ async def told(
     return answer
 
 
-async def test_generate_penalties_and_logprobs_do_not_depend_on_drafts() -> None:
+async def test_generate_with_any_drafts_keeps_penalties_and_logprobs() -> None:
     async with running_scorer() as scorer:
         plain = await told(scorer, enabled=False)
         text = [token for token, _ in plain]
@@ -194,7 +196,7 @@ async def test_scorer_with_many_requests_sends_one_message_per_step() -> None:
         assert not proposer.sessions
 
 
-async def test_scorer_opens_large_sessions_one_after_the_other() -> None:
+async def test_scorer_with_large_sessions_opens_one_after_the_other() -> None:
     async with running_scorer(pause_s=0.1) as scorer:
 
         async def request(first: int) -> list[int]:
@@ -212,7 +214,7 @@ async def test_scorer_opens_large_sessions_one_after_the_other() -> None:
     assert texts == [greedy_text([first, *PROMPT], 100) for first in range(3)]
 
 
-async def test_generate_opts_out_and_chooses_its_method() -> None:
+async def test_generate_with_speculation_params_opts_out_or_chooses_its_method() -> None:
     async with (
         running_scorer() as scorer,
         proposing(ScriptedProposer(scorer.stub, follow(greedy_truth))) as proposer,
@@ -225,7 +227,7 @@ async def test_generate_opts_out_and_chooses_its_method() -> None:
         assert own.aux_info.accepted > 0
 
 
-async def test_scorer_drops_stale_epochs_silently() -> None:
+async def test_scorer_with_blocks_of_stale_epochs_drops_them_silently() -> None:
     def stale(session: Drafted) -> list[draft_pb2.Block]:
         tokens = greedy_truth(session.tokens)[:4]
         return [block(session, tokens, epoch=session.epoch + d) for d in (-1, 1)]
@@ -254,7 +256,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_FIELDS)
-async def test_scorer_counts_bad_blocks_and_ends_the_stream(
+async def test_scorer_with_bad_blocks_counts_them_and_ends_the_stream(
     what: str, data_connections: bool
 ) -> None:
     # Not one more than it takes: a write that meets the stream's end hides the server's status.
@@ -320,7 +322,7 @@ def test_scorer_with_fuzzed_blocks_loses_speed_only(rounds: list[list[dict[str, 
     asyncio.run(run())
 
 
-async def test_scorer_reopens_a_lost_session_a_few_times_at_most() -> None:
+async def test_scorer_with_lost_session_reopens_it_a_few_times_at_most() -> None:
     async with running_scorer(limits=DraftLimits(max_reopens=2), pause_s=SLOW_S) as scorer:
         losses: asyncio.Queue[draft_pb2.Lost] = asyncio.Queue()
 
@@ -371,7 +373,7 @@ async def test_scorer_when_proposer_dies_and_returns_keeps_the_text(data_connect
         assert kinds.count(common_pb2.TOKEN_KIND_ACCEPTED) > 0, "speculation resumed"
 
 
-async def test_scorer_moves_sessions_on_goodbye(data_connections: bool) -> None:
+async def test_scorer_after_goodbye_moves_the_sessions(data_connections: bool) -> None:
     async with running_scorer(pause_s=SLOW_S, data_connections=data_connections) as scorer:
         leaving = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(proposer_id="a"))
         staying = ScriptedProposer(
@@ -403,7 +405,7 @@ REFUSALS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-async def test_scorer_refuses_a_proposer_that_does_not_fit_with_the_reason(reason: str) -> None:
+async def test_scorer_with_proposer_that_does_not_fit_refuses_with_the_reason(reason: str) -> None:
     async with running_scorer(limits=DraftLimits(max_proposers=1)) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         async with proposing(first):
@@ -416,7 +418,7 @@ async def test_scorer_refuses_a_proposer_that_does_not_fit_with_the_reason(reaso
             assert output.aux_info.accepted > 0, "the one that fits is not disturbed"
 
 
-async def test_scorer_refuses_names_that_could_forge_a_line_of_its_log() -> None:
+async def test_scorer_with_name_that_could_forge_a_log_line_refuses_it() -> None:
     async with running_scorer() as scorer:
         for name in ("proposer_id", "pool", "model", "method", "tokenizer_hash", "device"):
             forging = hello(**{name: "a\nb"})
@@ -428,7 +430,7 @@ async def test_scorer_refuses_names_that_could_forge_a_line_of_its_log() -> None
         assert not scorer.hub.registry.proposers
 
 
-async def test_scorer_accepts_a_draft_padded_less_than_the_target() -> None:
+async def test_scorer_with_draft_padded_less_than_the_target_accepts_it() -> None:
     async with running_scorer() as scorer:
         for tokenizer_hash in ("", "cd" * 32):  # only the tokenizer says that nothing is missing
             other = hello(vocab_size=VOCAB - 1, tokenizer_hash=tokenizer_hash)
@@ -442,7 +444,7 @@ async def test_scorer_accepts_a_draft_padded_less_than_the_target() -> None:
     assert output.aux_info.accepted > 0
 
 
-async def test_scorer_holds_the_stream_in_its_own_older_version() -> None:
+async def test_scorer_with_newer_proposer_speaks_its_own_older_version() -> None:
     newer = hello(protocol_version=2)
     newer.MergeFromString(b"\xf8\x7f\x01")  # a field of number 2047 that we do not know
     async with running_scorer() as scorer:
@@ -455,7 +457,7 @@ async def test_scorer_holds_the_stream_in_its_own_older_version() -> None:
     assert output.aux_info.accepted > 0
 
 
-async def test_scorer_accepts_a_copying_proposer_without_tokenizer() -> None:
+async def test_scorer_with_copying_proposer_needs_no_tokenizer() -> None:
     async with running_scorer() as scorer:
         fields = {"method": "ngram", "vocab_size": 0, "tokenizer_hash": ""}
         proposer = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(**fields))
@@ -464,7 +466,7 @@ async def test_scorer_accepts_a_copying_proposer_without_tokenizer() -> None:
             assert proposer.welcome.scorer_id == "scorer-0"
 
 
-async def test_scorer_replaces_a_proposer_that_dials_anew(data_connections: bool) -> None:
+async def test_scorer_when_a_proposer_dials_anew_replaces_it(data_connections: bool) -> None:
     async with running_scorer(data_connections=data_connections) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         async with proposing(first):
@@ -477,7 +479,7 @@ async def test_scorer_replaces_a_proposer_that_dials_anew(data_connections: bool
                 assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
 
 
-async def test_scorer_expects_hello_first_and_in_time() -> None:
+async def test_scorer_without_hello_first_or_in_time_ends_the_stream() -> None:
     async with running_scorer(limits=DraftLimits(hello_timeout_s=0.1)) as scorer:
         silent = scorer.stub.Draft(timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -560,7 +562,7 @@ async def test_generate_when_client_does_not_read_stalls_nobody() -> None:
         silent.cancel()
 
 
-async def test_generate_keeps_the_deadline() -> None:
+async def test_generate_past_the_deadline_is_a_deadline_error() -> None:
     async with running_scorer(pause_s=0.05) as scorer:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await scorer.generate(PROMPT, max_tokens=140, timeout_s=0.3)

@@ -28,7 +28,7 @@ def _refused(flag: str) -> str:
     return done.stderr
 
 
-def test_scorer_start_keeps_its_timeout() -> None:
+def test_scorer_start_beyond_its_timeout_fails() -> None:
     assert "was not ready within" in _refused("--start-timeout=0.001")
 
 
@@ -51,7 +51,7 @@ def test_scorer_start_on_missing_device_is_refused_by_name(device: str) -> None:
         load(Path(), ScorerOptions(**flags, ranks=None), None)
 
 
-async def test_scorer_start_listens_on_the_longest_socket_path() -> None:
+async def test_scorer_start_with_longest_socket_path_listens() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = resolve(["--listen-unix", f"{folder}/".ljust(102, "s")])["listen_unix"]
         async with running_scorer(unix_path=Path(path)):

@@ -23,7 +23,7 @@ from tests.support.services.scorer import running_scorer
 from tests.support.services.scripted_proposer import ScriptedProposer, follow, proposing
 
 
-async def test_trace_leads_from_the_client_through_the_scorer_to_the_proposer() -> None:
+async def test_trace_of_a_client_request_leads_through_scorer_to_proposer() -> None:
     client_spans, scorer_spans = InMemorySpanExporter(), InMemorySpanExporter()
     client = configure("client", exporter=client_spans)
     scorer_telemetry = configure("scorer", exporter=scorer_spans)
@@ -65,7 +65,7 @@ def test_trace_when_not_sampled_costs_no_spans(monkeypatch: pytest.MonkeyPatch) 
     assert spans.get_finished_spans() == ()
 
 
-def test_telemetry_records_ended_spans_like_started_ones() -> None:
+def test_telemetry_with_ended_spans_records_them_like_started_ones() -> None:
     spans = InMemorySpanExporter()
     telemetry = configure("scorer", exporter=spans)
     caller = extract((("traceparent", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"),))
@@ -94,7 +94,7 @@ def test_telemetry_records_ended_spans_like_started_ones() -> None:
 
 
 @pytest.mark.parametrize("flags", ["00", "01"])
-def test_telemetry_records_a_span_if_its_parent_is(flags: str) -> None:
+def test_telemetry_with_ended_span_records_it_only_if_its_parent_is(flags: str) -> None:
     spans = InMemorySpanExporter()
     recorded, deaf = configure("scorer", exporter=spans), configure("scorer")
     caller = extract((("traceparent", "00-" + "a" * 32 + "-" + "b" * 16 + "-" + flags),))
@@ -157,7 +157,7 @@ def fetch(url: str, accept: str = "text/plain") -> str:
         return text
 
 
-async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
+async def test_metrics_when_scraped_have_vllms_names_and_descriptions() -> None:
     telemetry = configure("scorer")
     url = telemetry.serve_metrics("127.0.0.1", 0)
     second = configure("second")
@@ -199,7 +199,7 @@ async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
     assert undescribed == set()
 
 
-async def test_latencies_lead_to_the_trace_of_a_request() -> None:
+async def test_latencies_of_traced_request_have_its_trace_as_exemplar() -> None:
     spans = InMemorySpanExporter()
     telemetry = configure("scorer", exporter=spans)
     url = telemetry.serve_metrics("127.0.0.1", 0)
@@ -221,7 +221,7 @@ async def test_latencies_lead_to_the_trace_of_a_request() -> None:
     assert exemplars == {f"gen_ai_server_{name}_seconds": wanted for name in histograms}
 
 
-def test_metrics_names_are_the_same_in_both_formats() -> None:
+def test_metrics_in_both_formats_have_the_same_names() -> None:
     """Prometheus asks for OpenMetrics, a reader of the page for text."""
     telemetry = configure("scorer")
     Counter(f"{METRIC_PREFIX}things", "Things.", registry=telemetry.registry)
@@ -231,7 +231,7 @@ def test_metrics_names_are_the_same_in_both_formats() -> None:
         assert b"\noutrider:things_total 0.0\n" in page
 
 
-async def test_latencies_of_unrecorded_request_have_no_exemplar() -> None:
+async def test_latencies_of_untraced_request_have_no_exemplar() -> None:
     telemetry = configure("scorer")
     async with running_scorer(telemetry=telemetry) as scorer:
         parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"  # recorded by the caller only

@@ -57,7 +57,7 @@ async def refused(target: str | Target, tls: TlsFiles | None) -> bool:
     return False
 
 
-async def test_tls_lets_only_peers_of_the_same_authority_in(tmp_path: Path) -> None:
+async def test_tls_with_peer_of_another_authority_refuses_it(tmp_path: Path) -> None:
     issuer = Issuer()
     server, client = (issuer.write(tmp_path / name, "127.0.0.1") for name in ("server", "client"))
     stranger = Issuer().write(tmp_path / "stranger", "127.0.0.1")
@@ -73,7 +73,7 @@ async def test_tls_lets_only_peers_of_the_same_authority_in(tmp_path: Path) -> N
         assert await ask(f"unix:{unix}", client) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_tls_checks_an_address_against_its_name(tmp_path: Path) -> None:
+async def test_tls_with_another_name_in_the_certificate_refuses_the_server(tmp_path: Path) -> None:
     issuer = Issuer()
     server = issuer.write(tmp_path / "server", "scorer.example")
     client = issuer.write(tmp_path / "client", "gateway.example")
@@ -83,7 +83,9 @@ async def test_tls_checks_an_address_against_its_name(tmp_path: Path) -> None:
         assert await refused(address, client), "the certificate does not name the IP address"
 
 
-async def test_tls_uses_replaced_certificates_from_the_next_connection(tmp_path: Path) -> None:
+async def test_tls_with_replaced_certificates_uses_them_for_the_next_connection(
+    tmp_path: Path,
+) -> None:
     old, new = Issuer(), Issuer()
     files = old.write(tmp_path / "server", "127.0.0.1")
     former = old.write(tmp_path / "former", "127.0.0.1")
@@ -107,7 +109,7 @@ async def test_tls_with_broken_replacement_keeps_the_former_certificate(tmp_path
         assert await ask(address, client)
 
 
-async def test_gateway_dials_with_the_current_certificates(tmp_path: Path) -> None:
+async def test_gateway_with_replaced_certificates_dials_with_the_current(tmp_path: Path) -> None:
     ours = tmp_path / "gateway"
     old = Issuer()
     scorer_files = old.write(tmp_path / "scorer", "127.0.0.1")
@@ -125,7 +127,7 @@ async def test_gateway_dials_with_the_current_certificates(tmp_path: Path) -> No
     await scorer.close()
 
 
-async def test_request_outlives_a_change_of_certificates(tmp_path: Path) -> None:
+async def test_request_when_certificates_change_completes(tmp_path: Path) -> None:
     tls = Issuer().write(tmp_path, "127.0.0.1")
     async with serving(fake_scorer(Script(range(10, 30), delay_s=0.01)), tls=tls) as fake:
         scorer = Scorer(Target(fake.target), tls)
@@ -139,7 +141,7 @@ async def test_request_outlives_a_change_of_certificates(tmp_path: Path) -> None
         await scorer.close()
 
 
-async def test_gateway_keeps_its_connection_while_certificates_are_half_written(
+async def test_gateway_with_half_written_certificates_keeps_its_connection(
     tmp_path: Path,
 ) -> None:
     issuer = Issuer()
@@ -153,7 +155,7 @@ async def test_gateway_keeps_its_connection_while_certificates_are_half_written(
 
 
 @pytest.mark.parametrize("what", ["cert", "key", "ca"])
-async def test_tls_names_files_without_certificates(tmp_path: Path, what: str) -> None:
+async def test_tls_with_files_without_certificates_names_them(tmp_path: Path, what: str) -> None:
     files = Issuer().write(tmp_path, "127.0.0.1")
     path = Path(getattr(files, what))
     await asyncio.to_thread(path.write_text, "garbage")
@@ -162,7 +164,7 @@ async def test_tls_names_files_without_certificates(tmp_path: Path, what: str) -
             pass
 
 
-async def test_tls_reports_the_key_of_another_certificate(tmp_path: Path) -> None:
+async def test_tls_with_key_of_another_certificate_reports_it(tmp_path: Path) -> None:
     one, other = (Issuer().write(tmp_path / name, "127.0.0.1") for name in ("one", "other"))
     with pytest.raises(ConfigError, match=r"(?i)mismatch"):
         async with healthy(TlsFiles(one.cert, other.key)):

@@ -49,7 +49,7 @@ async def generate(
     return tokens, last.aux_info
 
 
-async def test_rejection_weighs_the_probabilities_that_were_sent() -> None:
+async def test_rejection_with_draft_probs_weighs_them() -> None:
     hardly = probs({5: 1e-4, 7: 1 - 1e-4})  # so little that the target always finds it likelier
     async with running_scorer() as scorer:
         async with proposing(ScriptedProposer(scorer.stub, fives(hardly))) as proposer:
@@ -65,7 +65,7 @@ async def test_rejection_weighs_the_probabilities_that_were_sent() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-async def test_verification_without_randomness_is_the_same_under_every_rule(rule: str) -> None:
+async def test_verification_when_greedy_is_the_same_under_every_rule(rule: str) -> None:
     async with running_scorer() as scorer:
         plain, aux = await generate(scorer, rule, temperature=0.0)
         assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection"))
@@ -90,7 +90,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize("what", MALFORMED)
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-async def test_verification_drops_and_counts_invalid_distributions(rule: str, what: str) -> None:
+async def test_verification_with_invalid_distributions_drops_and_counts_them(
+    rule: str, what: str
+) -> None:
     async with running_scorer() as scorer:
         plain, _ = await generate(scorer, rule)
         async with proposing(ScriptedProposer(scorer.stub, fives(*MALFORMED[what]))):
@@ -102,7 +104,7 @@ async def test_verification_drops_and_counts_invalid_distributions(rule: str, wh
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_draft_model_sends_its_distributions_where_they_are_weighed(
+async def test_draft_model_under_rejection_sends_its_distributions(
     rule: str, temperature: float
 ) -> None:
     scorer = DraftScorer()

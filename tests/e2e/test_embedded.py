@@ -55,7 +55,9 @@ def reference() -> tuple[Any, Any]:
     return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+async def test_embedded_pair_when_greedy_equals_transformers(
+    stack: Up, reference: tuple[Any, Any]
+) -> None:
     """Acceptance far below what the model card says: a broken draft, not a slow machine."""
     tokenizer, model = reference
     rounds = accepted = 0
@@ -80,7 +82,9 @@ async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, 
     assert 1 + accepted / rounds > 2.0
 
 
-def test_penalties_and_logprobs_equal_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+def test_embedded_pair_with_penalties_and_logprobs_equals_transformers(
+    stack: Up, reference: tuple[Any, Any]
+) -> None:
     tokenizer, model = reference
     (prompt,) = heldout_prompts(1)
     body = {
@@ -119,7 +123,7 @@ async def test_seed_when_repeated_gives_same_text(stack: Up) -> None:
         assert done.token_ids == plain.token_ids
 
 
-def test_json_schema_with_drafts_is_kept(stack: Up) -> None:
+def test_json_schema_with_drafts_is_satisfied(stack: Up) -> None:
     """The scorer masks, and the draft model alike: most drafts hold, and none changes the text."""
     schema = {
         "type": "object",
@@ -159,7 +163,7 @@ def test_json_schema_with_drafts_is_kept(stack: Up) -> None:
     assert accepted > rounds > 0, "far below what masks give: about 2 a round"
 
 
-def test_what_the_readme_says_to_type_works(stack: Up) -> None:
+def test_readme_commands_when_typed_work(stack: Up) -> None:
     """Every block that asks the server, as it stands but for the addresses."""
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     port = stack.http.rpartition(":")[2]

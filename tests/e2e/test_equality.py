@@ -75,7 +75,7 @@ def check_account(done: Completion, k: int) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
-async def test_text_for_every_number_of_draft_tokens_is_the_same(
+async def test_speculation_with_any_number_of_draft_tokens_keeps_the_text(
     stack: Up, method: str, sampling: str
 ) -> None:
     for prompt in (PROMPT, REPETITIVE):
@@ -93,7 +93,7 @@ async def test_text_for_every_number_of_draft_tokens_is_the_same(
                 assert (done.aux.drafted > 0) == (k > 0)
 
 
-async def test_tokens_of_many_prompts_have_every_kind(stack: Up) -> None:
+async def test_speculation_over_a_long_text_has_tokens_of_every_kind(stack: Up) -> None:
     """Else the test above would compare nothing with nothing."""
     done = await complete(stack.grpc, _request(PROMPT, "greedy", max_tokens=120))
     assert {
@@ -105,14 +105,14 @@ async def test_tokens_of_many_prompts_have_every_kind(stack: Up) -> None:
     assert done.aux.rounds < 120
 
 
-async def test_prompt_lookup_with_repetitions_is_accepted(stack: Up) -> None:
+async def test_ngram_with_repetitive_prompt_drafts(stack: Up) -> None:
     request = _request(REPETITIVE * 4, "greedy", "ngram", max_tokens=120)
     done = await complete(stack.grpc, request)
     assert done.aux.drafted > 0
     assert list(done.aux.proposer_ids) == ["proposer-ngram"]
 
 
-async def test_sixteen_requests_at_once_equal_each_alone(draft_model_stack: Up) -> None:
+async def test_batch_of_sixteen_requests_equals_each_alone(draft_model_stack: Up) -> None:
     requests = [
         _request(
             prompt[: len(prompt) - 3 * i],

@@ -44,7 +44,9 @@ def stack(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_text_for_every_number_of_draft_tokens_is_the_same(stack: Up, sampling: str) -> None:
+async def test_hidden_state_methods_with_any_number_of_draft_tokens_keep_the_text(
+    stack: Up, sampling: str
+) -> None:
     def request(**changes: object) -> GenerateOptions:
         return GenerateOptions(
             prompt=PROMPT,

@@ -24,7 +24,9 @@ def client(draft_model_stack: Up) -> Iterator[openai.OpenAI]:
         yield client
 
 
-async def test_text_over_http_equals_grpc(client: openai.OpenAI, draft_model_stack: Up) -> None:
+async def test_completion_over_http_equals_that_over_grpc(
+    client: openai.OpenAI, draft_model_stack: Up
+) -> None:
     answer = client.completions.create(
         model="default",
         prompt=PROMPT,
@@ -125,6 +127,6 @@ def test_bad_request_names_the_field(
         assert caught.value.param == param
 
 
-async def test_scorer_after_requests_holds_nothing(draft_model_stack: Up) -> None:
+async def test_scorer_after_requests_keeps_nothing(draft_model_stack: Up) -> None:
     info = await until_idle(draft_model_stack.scorer)
     assert info.free_pages == info.total_pages

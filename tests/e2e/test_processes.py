@@ -223,7 +223,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-async def test_services_on_ipv6_meet(pair: tuple[Path, Path]) -> None:
+async def test_services_on_ipv6_reach_each_other(pair: tuple[Path, Path]) -> None:
     here = ("--host", "::1", "--health-port", 0)
     model = ("--model", pair[0])
     with service("scorer_service", *here, *model, "--speculation-policy", "fixed") as scorer:

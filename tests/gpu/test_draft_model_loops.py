@@ -102,7 +102,7 @@ def fed_rows(
 
 
 @graphs
-def test_captured_drafts_equal_eager_drafts() -> None:
+def test_captured_chains_on_gpu_equal_eager_chains() -> None:
     model = llama()
     assert model.capturable
     shapes = [
@@ -129,7 +129,7 @@ def test_captured_drafts_equal_eager_drafts() -> None:
 
 
 @graphs
-def test_captured_forks_copy_pages_first() -> None:
+def test_captured_forks_with_copied_pages_copy_them_first() -> None:
     model = llama()
     shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
     drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))

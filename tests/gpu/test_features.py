@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
-def test_feature_rows_equal_transformers(captured: bool, projected: bool) -> None:
+def test_feature_rows_on_gpu_equal_transformers(captured: bool, projected: bool) -> None:
     source: Any = random_model(ARCHITECTURES["llama"], torch.float32)
     size, layers = source.config.hidden_size, source.config.num_hidden_layers
     spec = FeatureSpec(size, (0, 1), final_norm=True)

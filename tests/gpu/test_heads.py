@@ -86,7 +86,7 @@ def _drafts(
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_recurrent_drafts_equal_those_of_cpu(
+def test_recurrent_drafts_on_gpu_equal_those_of_cpu(
     kind: str, tmp_path: Path, temperature: float, tree_width: int
 ) -> None:
     """In float32, but for near ties; in bfloat16 most of what comes first."""
@@ -121,7 +121,7 @@ class Counted:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", one_shot_drafts.HEADS)
 @pytest.mark.parametrize("tree_width", [1, 4])
-def test_captured_guesses_equal_eager_guesses(
+def test_captured_one_shot_drafts_equal_eager_drafts(
     name: str, tree_width: int, dtype: torch.dtype
 ) -> None:
     """But for near ties: their first nodes, which matter most, are the same."""
@@ -148,7 +148,7 @@ def test_captured_guesses_equal_eager_guesses(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
-def test_captured_drafts_equal_eager_drafts(
+def test_captured_recurrent_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:
     """But for near ties: products round by the shape of a batch."""

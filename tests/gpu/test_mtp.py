@@ -71,7 +71,7 @@ def _logits(folders: tuple[Path, Path], dtype: torch.dtype, device: torch.device
     return head.logits(torch.cat((prompt, tree, last))).float().cpu()
 
 
-def test_mtp_logits_equal_those_of_cpu(folders: tuple[Path, Path]) -> None:
+def test_mtp_logits_on_gpu_equal_those_of_cpu(folders: tuple[Path, Path]) -> None:
     expected = _logits(folders, torch.float32, CPU)
     known = expected.isfinite()
     found = _logits(folders, torch.float32, CUDA)
@@ -84,7 +84,7 @@ def test_mtp_logits_equal_those_of_cpu(folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("folders", ["gated", "two modules"], indirect=True)
-def test_captured_drafts_equal_eager_drafts(folders: tuple[Path, Path], width: int) -> None:
+def test_captured_mtp_drafts_equal_eager_drafts(folders: tuple[Path, Path], width: int) -> None:
     """After a prompt, of three rows more; modules with experts or latents are not captured."""
     head = load_mtp(*folders, torch.float32, CUDA)
     assert head.capturable

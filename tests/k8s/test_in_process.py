@@ -125,7 +125,7 @@ def test_hidden_states_for_every_reader_are_kept() -> None:
     assert kept(f"{own}=eagle3", mtp, other) == "2,4,7,final"
 
 
-def test_pools_beside_in_process_drafter_are_rendered() -> None:
+def test_pools_with_in_process_drafter_are_rendered() -> None:
     sets = ("scorer.inProcess.method=ngram", "proposers.draft.placement=sidecar")
     scorer, sidecar = scorer_pod(*sets)["containers"]
     args = scorer_main.resolve(scorer["args"])

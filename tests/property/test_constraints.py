@@ -164,7 +164,9 @@ schemas = st.recursive(leaves, nested, max_leaves=3)
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(schema=schemas, k=st.integers(0, 6), seed=st.integers(0, 2**16))
-def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int) -> None:
+def test_constraint_of_json_schema_with_any_drafts_is_satisfied(
+    schema: Any, k: int, seed: int
+) -> None:
     rng = random.Random(seed)
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
     requests = [
@@ -189,7 +191,7 @@ def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in VerificationRule if rule.value != "coupled"])
-def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
+def test_constraint_under_every_rule_is_satisfied(rule: VerificationRule) -> None:
     """Also where a proposer claims to have drawn what the grammar forbids."""
     rng = random.Random(rule.value)
     constraint = Constraint(ConstraintKind.REGEX, "([ab]{2}-){4,9}(true|null)")
@@ -234,7 +236,7 @@ def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_masks_outlive_preemptions(k: int) -> None:
+def test_constraint_of_preempted_requests_stays_in_force(k: int) -> None:
     requests = [
         Request(
             session_id=seed,
@@ -251,7 +253,7 @@ def test_masks_outlive_preemptions(k: int) -> None:
     assert run(requests, k, random.Random(k), [output for output, _ in truths], pages) == truths
 
 
-def test_json_objects_end() -> None:
+def test_constraint_of_json_object_ends_with_a_whole_object() -> None:
     finished = 0
     for seed in range(6):
         request = Request(
@@ -277,7 +279,7 @@ def test_json_objects_end() -> None:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_regexes_and_grammars(
+def test_constraint_of_regex_or_grammar_with_any_drafts_is_satisfied(
     kind: ConstraintKind, source: str, pattern: str, temperature: float
 ) -> None:
     for seed in range(4):
@@ -298,7 +300,7 @@ def test_regexes_and_grammars(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_goes_on_elsewhere(temperature: float) -> None:
+def test_constraint_of_resumed_request_continues(temperature: float) -> None:
     schema = '{"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5}'
     request = Request(
         session_id=1,
@@ -323,7 +325,7 @@ def test_a_request_goes_on_elsewhere(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_what_is_complete_at_the_last_token_is_no_cut(k: int) -> None:
+def test_constraint_complete_at_the_last_token_finishes_with_stop(k: int) -> None:
     """Also where a stop token is all that could follow."""
     for source, stops in (("[ab]-cd", set()), ("[ab]-cd!", {"!"})):
         request = Request(
@@ -341,7 +343,7 @@ def test_what_is_complete_at_the_last_token_is_no_cut(k: int) -> None:
             assert run([request], k, random.Random(0), [true]) == [(output, reason)]
 
 
-def test_drafts_that_break_the_grammar_are_not_verified() -> None:
+def test_constraint_with_forbidden_drafts_lets_only_allowed_ones_be_verified() -> None:
     model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
     engine = Engine(model, config, policy=FixedPolicy(4, max_wait_s=0))
@@ -365,7 +367,7 @@ def test_drafts_that_break_the_grammar_are_not_verified() -> None:
     assert drafted == [0, 2, 2, 2, 6]
 
 
-def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
+def test_constraint_with_lexer_full_within_a_draft_replaces_it() -> None:
     constraint = Constraint(ConstraintKind.REGEX, "[ab]*a[ab]{18}")
     tokens = [TOKENIZER.token_to_id(text) for text in "ab"]
     request = Request(
@@ -390,7 +392,7 @@ def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("drafted", ["", "ab!", "ab!ee", "abd"])
-def test_a_grammar_that_leads_nowhere_fails_its_request_only(drafted: str) -> None:
+def test_constraint_without_a_possible_next_token_fails_only_its_request(drafted: str) -> None:
     """Also where a draft leads there, or past it. The other request gets the same draft."""
     model = HashModel(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)

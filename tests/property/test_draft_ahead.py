@@ -198,7 +198,7 @@ def check(schedule: Schedule) -> None:
 
 @settings(max_examples=300, **quietly)
 @given(**schedules)
-def test_text_is_the_targets_own(**schedule: Any) -> None:
+def test_draft_ahead_under_any_schedule_keeps_the_targets_text(**schedule: Any) -> None:
     check(Schedule(**schedule))
 
 
@@ -206,5 +206,5 @@ def test_text_is_the_targets_own(**schedule: Any) -> None:
 @pytest.mark.timeout(3600)
 @settings(max_examples=5000, **quietly)
 @given(**schedules)
-def test_text_is_the_targets_own_over_thousands_of_schedules(**schedule: Any) -> None:
+def test_draft_ahead_under_thousands_of_schedules_keeps_the_targets_text(**schedule: Any) -> None:
     check(Schedule(**schedule))

@@ -321,7 +321,7 @@ scenarios: Any = {
 @pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
 @settings(max_examples=300, **quietly)
 @given(**scenarios)
-def test_engine_output_equals_sequential_decoding(**scenario: Any) -> None:
+def test_engine_under_any_schedule_equals_sequential_decoding(**scenario: Any) -> None:
     check(**scenario)
 
 
@@ -329,5 +329,5 @@ def test_engine_output_equals_sequential_decoding(**scenario: Any) -> None:
 @pytest.mark.timeout(3600)
 @settings(max_examples=5000, **quietly)
 @given(**scenarios)
-def test_engine_output_equals_sequential_decoding_many_times(**scenario: Any) -> None:
+def test_engine_under_thousands_of_schedules_equals_sequential_decoding(**scenario: Any) -> None:
     check(**scenario)

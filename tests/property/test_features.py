@@ -63,7 +63,7 @@ def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:
         )
     ),
 )
-def test_every_row_comes_and_is_right(
+def test_features_under_any_schedule_arrive_complete_and_correct(
     seed: int,
     k: int,
     bushiness: float,

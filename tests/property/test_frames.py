@@ -65,7 +65,9 @@ def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
 
 
 @given(MESSAGES, CUTS)
-def test_messages_arrive_whole_and_in_order(messages: list[bytes], cuts: list[int]) -> None:
+def test_frames_in_any_pieces_arrive_whole_and_in_order(
+    messages: list[bytes], cuts: list[int]
+) -> None:
     async def run() -> None:
         sent = await written(messages)
         # As draft.proto says, in so many bytes.
@@ -76,7 +78,7 @@ def test_messages_arrive_whole_and_in_order(messages: list[bytes], cuts: list[in
 
 
 @given(MESSAGES, CUTS, st.integers(0, 2500))
-def test_what_a_connection_that_breaks_has_brought_is_whole(
+def test_frames_of_a_broken_connection_are_whole(
     messages: list[bytes], cuts: list[int], length: int
 ) -> None:
     async def run() -> None:
@@ -91,7 +93,7 @@ def test_what_a_connection_that_breaks_has_brought_is_whole(
     asyncio.run(run())
 
 
-def test_a_message_that_is_too_long_is_not_waited_for() -> None:
+def test_frame_over_the_limit_is_refused_at_once() -> None:
     async def run() -> None:
         long = (5).to_bytes(4, "little")
         with pytest.raises(InvalidRequestError, match="at most 4 are read"):
@@ -100,7 +102,7 @@ def test_a_message_that_is_too_long_is_not_waited_for() -> None:
     asyncio.run(run())
 
 
-def test_all_that_is_sent_at_once_is_taken_unless_what_was_sent_before_is_not_read() -> None:
+def test_frame_socket_with_unread_messages_refuses_more() -> None:
     near, far = socket.socketpair()
     with near, far:
         peer = FrameSocket(far, 2**20, 0)

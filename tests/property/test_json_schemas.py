@@ -97,7 +97,7 @@ def test_json_schema_with_a_known_trap_is_satisfied_by_every_seed(schema: Any) -
         assert conforms(json.loads(text), schema, schema), text
 
 
-def test_json_schema_takes_no_escaped_key_for_another_property() -> None:
+def test_json_schema_with_an_escaped_key_in_output_forbids_it() -> None:
     editor = editor_of({"type": "object", "properties": {"a": {"type": "boolean"}}})
     assert editor.num_allowed(tuple(TOKENIZER.encode('{"b":1}').ids)) > 4
     assert editor.num_allowed(tuple(TOKENIZER.encode(r'{"\u0061":1}').ids)) < 4

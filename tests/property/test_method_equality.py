@@ -102,7 +102,7 @@ class Pair:
     edit=st.booleans(),
     noise=st.lists(st.tuples(st.integers(0, OUTPUT), st.integers(0, VOCAB - 1)), max_size=4),
 )
-def test_output_equals_that_without_speculation(
+def test_speculation_with_any_method_keeps_the_plain_text(
     method: str,
     prompts: list[list[int]],
     temperature: float,

@@ -61,7 +61,7 @@ def mlp_speculator() -> OneShotHead:
     budget=st.sampled_from((4, 16, 64)),
     net=st.sampled_from((Net(), Net(delay_s=0.01, jitter_s=0.02), Net(break_chance=0.05))),
 )
-def test_text_is_that_of_no_speculation(
+def test_one_shot_heads_under_any_schedule_keep_the_plain_text(
     make: Callable[[], OneShotHead], seed: int, k: int, width: int, budget: int, net: Net
 ) -> None:
     """With chunked prompts, preemptions, shared prefixes, broken streams."""

@@ -81,7 +81,7 @@ def test_random_checkpoint_is_served_exactly_or_refused(tmp_path: Path, seed: in
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_thousand_checkpoints_of_all_architectures_are_served_exactly_or_refused(
+def test_random_checkpoints_of_all_architectures_are_served_exactly_or_refused(
     tmp_path: Path,
 ) -> None:
     """OUTRIDER_SEEDS=FIRST:LAST takes others than the first thousand; -s shows the tally."""

@@ -97,7 +97,7 @@ def _alone(head: RecurrentHead, session: _Session, wanted: int, tree_width: int)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_drafts_are_those_of_a_fresh_start(
+def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tree_width: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -154,7 +154,7 @@ def test_drafts_are_those_of_a_fresh_start(
     proposer.check_invariants()
 
 
-def test_sessions_that_are_not_asked_for_drafts_are_fed_in_spare_time(
+def test_recurrent_proposer_in_spare_time_feeds_sessions_without_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, fresh_head = (_load("eagle3", tmp_path / "files") for _ in range(2))
@@ -174,7 +174,7 @@ def test_sessions_that_are_not_asked_for_drafts_are_fed_in_spare_time(
         assert tree == _alone(fresh_head, sessions[key], len(tree.token_ids), 4)
 
 
-def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
+def test_recurrent_proposer_with_gap_or_wrong_row_size_loses_the_session(tmp_path: Path) -> None:
     head = _load("eagle", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
@@ -191,7 +191,7 @@ def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
     proposer.check_invariants()
 
 
-def test_a_failure_does_not_hide_who_was_lost(
+def test_recurrent_proposer_after_failure_reports_lost_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = _load("eagle", tmp_path / "files")
@@ -214,7 +214,7 @@ def _fail(*_: object) -> Tensor:
     raise RuntimeError("out of memory")
 
 
-def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None:
+def test_recurrent_proposer_without_all_rows_has_no_draft_yet(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
@@ -232,7 +232,7 @@ def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None
     assert again == tree
 
 
-def test_a_prompt_has_room_for_all_of_it_before_any_is_fed_or_its_session_is_lost(
+def test_recurrent_proposer_without_room_for_a_whole_prompt_loses_its_session(
     tmp_path: Path,
 ) -> None:
     head = _load("eagle3", tmp_path / "files")
@@ -255,14 +255,14 @@ def test_a_prompt_has_room_for_all_of_it_before_any_is_fed_or_its_session_is_los
         proposer.check_invariants()
 
 
-def test_a_text_of_one_token_has_no_row_to_draft_from(tmp_path: Path) -> None:
+def test_recurrent_proposer_with_text_of_one_token_drafts_nothing(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     proposer.open(1, SessionStart([5], GREEDY, 3, 50))
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 
 
-def test_rejection_gets_what_drafts_were_drawn_from(tmp_path: Path) -> None:
+def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
@@ -279,7 +279,7 @@ def test_rejection_gets_what_drafts_were_drawn_from(tmp_path: Path) -> None:
     assert trees[2].probs == ()
 
 
-def test_a_prompt_that_was_seen_is_not_computed_again(tmp_path: Path) -> None:
+def test_recurrent_proposer_with_known_prompt_computes_only_the_rest(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, prefill_budget=8)
     tokens = list(range(1, 40))

@@ -11,7 +11,7 @@ from outrider.params import SamplingParams
 from tests.support.checkpoints.tiny_pair import save_pair
 
 
-def test_pair_runs_every_rule_and_coupled_keeps_the_text(tmp_path: Path) -> None:
+def test_acceptance_of_pair_runs_every_rule_and_coupled_keeps_the_text(tmp_path: Path) -> None:
     pair = Pair(*save_pair(tmp_path, eps=0.1), k=3)
     prompt, sampling = tuple(range(2, 30)), SamplingParams(0.8, seed=4)
     samples = {name: [pair.run(prompt, sampling, 24, name)] for name in RULES}

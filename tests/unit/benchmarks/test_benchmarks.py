@@ -16,21 +16,21 @@ def run(num_tokens: int, wall_s: float) -> Run:
     return Run((Completion(tuple(range(num_tokens)), wall_s, wall_s / 2),), wall_s)
 
 
-def test_ratio_pairs_rounds() -> None:
+def test_ratio_on_a_slowing_machine_compares_pairs_of_rounds() -> None:
     # The machine slowed down fourfold in the second round; the ratio does not see it.
     ours = Cell("a", 1, [run(100, 1.0), run(100, 4.0)])
     theirs = Cell("b", 1, [run(100, 2.0), run(100, 8.0)])
     assert stats.ratio(ours, theirs) == 2.0
 
 
-def test_speeds_are_medians() -> None:
+def test_speeds_of_a_cell_are_medians() -> None:
     numbers = stats.speeds(Cell("a", 1, [run(11, 2.0)], foreign_cpu=[0.0]))
     assert numbers["tokens_per_s"] == 5.5
     assert numbers["ttft_ms"] == 1000.0
     assert numbers["tpot_ms"] == 100.0
 
 
-def test_speculation_counts_rounds_with_a_draft_and_hits_apart() -> None:
+def test_speculation_with_undrafted_rounds_counts_hits_of_the_others() -> None:
     # 10 rounds, 2 of them without a draft; 8 drafts of 4 tokens, half accepted.
     completion = Completion(
         tuple(range(26)),
@@ -49,7 +49,7 @@ def test_speculation_with_rounds_alone_is_tokens_per_round() -> None:
     assert numbers == {"mean_acceptance_length": 3.0}
 
 
-def test_host_overhead_excludes_forwards() -> None:
+def test_host_overhead_of_steps_excludes_forwards() -> None:
     # Two rounds after the first token, 10 ms each: 3 ms drafting, 6 ms scoring (0.5 ms of it
     # verification, which is no forward).
     completion = Completion(
@@ -65,7 +65,7 @@ def test_host_overhead_excludes_forwards() -> None:
     ("a", "b", "expected"),
     [((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (1,), 0)],
 )
-def test_first_divergence_is_the_first_differing_index(
+def test_first_divergence_of_two_texts_is_the_first_differing_index(
     a: tuple[int, ...], b: tuple[int, ...], expected: int | None
 ) -> None:
     assert first_divergence(a, b) == expected

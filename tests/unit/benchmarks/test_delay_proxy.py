@@ -38,7 +38,7 @@ async def dial(address: str) -> Streams:
     return await asyncio.open_connection(host, int(port))
 
 
-async def test_round_trip_takes_twice_the_delay() -> None:
+async def test_delay_proxy_round_trip_takes_twice_the_delay() -> None:
     async with echo() as target, DelayProxy(target, delay_s=0.02) as proxy:
         reader, writer = await dial(proxy.address)
         loop = asyncio.get_running_loop()
@@ -51,7 +51,7 @@ async def test_round_trip_takes_twice_the_delay() -> None:
         writer.close()
 
 
-async def test_every_target_is_reached_at_its_own_port_and_counted() -> None:
+async def test_delay_proxy_with_several_targets_reaches_and_counts_each() -> None:
     async with echo() as first, echo() as second, DelayProxy(first, second) as proxy:
         host = proxy.address.rpartition(":")[0]
         assert proxy.address == f"{host}:{first.rpartition(':')[2]}"
@@ -64,7 +64,7 @@ async def test_every_target_is_reached_at_its_own_port_and_counted() -> None:
         assert proxy.num_bytes == {"to": 10, "from": 10}
 
 
-async def test_order_is_kept_when_the_delay_changes() -> None:
+async def test_delay_proxy_when_the_delay_changes_keeps_the_order() -> None:
     async with echo() as target, DelayProxy(target) as proxy:
         reader, writer = await dial(proxy.address)
         sent = b"".join(i.to_bytes(4, "big") for i in range(500))
@@ -77,7 +77,7 @@ async def test_order_is_kept_when_the_delay_changes() -> None:
         writer.close()
 
 
-async def test_much_data_passes_through_a_small_buffer() -> None:
+async def test_delay_proxy_with_small_buffer_passes_much_data() -> None:
     async with echo() as target, DelayProxy(target, delay_s=0.001, max_chunks=2) as proxy:
         reader, writer = await dial(proxy.address)
         sent = bytes(range(256)) * 4000
@@ -92,7 +92,7 @@ async def write_all(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def test_broken_connection_ends_and_the_next_one_works() -> None:
+async def test_delay_proxy_after_a_broken_connection_serves_the_next() -> None:
     async with echo() as target, DelayProxy(target, delay_s=0.2) as proxy:
         reader, writer = await dial(proxy.address)
         writer.write(b"lost")

@@ -18,7 +18,7 @@ from benchmarks.lib.vllm_peer import VllmPlace
         (["--temperature", "1", "--vllm", sys.executable], "temperature 0"),
     ],
 )
-def test_main_with_flags_that_cannot_be_measured_refuses(
+def test_draft_ahead_with_flags_that_cannot_be_measured_refuses(
     capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -26,6 +26,6 @@ def test_main_with_flags_that_cannot_be_measured_refuses(
     assert said in capsys.readouterr().err
 
 
-def test_vllm_place_that_is_neither_folder_nor_python_is_refused() -> None:
+def test_draft_ahead_with_vllm_at_no_folder_or_python_refuses() -> None:
     with pytest.raises(ProcessError, match="neither a folder"):
         VllmPlace.find("no-such-python")

@@ -65,7 +65,7 @@ def row(way: str) -> Row:
     return next(each for each in rows_of(3, 1, SAMPLES) if each.way == way)
 
 
-def test_rows_of_pairs_ratios_within_a_repetition() -> None:
+def test_rows_of_repetitions_have_ratios_within_each() -> None:
     found = row(WAY)
     assert found.drafting_ratio == Spread(1.5, 1.5, 1.5)
     assert found.round_ratio is not None
@@ -73,7 +73,7 @@ def test_rows_of_pairs_ratios_within_a_repetition() -> None:
     assert found.speed_up == Spread(2.0, 2.0, 2.0)
 
 
-def test_rows_of_times_are_per_round_with_a_draft() -> None:
+def test_rows_of_samples_have_times_per_round_with_a_draft() -> None:
     found = row(WAY)
     assert found.draft_ms == Spread(5.0, 2.0, 8.0)
     assert found.way_ms == Spread(2.5, 1.0, 4.0)
@@ -85,7 +85,7 @@ def test_rows_of_times_are_per_round_with_a_draft() -> None:
     assert found.hit_rate == 0.5
 
 
-def test_rows_of_counts_the_prompts_features_apart() -> None:
+def test_rows_of_prompt_features_count_them_separately() -> None:
     found = row(WAY)
     assert found.bytes_per_token == 100.0
     assert found.prompt_bytes == 1000.0
@@ -99,12 +99,12 @@ def test_rows_of_no_speculation_has_no_drafts() -> None:
     assert found.draft_ms is found.round_ratio is found.hit_rate is found.sending_us is None
 
 
-def test_rows_of_compares_texts_with_no_speculation() -> None:
+def test_rows_of_texts_compare_them_with_no_speculation() -> None:
     assert row(WAY).equal == 0.5
     assert row(NONE).equal == 1.0
 
 
-def test_document_has_two_tables_for_each_k_and_number_of_requests() -> None:
+def test_document_of_any_rows_has_two_tables_for_each_k_and_load() -> None:
     rows = [row for k in (3, 5) for at_once in (1, 8) for row in rows_of(k, at_once, SAMPLES)]
     lines = document(rows, "command", {"cpu": "this", "method": "eagle3"})
     assert [line for line in lines if line.startswith("## ")] == [
@@ -116,7 +116,7 @@ def test_document_has_two_tables_for_each_k_and_number_of_requests() -> None:
     json.dumps([asdict(each) for each in rows])
 
 
-def test_rows_of_without_the_in_scorer_way_has_no_ratios_to_it() -> None:
+def test_rows_of_without_drafts_in_the_scorer_have_no_ratios_to_them() -> None:
     way, none = rows_of(3, 1, {WAY: SAMPLES[WAY]})
     assert (way.round_ratio, way.drafting_ratio) == (None, None)
     assert way.speed_up == Spread(2.0, 2.0, 2.0)

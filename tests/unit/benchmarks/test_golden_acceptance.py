@@ -92,7 +92,7 @@ def lengths(recordings: dict[float, list[Capture]]) -> Callable[[str, str], tupl
 
 
 @pytest.mark.parametrize(("method", "shape"), GOLDEN)
-def test_acceptance_is_at_least_that_of_the_record(
+def test_acceptance_of_every_method_is_at_least_that_of_the_record(
     lengths: Callable[[str, str], tuple[float, float]], method: str, shape: str
 ) -> None:
     greedy, drawn = lengths(method, shape)
@@ -102,7 +102,7 @@ def test_acceptance_is_at_least_that_of_the_record(
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_eagle3_accepts_more_than_the_draft_model_and_its_tree_than_its_chain(
+def test_acceptance_of_eagle3_exceeds_draft_model_and_of_its_tree_its_chain(
     lengths: Callable[[str, str], tuple[float, float]], temperature: int
 ) -> None:
     draft, chain, tree = (

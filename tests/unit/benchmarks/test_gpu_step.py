@@ -9,7 +9,7 @@ from benchmarks.lib.engine_step import EngineSteps
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 
 
-def test_engine_steps_times_every_size_and_the_loop_decodes() -> None:
+def test_engine_steps_of_every_size_are_timed_and_the_loop_decodes() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,

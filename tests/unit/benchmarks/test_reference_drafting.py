@@ -32,7 +32,7 @@ TEXT = """def f(a, b):
         ("delete a branch", TEXT.replace("    if a:\n        b += b\n", "")),
     ],
 )
-def test_edits_change_what_their_kind_says(kind: str, edited: str) -> None:
+def test_edits_of_each_kind_change_what_it_says(kind: str, edited: str) -> None:
     if kind == "add an argument":
         edited = edited.replace(
             "Adds.'''\n", "Adds.'''\n    if verbose:\n        print('called')\n"
@@ -43,7 +43,7 @@ def test_edits_change_what_their_kind_says(kind: str, edited: str) -> None:
     assert EDITS[kind](TEXT) == edited
 
 
-def test_traces_are_deterministic_and_edit_real_code() -> None:
+def test_traces_made_twice_are_equal_and_edit_real_code() -> None:
     traces = edits(limit=8)
     assert traces == edits(limit=8)
     assert {trace.kind for trace in traces} == set(EDITS)

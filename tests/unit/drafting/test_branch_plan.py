@@ -58,7 +58,7 @@ def test_plan_branches_equals_the_formula() -> None:
     assert sum(chances.values()) == pytest.approx(1 - beyond)
 
 
-def test_plan_branches_spends_budget_on_the_likeliest() -> None:
+def test_plan_branches_with_any_budget_takes_the_likeliest() -> None:
     plan = plan_one(CHANCES, K, 5)
     assert [(a, r) for a, r, _ in plan] == [(0, 1), (1, 1), (0, 2), (4, 0), (2, 1)]
     every = plan_one(CHANCES, K, 99)
@@ -79,7 +79,7 @@ def test_plan_branches_of_several_sessions_equals_each_alone() -> None:
         assert together == [plan_one(chances, v, 5, u) for chances, v, u in sessions]
 
 
-def test_plans_best_orders_sessions_by_chance() -> None:
+def test_plans_best_of_several_sessions_orders_them_by_chance() -> None:
     chances = np.array([[0.5, 0.4, 0.1, 0.0], [0.3, 0.2, 0.2, 0.0], [0.5, 0.4, 0.0, 0.0]])
     outcomes = np.array([[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 0, 0]])
     sessions, best = Plans(chances, outcomes).best(3)
@@ -90,7 +90,9 @@ def test_plans_best_orders_sessions_by_chance() -> None:
 
 @pytest.mark.parametrize("known", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize("verified", [1, 2, 4])
-def test_plan_branches_includes_continuation_of_the_guess(known: int, verified: int) -> None:
+def test_plan_branches_with_known_draft_includes_its_continuation(
+    known: int, verified: int
+) -> None:
     """From its end, which may be what is verified, what follows that, or beyond."""
     verified = min(verified, known)
     chances = {(a, r): p for a, r, p in plan_one(CHANCES[[0] * known], verified, 99)}
@@ -99,7 +101,7 @@ def test_plan_branches_includes_continuation_of_the_guess(known: int, verified: 
     assert {a for a, _ in chances} == set(range(min(verified + 1, known)))
 
 
-def test_plan_branches_without_doubt_leaves_place_out() -> None:
+def test_plan_branches_at_a_certain_place_adds_no_branch() -> None:
     chances = CHANCES.copy()
     chances[1] = (0.999, 0.001, 0, 0, 0, 0, 0, 0)
     assert 1 not in {a for a, _, _ in plan_one(chances, K, 8)}
@@ -171,7 +173,7 @@ def test_outcomes_when_asked_twice_count_a_round_once() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 4])
-def test_outcomes_undrafted_is_the_measured_share(every: int) -> None:
+def test_outcomes_undrafted_after_rounds_is_the_measured_share(every: int) -> None:
     outcomes = Outcomes()
     candidates = np.array([[1, 2], [5, 6]], np.int32)
     for i in range(400):
@@ -179,7 +181,7 @@ def test_outcomes_undrafted_is_the_measured_share(every: int) -> None:
     assert outcomes.undrafted(hit=True) == pytest.approx(1 / every, abs=0.03)
 
 
-def test_outcomes_acceptance_is_that_of_best_candidates() -> None:
+def test_outcomes_acceptance_after_rounds_is_that_of_best_candidates() -> None:
     outcomes = Outcomes()
     for i in range(400):
         outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (1 if i % 4 else 2,), hit=True)
@@ -202,7 +204,7 @@ def budget(
     return choose_budget(plans, forward_s, K * forward_s(1), pace, wanted=K, acceptance=acceptance)
 
 
-def test_choose_budget_fills_the_step_that_hides_it() -> None:
+def test_choose_budget_with_long_step_fills_it() -> None:
     assert budget(lambda _: 0.0009).tokens == 4
     assert budget(lambda _: 0.00114).tokens == 3, "a fourth token would be late"
     assert budget(lambda _: 0.0018).tokens == 2

@@ -163,7 +163,7 @@ def test_branches_after_any_round_equal_drafts_from_scratch(make: object, k: int
 
 
 @pytest.mark.parametrize("make", [hash_model, llama])
-def test_lengthen_stays_within_branch_pages(make: object) -> None:
+def test_lengthen_at_the_end_of_branch_pages_stays_within_them(make: object) -> None:
     model: BranchingModel = make()  # type: ignore[operator]
     bench = Bench(model, 3, 3, random.Random(2))
     for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
@@ -203,7 +203,7 @@ def test_draft_branches_when_model_fails_keeps_no_page() -> None:
     bench.check([])
 
 
-def test_top_candidates_begin_with_the_drawn_token() -> None:
+def test_top_candidates_of_sampled_rows_begin_with_the_sampled_token() -> None:
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     logits[0, 5] = logits[0, 9] = logits[0].max() + 1  # the first of equals is drawn
     batch = SamplingBatch.build(SAMPLINGS, [4, 9, 70])

@@ -64,12 +64,12 @@ def test_edit_cursor_after_an_edit_recovers_in_few_rounds(
     assert rounds(TEXT, edited(change)) <= most
 
 
-def test_edit_cursor_follows_several_edits() -> None:
+def test_edit_cursor_with_several_edits_follows_each() -> None:
     output = edited((10, 11, (1,)), (30, 30, (2, 3)), (50, 55, ()), (80, 82, (4, 5, 6)))
     assert rounds(TEXT, output) <= 2 + 2 + 4 + 3 + 6
 
 
-def test_edit_cursor_expects_a_replacement_to_recur() -> None:
+def test_edit_cursor_after_a_replacement_expects_it_again() -> None:
     body = [tuple(range(i, i + 9)) for i in range(100, 300, 20)]
     original = tuple(token for part in body for token in (7, 8, *part))
     renamed = tuple(token for part in body for token in (9, *part))  # 7 8 became 9
@@ -82,7 +82,7 @@ def test_edit_cursor_expects_a_replacement_to_recur() -> None:
     assert cursor.guess(4) == [7, 8, *body[3][:2]]
 
 
-def test_edit_cursor_expects_an_insertion_to_recur() -> None:
+def test_edit_cursor_after_an_insertion_expects_it_again() -> None:
     inserted = (1, 2, 3, 4, 5, 6, 7, 8)
     once = edited((20, 20, inserted))
     twice = edited((20, 20, inserted), (60, 60, inserted))
@@ -97,7 +97,7 @@ def test_edit_cursor_at_a_wrong_place_finds_the_right_one() -> None:
     assert rounds(original, output) <= 8
 
 
-def test_edit_cursor_does_not_go_back() -> None:
+def test_edit_cursor_with_repeated_text_does_not_go_back() -> None:
     block = (1, 2, 3, 4)
     original = (*block, *range(100, 130), *block, *range(200, 230), *block, 7, 8, 9)
     cursor = EditCursor(Original(original))
@@ -108,7 +108,7 @@ def test_edit_cursor_does_not_go_back() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_edit_cursor_survives_unrelated_output(seed: int) -> None:
+def test_edit_cursor_after_unrelated_output_drafts_known_tokens(seed: int) -> None:
     rng = random.Random(seed)
     original = tuple(rng.randrange(6) for _ in range(200))
     output = tuple(rng.randrange(6) for _ in range(400))
@@ -177,7 +177,7 @@ def test_deterministic_when_reopened_catches_up_over_several_rounds() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_deterministic_memory_does_not_grow_with_the_match(size: int) -> None:
+def test_original_with_any_match_length_keeps_its_memory_small(size: int) -> None:
     text = tuple(range(10_000))
     tracemalloc.start()
     try:
@@ -204,7 +204,7 @@ def test_deterministic_ahead_continues_the_advice() -> None:
     assert proposer.draft([1]).at_hand == [1]
 
 
-def test_deterministic_ahead_of_a_long_copy_follows_tokens_few_times(
+def test_deterministic_ahead_of_a_long_copy_follows_each_token_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     followed: list[int] = []
@@ -222,7 +222,7 @@ def test_deterministic_ahead_of_a_long_copy_follows_tokens_few_times(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_deterministic_alternatives_do_not_depend_on_order(seed: int) -> None:
+def test_deterministic_alternatives_in_any_order_are_the_same(seed: int) -> None:
     chance = random.Random(seed)
     advice = Advice(tuple(chance.choices(range(6), k=80)), edit=True)
     written = list(advice.token_ids[:20]) + chance.choices(range(6), k=5)

@@ -72,7 +72,9 @@ def masked_chain(
 
 @pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masked_drafts_equal_the_masked_model(temperature: float, rule: VerificationRule) -> None:
+def test_draft_mask_with_constraint_gives_drafts_of_the_masked_model(
+    temperature: float, rule: VerificationRule
+) -> None:
     sampling = SamplingParams(temperature=temperature, seed=4, top_k=20)
     samples = temperature > 0 and rule is VerificationRule.REJECTION
     lane = Lane.DRAFT if samples else Lane.SHARED

@@ -285,7 +285,7 @@ def llama() -> tuple[LlamaForCausalLM, DraftModelProposer]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_draft_model_equals_transformers_generate(
+def test_draft_model_of_llama_equals_transformers_generate(
     llama: tuple[LlamaForCausalLM, DraftModelProposer], temperature: float
 ) -> None:
     """A real model in float32: rounds of every accept length, two sessions in one batch."""
@@ -368,7 +368,7 @@ def test_draft_model_in_spare_time_publishes_pages(
     proposer.check_invariants()
 
 
-def test_draft_model_prompt_beside_drafts_waits_one_round() -> None:
+def test_draft_model_prompt_with_other_drafts_waits_one_round() -> None:
     proposer = DraftModelProposer(HashModel(32, 4, 200, 512), name="hash")
     for key in (1, 2):
         proposer.open(key, SessionStart([key] * 8, GREEDY, 4, 100))
@@ -494,7 +494,7 @@ def test_draft_model_after_failure_reports_lost_sessions(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("prefix", [[1] * 65, [1, 32], []])
-def test_draft_model_with_unusable_prefix_is_silent(prefix: list[int]) -> None:
+def test_draft_model_with_unusable_prefix_drafts_nothing(prefix: list[int]) -> None:
     """Too long, outside the vocabulary, empty: no draft, no Lost that would be opened again."""
     proposer = DraftModelProposer(HashModel(), name="hash")
     proposer.open(1, SessionStart(prefix, GREEDY, 4, 1000))

@@ -17,7 +17,7 @@ def start(*prefix: int, k: int = 2) -> SessionStart:
     return SessionStart(prefix, SamplingParams(temperature=0), k, max_len=100)
 
 
-def test_draft_queue_keeps_sessions_in_the_order_of_asking() -> None:
+def test_draft_queue_with_several_sessions_keeps_their_order() -> None:
     queue = DraftQueue(NgramProposer())
     keys = [queue.new_key() for _ in range(3)]
     for key in keys:

@@ -41,7 +41,7 @@ def drafted(round_: DraftRound, session: int) -> tuple[int, list[int]]:
     return round_.methods.get(key, 0), list(tree.token_ids)
 
 
-def test_hybrid_traits_cover_all_of_its_methods() -> None:
+def test_hybrid_traits_of_several_methods_cover_them_all() -> None:
     traits = hybrid().traits
     assert (traits.method, traits.model, traits.vocab_size) == ("deterministic", "hash", 32)
     assert traits.methods == ("deterministic", "ngram", "draft_model")
@@ -66,7 +66,7 @@ def test_hybrid_without_different_methods_is_refused(children: list[NgramPropose
         ({"methods": ("ngram", "deterministic"), "advice": ADVICE}, [5, 6], 0),
     ],
 )
-def test_hybrid_drafts_with_the_first_wanted_method_that_guesses(
+def test_hybrid_with_several_methods_uses_the_first_that_drafts(
     hints: dict[str, Any], prefix: list[int], method: int
 ) -> None:
     proposer = hybrid()
@@ -82,7 +82,7 @@ def test_hybrid_with_a_method_named_twice_asks_it_once() -> None:
     assert drafted(proposer.draft([1]), 1) == (1, [3, 1, 2, 3])
 
 
-def test_hybrid_without_any_guess_drafts_an_empty_tree() -> None:
+def test_hybrid_without_any_draft_sends_an_empty_tree() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("deterministic", "ngram")))
     assert drafted(proposer.draft([1]), 1) == (0, [])
@@ -100,7 +100,7 @@ def test_hybrid_methods_that_were_passed_over_follow_commits() -> None:
     assert drafted(proposer.draft([1]), 1) == (2, list(tree.token_ids))
 
 
-def test_hybrid_sends_a_replaced_draft_again() -> None:
+def test_hybrid_after_replacing_a_draft_sends_it_again() -> None:
     """The n-gram's tree still holds the draft, but the scorer has the advice's by now."""
     proposer = hybrid()
     advice = Advice(token_ids=(3, 1, 8), edit=False)
@@ -128,7 +128,7 @@ def test_hybrid_ahead_asks_the_method_that_drafted() -> None:
     assert proposer.draft([1]).at_hand == [1]
 
 
-def test_hybrid_keeps_a_draft_over_an_unwanted_round() -> None:
+def test_hybrid_after_an_unwanted_round_keeps_its_draft() -> None:
     """Its method keeps it, and says later that it is at hand."""
     proposer = HybridProposer([NgramProposer(), DraftModelProposer(HashModel(), name="hash")])
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("draft_model",)))
@@ -165,7 +165,7 @@ def test_hybrid_method_that_keeps_losing_is_not_reopened() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_hybrid_answers_every_session_once(seed: int) -> None:
+def test_hybrid_with_any_sessions_answers_each_once(seed: int) -> None:
     """Also where methods lose sessions, to each other's room, while drafts are made."""
     chance = random.Random(seed)
     children = [
@@ -205,7 +205,7 @@ def test_hybrid_answers_every_session_once(seed: int) -> None:
 @pytest.mark.parametrize(
     ("first", "prompt"), [("ngram", [1, 2, 3, 4, 5]), ("medusa", [1, 2, 3, 1, 2])]
 )
-def test_hybrid_session_lost_by_its_reader_is_lost(first: str, prompt: list[int]) -> None:
+def test_hybrid_session_lost_by_hidden_state_method_is_lost(first: str, prompt: list[int]) -> None:
     """Its features must all come again, after another Open: until then nobody would close it."""
     reader = OneShotProposer(medusa(torch.float32, torch.device("cpu")), method="medusa", name="")
     lookup = NgramProposer(max_tokens=12)
@@ -238,7 +238,7 @@ def test_hybrid_response_of_a_lost_session_is_remembered_once() -> None:
     assert len(suffix.responses) == 1
 
 
-def test_hybrid_holds_at_most_max_sessions() -> None:
+def test_hybrid_at_max_sessions_loses_newcomers() -> None:
     small = [NgramProposer(max_sessions=2), SuffixProposer(max_sessions=2)]
     proposer = HybridProposer(small)
     for session in (1, 2):
@@ -258,7 +258,7 @@ def test_hybrid_with_a_gap_loses_the_session_once() -> None:
     assert proposer.num_sessions == 0
 
 
-def test_hybrid_long_prompt_is_unfinished_only_without_another_guess() -> None:
+def test_hybrid_long_prompt_is_unfinished_only_without_another_draft() -> None:
     model = DraftModelProposer(
         HashModel(num_pages=64), name="hash", limits=ProposerLimits(prefill_budget=4)
     )
@@ -271,7 +271,7 @@ def test_hybrid_long_prompt_is_unfinished_only_without_another_guess() -> None:
     assert (round_.unfinished, drafted(round_, 2)) == ([], (0, [3, 4]))
 
 
-def test_hybrid_ignores_unknown_sessions() -> None:
+def test_hybrid_with_unknown_sessions_ignores_them() -> None:
     proposer = hybrid()
     proposer.commit(7, 0, [1], 4)
     proposer.close(7)

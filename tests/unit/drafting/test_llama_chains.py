@@ -122,7 +122,7 @@ def test_llama_chains_over_scattered_pages_equal_the_model(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS[1]], ids=["greedy", "sampled"])
-def test_llama_chains_in_a_proposer_give_the_same_drafts(
+def test_llama_chains_in_a_proposer_keep_its_drafts(
     sampling: SamplingParams, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_llama_chains_in_a_proposer_give_the_same_drafts(
     assert len(taken) == 7
 
 
-def test_llama_kernels_draw_the_tokens_of_sample() -> None:
+def test_llama_kernels_with_any_cuts_sample_the_tokens_of_torch() -> None:
     rng = np.random.default_rng(0)
     keeps = itertools.product((0, 1, 3, 40, 5000), (1.0, 0.95, 0.5, 0.01), (0.0, 0.001, 0.3, 1.0))
     for i, (top_k, top_p, min_p) in enumerate(keeps):
@@ -198,7 +198,7 @@ def test_llama_kernels_draw_the_tokens_of_sample() -> None:
             assert draw(logits, draws, 0, position) == int(expected)
 
 
-def test_build_proposer_compiles_all_kernels() -> None:
+def test_build_proposer_on_cpu_compiles_all_kernels() -> None:
     proposer, _ = build_proposer((DraftModelConfig(kv_cache_memory=16),), 256, print)
     kernels = (llama_kernels.draft, llama_kernels.draw)
     before = [list(kernel.signatures) for kernel in kernels]
@@ -228,16 +228,16 @@ def test_compiled_without_a_cache_folder_compiles() -> None:
     ],
     ids=["sliding window", "biases", "norms of heads", "another architecture"],
 )
-def test_llama_chains_leave_other_models_to_torch(model: torch.nn.Module) -> None:
+def test_llama_chains_for_other_models_leave_them_to_torch(model: torch.nn.Module) -> None:
     assert not can_run(model, 64)
 
 
-def test_llama_chains_leave_large_models_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_chains_for_large_models_leave_them_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.drafting.cpu.llama_chains._MAX_WEIGHTS", 1000)
     assert not can_run(llama(), 64)
 
 
-def test_llama_chains_leave_other_tensor_names_to_torch(tmp_path: Path) -> None:
+def test_llama_chains_for_other_tensor_names_leave_them_to_torch(tmp_path: Path) -> None:
     """A checkpoint of the model without its head: `transformers` adds the prefix."""
     base = llama().model
     base.save_pretrained(tmp_path)

@@ -45,7 +45,7 @@ def draft(proposer: NgramProposer, session: int) -> tuple[int, list[int]]:
     wanted=st.integers(1, 6),
     overlap=st.integers(0, 5),
 )
-def test_ngram_guesses_equal_the_definition(
+def test_ngram_drafts_of_any_text_equal_the_definition(
     prefix: list[int],
     commits: list[list[int]],
     sizes: tuple[int, int],
@@ -179,7 +179,7 @@ def test_ngram_memory_is_bounded_in_tokens() -> None:
     assert proposer.draft([]).lost == [1]
 
 
-def test_ngram_session_beyond_max_len_falls_silent() -> None:
+def test_ngram_session_beyond_max_len_drafts_nothing() -> None:
     proposer = NgramProposer(max_model_len=6)
     proposer.open(1, SessionStart([1] * 5, GREEDY, 4, 100))
     proposer.commit(1, 5, [1, 1], 4)
@@ -195,7 +195,7 @@ def test_ngram_session_beyond_max_len_falls_silent() -> None:
 
 
 @pytest.mark.parametrize("prefer", ["recent", "frequent"])
-def test_ngram_silent_session_takes_no_memory(prefer: Prefer) -> None:
+def test_ngram_session_without_drafts_takes_no_memory(prefer: Prefer) -> None:
     """It counts for nothing, so there may be as many as sessions are."""
     proposer = NgramProposer(prefer=prefer, max_model_len=5000)
     advice = Advice(references=(tuple(range(4000)),))
@@ -212,7 +212,7 @@ def test_ngram_silent_session_takes_no_memory(prefer: Prefer) -> None:
     assert silent - held < 300_000
 
 
-def test_ngram_ignores_unknown_sessions() -> None:
+def test_ngram_with_unknown_sessions_ignores_them() -> None:
     proposer = NgramProposer()
     proposer.commit(7, 0, [1], 4)
     proposer.close(7)
@@ -227,7 +227,7 @@ def test_ngram_when_frequent_preferred_drafts_the_most_frequent() -> None:
         assert draft(proposer, 1) == (14, guess)
 
 
-def test_ngram_references_are_looked_up_up_to_their_ends() -> None:
+def test_ngram_with_references_copies_up_to_their_ends() -> None:
     references = ((1, 2, 3, 4), (5, 6, 7))
     proposer = NgramProposer()
     proposer.open(1, SessionStart([8, 1, 2], GREEDY, 4, 100, advice=Advice(references=references)))

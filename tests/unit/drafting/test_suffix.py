@@ -61,7 +61,7 @@ def definition(
     min_prob=st.sampled_from((0.0, 0.1, 0.6)),
     dropped=st.integers(0, 2),
 )
-def test_suffix_index_drafts_equal_the_definition(
+def test_suffix_index_of_any_text_drafts_as_the_definition(
     texts: list[list[int]],
     context: list[int],
     wanted: int,
@@ -129,7 +129,7 @@ def test_suffix_index_of_constant_size_moves_nothing() -> None:
     assert index._text.links is links
 
 
-def test_suffix_index_room_is_at_most_four_times_its_tokens() -> None:
+def test_suffix_index_of_any_size_takes_at_most_four_times_its_tokens() -> None:
     index = SuffixIndex()
     for added, dropped in ((200, 0), (5000, 200), (10, 4900), (0, 100), (3, 3), (20_000, 19_990)):
         index.append(range(added))
@@ -149,7 +149,7 @@ def answered(proposer: SuffixProposer, session: int, tokens: list[int], tenant: 
     proposer.close(session)
 
 
-def test_suffix_draft_is_as_long_as_its_match() -> None:
+def test_suffix_draft_after_a_short_match_is_as_long_as_it() -> None:
     proposer = SuffixProposer()
     proposer.open(1, SessionStart([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4], GREEDY, 8, 100))
     assert draft(proposer, 1) == [5, 6, 7]
@@ -161,7 +161,7 @@ def test_suffix_copy_of_its_own_text_continues_a_period() -> None:
     assert draft(proposer, 1) == [5, 6, 5, 6]
 
 
-def test_suffix_remembers_responses_but_not_lost_sessions() -> None:
+def test_suffix_after_lost_sessions_remembers_only_responses() -> None:
     clock = Clock()
     proposer = SuffixProposer(max_sessions=1, clock=clock)
     answered(proposer, 1, [1, 2, 3, 4, 5])
@@ -183,7 +183,7 @@ def test_suffix_resumed_request_is_remembered_from_its_first_output() -> None:
     assert proposer.responses.num_tokens == 8 + 3 + 1  # some of the prompt, the output, an end
 
 
-def test_suffix_keeps_tenants_apart() -> None:
+def test_suffix_with_two_tenants_shares_responses_only_if_set() -> None:
     for shared in (False, True):
         proposer = SuffixProposer(SuffixSettings(shared_across_tenants=shared))
         answered(proposer, 1, [1, 2, 3, 4, 5], tenant="a")
@@ -236,7 +236,7 @@ def test_suffix_memory_is_bounded_in_tokens() -> None:
     assert proposer.draft([]).lost == [1]
 
 
-def test_suffix_session_with_impossible_tokens_falls_silent() -> None:
+def test_suffix_session_with_impossible_tokens_drafts_nothing() -> None:
     proposer = SuffixProposer()
     proposer.open(1, SessionStart([2**32 - 1, 1, 1], GREEDY, 4, 100))
     proposer.commit(1, 3, [1], 4)

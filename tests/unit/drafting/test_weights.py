@@ -25,7 +25,7 @@ def test_choose_dtype_unless_set_is_the_fastest() -> None:
     assert choose_dtype(told, on_cpu=torch.bfloat16) is torch.float32
 
 
-def test_model_config_quantizes_where_there_are_kernels() -> None:
+def test_model_config_with_int8_kernels_quantizes() -> None:
     on_cpu = DraftModelConfig()
     on_cuda = replace(on_cpu, device="cuda")
     assert on_cuda.int8_weights

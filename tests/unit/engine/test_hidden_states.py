@@ -109,7 +109,7 @@ def test_hidden_states_equal_those_of_transformers(name: str, fused: bool) -> No
     check(rows, states)
 
 
-def test_hidden_states_read_only_the_spec_in_order() -> None:
+def test_hidden_state_pool_read_with_spec_returns_its_layers_in_order() -> None:
     spec = FeatureSpec(2, (1, 4), final_norm=True)
     pool = HiddenStatePool(spec, 2, PAGE_SIZE, torch.device("cpu"))
     slots = torch.tensor([6, 3])
@@ -124,7 +124,7 @@ def test_hidden_states_read_only_the_spec_in_order() -> None:
     assert pool.read(torch.tensor([6]), asked, matrix).tolist() == [[11]]
 
 
-def test_hidden_states_move_with_keys_and_values() -> None:
+def test_kv_pools_when_slots_move_move_their_hidden_states() -> None:
     features = FeatureSpec(2, (0,))
     pools = KVPools(3, 2, torch.float32, torch.device("cpu"), features=features)
     assert pools.features is not None
@@ -173,8 +173,8 @@ def test_hidden_states_of_captured_step_equal_eager_ones() -> None:
     assert int((eager != 0).any(dim=1).sum()) == 7
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_engine_sends_the_hidden_states_of_the_model(recorded: bool) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_engine_with_features_sends_the_models_hidden_states(captured: bool) -> None:
     """Chunked prompts, shared pages, accepted and rejected drafts, projected."""
     source = random_model(ARCHITECTURES["llama"], torch.float64)
     spec = spec_of(source)
@@ -187,7 +187,7 @@ def test_engine_sends_the_hidden_states_of_the_model(recorded: bool) -> None:
         copy.deepcopy(source), ModelOptions(page_size=4, num_pages=64, features=spec)
     )
     runner: StepRunner = Runner(model)
-    if recorded:
+    if captured:
         runner = DecodeGraphs(
             model, [Bucket(1, 4), Bucket(4, 4)], capture=rerun, choose_and_verify=choose_and_verify
         )
@@ -199,7 +199,7 @@ def test_engine_sends_the_hidden_states_of_the_model(recorded: bool) -> None:
         torch.testing.assert_close(got, wanted, rtol=2**-6, atol=0.05)
 
 
-def test_memory_counts_hidden_states() -> None:
+def test_kv_memory_with_hidden_states_counts_them() -> None:
     source = random_model(ARCHITECTURES["llama"], torch.float32)
     spec = spec_of(source)
     plain = build_paged_model(
@@ -216,7 +216,7 @@ def test_memory_counts_hidden_states() -> None:
     assert len(pool_of(model).rows) == 6 * PAGE_SIZE  # one page is for scratch
 
 
-def test_page_bytes_follow_from_the_model_folder(tmp_path: Path) -> None:
+def test_kv_bytes_per_page_from_folder_equals_loaded_model(tmp_path: Path) -> None:
     source: Any = random_model(ARCHITECTURES["llama"], torch.float32)
     source.save_pretrained(tmp_path)
     spec = read_features(tmp_path, "1,final")
@@ -269,7 +269,7 @@ def test_parse_features_rejects_invalid_values(text: str, num_layers: int, word:
         parse_features(text, num_layers, 8)
 
 
-def test_hooks_on_model_without_layer_list_refuse() -> None:
+def test_hidden_state_hooks_on_model_without_layer_list_refuse() -> None:
     source: Any = random_model(ARCHITECTURES["gemma2"], torch.float32)
     spec = spec_of(source)
     source.model.more = nn.ModuleList(nn.Identity() for _ in source.model.layers)

@@ -162,7 +162,7 @@ def test_min_tokens_never_masks_everything() -> None:
     assert (logits[1] > -torch.inf).nonzero().flatten().tolist() == [7]
 
 
-def test_logit_bias_does_not_unmask() -> None:
+def test_logit_bias_on_a_masked_token_keeps_it_masked() -> None:
     params = SamplingParams(logit_bias=((2, 100.0),), repetition_penalty=0.1, presence_penalty=-2)
     logits = random_logits(1, seed=2)
     MinTokens(frozenset({2}), 1).edit(logits, ())
@@ -219,7 +219,7 @@ def run(rows: list[ScheduledRow]) -> StepResult:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), at_once=st.sampled_from((1, 3 * VOCAB, 2**25)))
-def test_runner_rows_are_independent(seed: int, at_once: int) -> None:
+def test_runner_with_several_rows_equals_each_alone(seed: int, at_once: int) -> None:
     rng = random.Random(seed)
     rows = [random_row(rng, i) for i in range(rng.randint(2, 6))]
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +236,7 @@ def test_runner_rows_are_independent(seed: int, at_once: int) -> None:
         assert told == (alone.logprobs[0] if alone.logprobs else ())
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+def test_logprobs_of_sampled_tokens_are_of_the_raw_logits() -> None:
     logits = random_logits(5, seed=9)
     drawn = torch.tensor([3, 0, 7, 18, 7])
     rows = [(2, 2), (1, None), (2, 0)]

@@ -142,7 +142,7 @@ def check(folder: Path, name: str, dtype: str, said: dict[str, Any]) -> None:
     assert said["cached"] > 0
 
 
-def test_two_ranks_say_what_one_process_says(tmp_path: Path) -> None:
+def test_ranks_on_two_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
     # Chunked prompts, shared prefixes, drafts of which some are wrong, greedy and drawn.
     names = ("llama with biases", "gemma2")  # fused, and with transformers' modules
     said = said_by_two(tmp_path, partial(run_two, shards.main), "float64", *names)
@@ -150,7 +150,7 @@ def test_two_ranks_say_what_one_process_says(tmp_path: Path) -> None:
         check(tmp_path, name, "float64", said[name])
 
 
-def test_a_leader_may_take_longer_to_load_than_a_call_takes(tmp_path: Path) -> None:
+def test_ranks_when_leader_loads_longer_than_a_call_wait_for_it(tmp_path: Path) -> None:
     """Ranks of one machine choose products one after another, whoever comes first."""
     random_model(ARCHITECTURES["llama"], torch.float64).save_pretrained(tmp_path)  # type: ignore[operator]
     run_two(slow_rank.main, str(tmp_path))
@@ -158,12 +158,14 @@ def test_a_leader_may_take_longer_to_load_than_a_call_takes(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
-def test_every_architecture_that_has_a_plan(name: str, tmp_path: Path) -> None:
+def test_ranks_of_every_shardable_architecture_generate_the_tokens_of_one(
+    name: str, tmp_path: Path
+) -> None:
     dtype = SHARDED[name]
     check(tmp_path, name, dtype, said_by_two(tmp_path, run_torchrun, dtype, name)[name])
 
 
-def test_ranks_are_torchruns() -> None:
+def test_ranks_from_variables_of_torchrun_are_read() -> None:
     assert Ranks.of(TORCHRUN) == Ranks(rank=3, size=4, local_rank=1)
     assert Ranks.of({}) is None
     assert Ranks.of({"WORLD_SIZE": "4"}) is None  # somebody else's
@@ -172,13 +174,15 @@ def test_ranks_are_torchruns() -> None:
     assert Ranks(1, 2, 1).device("cpu") == torch.device("cpu")
 
 
-def test_a_rank_without_a_device_says_so() -> None:
+def test_rank_without_a_device_names_the_flag() -> None:
     beyond = Ranks(rank=9, size=10, local_rank=torch.cuda.device_count())
     with pytest.raises(ConfigError, match="--nproc-per-node"):
         beyond.device("cuda")
 
 
-def test_a_rank_lost_before_anybody_watches_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_group_when_rank_is_lost_before_watch_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     for name, value in (("MASTER_PORT", free_port()), ("RANK", 0), ("WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
@@ -192,7 +196,7 @@ def test_a_rank_lost_before_anybody_watches_is_heard_of(monkeypatch: pytest.Monk
     assert heard == ["rank 1 is gone"]
 
 
-def test_heads_must_divide() -> None:
+def test_check_shardable_with_indivisible_heads_or_no_plan_refuses() -> None:
     check_shardable(LLAMA, 8)
     with pytest.raises(UnsupportedModelError, match=r"64 heads and 8 .* such as 8"):
         check_shardable(LLAMA, 3)
@@ -201,7 +205,9 @@ def test_heads_must_divide() -> None:
 
 
 @pytest.mark.parametrize(("name", "part"), [("llama", 2), ("deepseek_v3", 1)])
-def test_a_rank_keeps_its_heads_or_all_latents(name: str, part: int, tmp_path: Path) -> None:
+def test_kv_shard_of_a_rank_has_its_heads_or_all_latents(
+    name: str, part: int, tmp_path: Path
+) -> None:
     model: Any = ARCHITECTURES[name]()
     model.config.save_pretrained(tmp_path)
     whole, shard = (
@@ -213,7 +219,7 @@ def test_a_rank_keeps_its_heads_or_all_latents(name: str, part: int, tmp_path: P
     assert traits.shard(2).num_kv_heads * 2 == traits.num_kv_heads
 
 
-def test_the_leader_makes_every_call_on_the_others_too() -> None:
+def test_leading_model_with_any_call_makes_it_on_all_ranks() -> None:
     calls = {name for name, what in vars(PagedModel).items() if isfunction(what)}
     leading = {name for name, what in vars(LeadingModel).items() if isfunction(what)}
     # `forward` is `logits` with another dtype. Two are for layers that run apart, and the self-test
@@ -223,7 +229,7 @@ def test_the_leader_makes_every_call_on_the_others_too() -> None:
     assert not LeadingModel.layered.fget(None)  # type: ignore[attr-defined]
 
 
-def test_a_batch_arrives_as_it_was_sent() -> None:
+def test_rank_message_with_a_batch_round_trips() -> None:
     rows = [RowSlice([5, 6, 7], 9, [3, 1, 2], 2), RowSlice([8], 0, [4], 1)]
     sent = pack(rows, 4, torch.device("cpu"))
     method, (batch,) = _loads(_dumps(("logits", (sent,))), torch.device("cpu"))

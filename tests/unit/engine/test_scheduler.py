@@ -82,7 +82,7 @@ def size(events: StepEvents) -> tuple[int, int]:
     return events.timings.num_rows, events.timings.num_tokens
 
 
-def test_a_long_prompt_goes_in_chunks_beside_decoding_rows() -> None:
+def test_scheduler_with_decoding_rows_chunks_a_long_prompt() -> None:
     e = engine()
     submit(e, 1, prompt_len=3)
     assert size(step(e)) == (1, 3)
@@ -92,14 +92,16 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows() -> None:
     assert [[c.session_id for c in events.commits] for events in steps] == [[1], [1], [1, 2]]
 
 
-def test_a_prompt_for_which_no_token_of_the_budget_is_left_is_no_row() -> None:
+def test_scheduler_without_budget_left_adds_no_prompt_row() -> None:
     e = engine()
     submit(e, 1, prompt_len=20)
     submit(e, 2, prompt_len=6, start=5)
     assert [size(step(e)) for _ in range(3)] == [(1, 16), (2, 4 + 6), (2, 2)]
 
 
-def test_prompts_go_on_while_a_row_waits_for_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_while_a_row_waits_for_its_draft_runs_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     e = engine(lambda: now)
     monkeypatch.setattr(e._policy, "max_wait_s", 1.0)
@@ -117,7 +119,7 @@ def test_prompts_go_on_while_a_row_waits_for_its_draft(monkeypatch: pytest.Monke
     assert [c.session_id for c in both.commits] == [1, 2, 3]
 
 
-def test_drafts_leave_a_share_of_the_budget_to_prompts() -> None:
+def test_scheduler_with_long_drafts_leaves_budget_to_prompts() -> None:
     e = engine()
     truths = {i: submit(e, i, prompt_len=1, max_tokens=30, start=i)[0] for i in (1, 2, 3)}
     step(e)
@@ -154,7 +156,7 @@ class CutOnce:
         return reason
 
 
-def test_what_a_constraint_cuts_off_is_computed_again() -> None:
+def test_engine_with_draft_cut_by_constraint_computes_the_rest_again() -> None:
     e, constraint = engine(), CutOnce()
     prompt = (1, 2, 3)
     truth = Sequential(HashModel(32)).tokens(prompt, GREEDY, 8)
@@ -170,7 +172,7 @@ def test_what_a_constraint_cuts_off_is_computed_again() -> None:
     assert constraint.cuts == 1
 
 
-def test_admission_is_first_come_first_served_and_bounded() -> None:
+def test_scheduler_when_full_admits_first_come_first_served() -> None:
     e = engine(max_num_seqs=2)
     for i in range(4):
         submit(e, i, prompt_len=2, max_tokens=2, start=i)
@@ -192,7 +194,7 @@ def test_admission_is_first_come_first_served_and_bounded() -> None:
         ((8, 40, 8), 2),
     ],
 )
-def test_requests_that_come_together_are_admitted_while_all_have_pages(
+def test_scheduler_with_simultaneous_requests_admits_while_all_have_pages(
     prompts: tuple[int, ...], running: int
 ) -> None:
     """Each for its prompt and a token more; what is promised to one is not another's."""
@@ -203,7 +205,7 @@ def test_requests_that_come_together_are_admitted_while_all_have_pages(
     assert (e.snapshot().running, e.snapshot().waiting) == (running, len(prompts) - running)
 
 
-def test_an_engine_without_work_need_not_be_asked_again() -> None:
+def test_engine_without_work_asks_for_no_wake_up() -> None:
     e = engine()
     submit(e, 1, prompt_len=4)
     run(e)
@@ -211,7 +213,7 @@ def test_an_engine_without_work_need_not_be_asked_again() -> None:
     assert e.wake_at == float("inf")
 
 
-def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
+def test_scheduler_without_pages_preempts_the_youngest_and_keeps_its_text() -> None:
     e = engine(num_pages=16)
     truth = {i: submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)[0] for i in (0, 1)}
     commits = run(e)
@@ -224,7 +226,7 @@ def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(("prompt_len", "budget"), [(20, 16), (36, 2)])
-def test_all_waiting_of_a_preempted_request_counts(prompt_len: int, budget: int) -> None:
+def test_stats_of_preempted_request_count_all_its_waiting(prompt_len: int, budget: int) -> None:
     now = 0.0
     e = engine(lambda: now, num_pages=16, max_num_seqs=2, max_num_batched_tokens=budget)
     submit(e, 0, prompt_len=20, max_tokens=40)
@@ -245,7 +247,7 @@ def test_all_waiting_of_a_preempted_request_counts(prompt_len: int, budget: int)
     assert stats[1].prefill_ms == 1e3 * (first - 1 - sum(waiting[:first]))
 
 
-def test_computing_a_preempted_row_again_is_no_round() -> None:
+def test_stats_of_preempted_request_count_no_round_for_recomputation() -> None:
     e = engine(num_pages=16, max_num_batched_tokens=8)
     for i in (0, 1):
         submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)
@@ -259,7 +261,9 @@ def test_computing_a_preempted_row_again_is_no_round() -> None:
 
 
 @pytest.mark.parametrize(("prompt_len", "cached"), [(14, 12), (16, 12), (17, 16), (4, 0)])
-def test_a_known_prefix_is_not_computed_again(prompt_len: int, cached: int) -> None:
+def test_prefix_cache_with_known_prefix_computes_only_the_rest(
+    prompt_len: int, cached: int
+) -> None:
     """But for the last token, whose forward yields the next."""
     e = engine()
     truth, _ = submit(e, 1, prompt_len)
@@ -274,14 +278,14 @@ def test_a_known_prefix_is_not_computed_again(prompt_len: int, cached: int) -> N
     assert stats.cached_prompt_tokens == cached
 
 
-def test_a_prompt_in_flight_is_not_shared() -> None:
+def test_prefix_cache_with_prompt_in_flight_shares_nothing() -> None:
     e = engine()
     submit(e, 1, prompt_len=8)
     submit(e, 2, prompt_len=8)
     assert size(step(e)) == (2, 16), "neither finds what the other has not yet computed"
 
 
-def test_time_without_work_is_no_steps() -> None:
+def test_policy_after_time_without_work_sees_an_incomparable_step() -> None:
     """A short prompt's step looks like decoding, but nothing says since when it was to run."""
 
     class Witness(FixedPolicy):
@@ -301,7 +305,7 @@ def test_time_without_work_is_no_steps() -> None:
     ("runs_ahead", "num_tokens", "wrong"),
     [(False, 2, False), (True, 2, False), (True, 3, True), (True, 6, True)],
 )
-def test_no_guess_is_wrong_before_it_has_come(
+def test_sequence_commit_is_a_wrong_miss_only_if_its_outcome_was_drafted(
     runs_ahead: bool, num_tokens: int, wrong: bool
 ) -> None:
     """A block of K tokens is this round's draft; who runs ahead guesses what follows besides."""
@@ -314,7 +318,7 @@ def test_no_guess_is_wrong_before_it_has_come(
     assert seq.draft is None
 
 
-def test_the_context_length_ends_a_request() -> None:
+def test_engine_at_context_length_ends_the_request() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=60, max_tokens=30)
     commits = run(e)[1]
@@ -322,7 +326,7 @@ def test_the_context_length_ends_a_request() -> None:
     assert commits[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_drafts_stop_short_of_the_last_token() -> None:
+def test_scheduler_with_draft_for_the_last_token_leaves_it_out() -> None:
     """The last token needs no draft: verifying it would need a place for KV that never is read."""
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=4)
@@ -335,7 +339,7 @@ def test_drafts_stop_short_of_the_last_token() -> None:
     assert commit.finish_reason is FinishReason.LENGTH
 
 
-def test_what_becomes_of_blocks() -> None:
+def test_post_block_with_any_base_len_returns_its_fate() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     e.set_drafting(1, DraftOffer("a", 4))
@@ -359,7 +363,7 @@ def test_what_becomes_of_blocks() -> None:
     assert e.post_block(PostedBlock(77, DraftTree.chain(1, (1,)), "a", 10)) is None
 
 
-def test_a_lookahead_tree_serves_several_rounds() -> None:
+def test_engine_with_long_draft_block_verifies_it_over_several_rounds() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     e.set_drafting(1, DraftOffer("a", 3))
@@ -373,7 +377,7 @@ def test_a_lookahead_tree_serves_several_rounds() -> None:
     assert stats.k_histogram[3] == 2
 
 
-def test_a_request_for_which_nobody_drafts_counts_nothing_but_its_tokens() -> None:
+def test_stats_without_proposer_count_only_tokens_and_rounds() -> None:
     now = 0.0
     e = engine(lambda: now)
     submit(e, 1, prompt_len=4, max_tokens=3)
@@ -390,7 +394,7 @@ def test_a_request_for_which_nobody_drafts_counts_nothing_but_its_tokens() -> No
     }
 
 
-def test_rounds_count_for_the_method_that_drafted() -> None:
+def test_stats_with_several_methods_count_rounds_by_method() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     e.set_drafting(1, DraftOffer("a", 4))
@@ -412,7 +416,7 @@ def test_rounds_count_for_the_method_that_drafted() -> None:
 
 
 @pytest.mark.parametrize(("runs_ahead", "hits_after_hit"), [(False, 0), (True, 2)])
-def test_what_is_left_of_a_draft_is_a_hit_only_for_who_runs_ahead(
+def test_stats_of_leftover_draft_count_hits_only_when_drafting_ahead(
     runs_ahead: bool, hits_after_hit: int
 ) -> None:
     e = engine()
@@ -434,7 +438,7 @@ def bushy(truth: list[int]) -> DraftTree:
     return DraftTree(4, (wrong, a, wrong, wrong, b, c), (-1, -1, 0, 1, 1, 4))
 
 
-def test_a_tree_is_verified_as_a_whole() -> None:
+def test_engine_with_draft_tree_verifies_all_of_it() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     e.set_drafting(1, DraftOffer("a", 8))
@@ -447,7 +451,7 @@ def test_a_tree_is_verified_as_a_whole() -> None:
     assert [t for c in run(e)[1] for t in c.token_ids] == truth[4:], "its keys have moved"
 
 
-def test_what_is_accepted_of_a_tree_counts_as_a_path() -> None:
+def test_stats_with_draft_tree_count_accepted_tokens_by_depth() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     e.set_drafting(1, DraftOffer("a", 8))
@@ -465,7 +469,7 @@ def test_what_is_accepted_of_a_tree_counts_as_a_path() -> None:
     assert stats.k_histogram[6] == 1
 
 
-def test_a_tree_is_pruned_to_what_is_wanted_and_what_can_be_committed() -> None:
+def test_scheduler_with_large_draft_tree_prunes_it_to_k_and_max_tokens() -> None:
     for k, max_tokens, tokens, said in ((5, 20, 5, 3), (2, 20, 2, 2), (8, 3, 5, 3), (8, 1, 0, 1)):
         e = engine()
         truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
@@ -478,7 +482,7 @@ def test_a_tree_is_pruned_to_what_is_wanted_and_what_can_be_committed() -> None:
         assert events.commits[0].token_ids == tuple(truth[:said])
 
 
-def test_of_a_tree_that_runs_ahead_the_preferred_path_is_verified() -> None:
+def test_scheduler_with_tree_drafted_ahead_verifies_its_preferred_path() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     e.set_drafting(1, DraftOffer("a", 8, runs_ahead=True))
@@ -490,7 +494,7 @@ def test_of_a_tree_that_runs_ahead_the_preferred_path_is_verified() -> None:
     assert step(e).commits[0].token_ids == tuple(truth[2:4])
 
 
-def test_a_penalised_row_verifies_one_path() -> None:
+def test_scheduler_with_penalised_row_verifies_one_path() -> None:
     e = engine()
     prompt = (0, 1, 2, 3)
     sampling = SamplingParams(temperature=0.0, frequency_penalty=0.5)
@@ -503,7 +507,7 @@ def test_a_penalised_row_verifies_one_path() -> None:
     assert [t for c in (*events.commits, *run(e)[1]) for t in c.token_ids] == truth
 
 
-def test_a_tree_for_which_there_are_no_pages_is_left_out() -> None:
+def test_scheduler_without_pages_for_draft_tree_leaves_it_out() -> None:
     e = engine(num_pages=16)
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=60)
     e.set_drafting(1, DraftOffer("a", 60))
@@ -516,7 +520,7 @@ def test_a_tree_for_which_there_are_no_pages_is_left_out() -> None:
     assert [t for c in run(e)[1] for t in c.token_ids] == truth[55:]
 
 
-def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
+def test_engine_with_stop_token_in_a_draft_ends_the_text_before_it() -> None:
     e = engine()
     truth, _ = submit(e, 0, prompt_len=4, max_tokens=20)
     e.abort(0)
@@ -535,7 +539,7 @@ def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
     assert stats.accepted <= at, "trimmed first, counted then"
 
 
-def test_a_request_goes_on_in_another_engine_as_if_it_had_never_moved() -> None:
+def test_engine_with_resumed_request_continues_as_if_never_moved() -> None:
     """Penalties count what the first engine wrote; max_tokens and min_tokens go on from there."""
     sampling = SamplingParams(
         temperature=0.9, seed=3, presence_penalty=1.2, frequency_penalty=0.8, repetition_penalty=1.3

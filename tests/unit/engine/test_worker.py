@@ -297,7 +297,7 @@ def torn(_: DraftTracker, seq: Sequence) -> None:
     raise RuntimeError("a bug")
 
 
-def test_worker_with_broken_books_breaks_down(
+def test_worker_with_inconsistent_accounting_breaks_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DraftTracker, "preempted", torn)
@@ -406,7 +406,7 @@ class AloneOnly(FixedPolicy):
         return frozenset(range(2, 10))
 
 
-def test_worker_drafting_depends_on_the_number_of_requests() -> None:
+def test_worker_with_policy_for_one_request_drafts_for_one_only() -> None:
     model = Gate()
     with running(model, policy=AloneOnly(4)) as (worker, inbox, _):
         model.open.clear()
@@ -464,7 +464,7 @@ def test_worker_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> N
         assert worker.running
 
 
-def test_worker_is_a_drafting_engine() -> None:
+def test_worker_when_assigned_satisfies_the_drafting_protocols() -> None:
     with running(Gate()) as (worker, _, engine):
         outside: DraftingEngine = worker  # mypy checks these assignments
         colocating: ColocatingEngine = worker
@@ -542,7 +542,7 @@ def test_worker_with_full_queue_refuses_until_it_empties() -> None:
         inbox.wait(lambda box: 99 in box.ended)
 
 
-def test_worker_after_many_aborts_holds_nothing() -> None:
+def test_worker_after_many_aborts_keeps_nothing() -> None:
     with running(Gate()) as (worker, inbox, _):
         for i in range(300):
             worker.submit(request(i, max_tokens=40))

@@ -65,7 +65,7 @@ def use(body: Request) -> None:
 )
 @given(data=st.data())
 @settings(max_examples=150)
-def test_body_with_any_value_is_accepted_or_refused_by_name(
+def test_openai_body_with_any_value_is_accepted_or_refused_by_name(
     kind: type[Request], base: dict[str, Any], data: st.DataObject
 ) -> None:
     changes = data.draw(st.dictionaries(st.sampled_from(names(kind)), VALUES, max_size=3))
@@ -78,7 +78,7 @@ def test_body_with_any_value_is_accepted_or_refused_by_name(
 
 
 @given(st.binary(max_size=40))
-def test_body_of_any_bytes_is_refused(body: bytes) -> None:
+def test_openai_body_of_any_bytes_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         parse(ChatRequest, body)
 
@@ -142,7 +142,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         (ChatRequest, CHAT | {"logit_bias": {str(n): None for n in range(MANY)}}, "logit_bias"),
     ],
 )
-def test_large_body_with_many_faults_is_refused_for_the_first(
+def test_openai_body_with_many_faults_is_refused_for_the_first(
     kind: type[Request], body: dict[str, Any], param: str
 ) -> None:
     """Every error is an object, a hundred times the size of what it is about."""

@@ -84,7 +84,9 @@ def test_stop_strings_in_any_segmentation_equal_whole_search(
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
-def test_tokens_before_match_come_in_order(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_when_matched_emit_earlier_tokens_in_order(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     pieces = [piece for piece in cut(text, cuts) if piece]
     chunks, assembler = run(pieces, stops)
     tokens = [token for chunk in chunks for token in chunk]
@@ -99,7 +101,7 @@ def test_tokens_before_match_come_in_order(text: str, stops: list[str], cuts: li
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
-def test_shown_text_is_never_taken_back_nor_held_too_long(
+def test_stop_strings_in_any_text_never_retract_nor_delay_it_too_long(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     pieces = cut(text, cuts)
@@ -128,25 +130,25 @@ def test_stop_strings_before_min_tokens_are_ignored(
     assert assembler.released >= min(n, len(pieces))
 
 
-def test_incomplete_character_at_end_belongs_to_its_token() -> None:
+def test_stop_strings_with_incomplete_last_character_keep_it_in_its_token() -> None:
     chunks, _ = run(["ab", "c~", "~"], ["x"])
     told = [[(token.id, token.text) for token in chunk] for chunk in chunks]
     assert told == [[(0, "ab")], [], [], [(1, "c"), (2, "~~")]]
 
 
-def test_flushed_end_can_complete_stop_string() -> None:
+def test_stop_strings_completed_by_the_flush_end_the_text() -> None:
     chunks, assembler = run(["ab", "c~"], ["c~"])
     assert text_of(chunks) == "ab"
     assert assembler.stopped
 
 
-def test_text_without_stop_strings_is_never_held() -> None:
+def test_stop_strings_when_not_given_delay_no_text() -> None:
     chunks, _ = run(["a", "b", "c"], [])
     assert [len(chunk) for chunk in chunks] == [1, 1, 1, 0]
 
 
 @given(text=TEXT, stop=STOP)
-def test_pending_is_longest_end_that_begins_stop_string(text: str, stop: str) -> None:
+def test_stop_strings_pending_is_the_longest_end_that_begins_one(text: str, stop: str) -> None:
     matcher = StopStringMatcher([stop])
     if stop in text:
         return
@@ -155,14 +157,14 @@ def test_pending_is_longest_end_that_begins_stop_string(text: str, stop: str) ->
     assert matcher.pending == max(ends)
 
 
-def test_flushed_end_before_min_tokens_does_not_stop() -> None:
+def test_stop_strings_in_the_flush_before_min_tokens_are_ignored() -> None:
     kept, assembler = run(["ab", "c~"], ["~"], min_tokens=2)
     assert (text_of(kept), assembler.stopped) == ("abc~", False)
     cut_off, assembler = run(["ab", "c~"], ["~"], min_tokens=1)
     assert (text_of(cut_off), assembler.stopped) == ("abc", True)
 
 
-def test_matchers_of_same_stop_string_share_their_table() -> None:
+def test_stop_string_matchers_of_the_same_text_share_their_table() -> None:
     """A request has up to 128 choices. Each has a place of its own in the text."""
     stops = ["ab" * 300 + "c", "aa"]
     one, other = StopStringMatcher(stops), StopStringMatcher(stops)
@@ -248,7 +250,7 @@ def test_output_of_characters_in_several_tokens_drops_whole_characters(
         ("bc", 1, "a"),
     ],
 )
-def test_output_stops_at_special_tokens_that_a_stop_string_spells(
+def test_output_with_special_tokens_in_a_stop_string_stops_at_them(
     stop: str, kept: int, text: str
 ) -> None:
     """The text is "ab", a special token, "cd"; a stop string without the token sees "abcd"."""

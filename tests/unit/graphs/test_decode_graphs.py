@@ -241,7 +241,7 @@ def test_decode_graphs_write_only_own_and_scratch_pages(model: PagedModel) -> No
     assert set(written.tolist()) <= allowed
 
 
-def test_trial_times_cover_every_bucket(model: PagedModel) -> None:
+def test_decode_graphs_trial_times_cover_every_bucket(model: PagedModel) -> None:
     buckets = make_buckets(3, (1, 2))
     graphs = DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
     times = graphs.trial_times()
@@ -429,7 +429,9 @@ class GraphScenario(Scenario):
 @pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
 @settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), config=configs, k=st.integers(0, 8))
-def test_engine_output_equals_sequential_decoding(seed: int, config: EngineConfig, k: int) -> None:
+def test_engine_with_decode_graphs_equals_sequential_decoding(
+    seed: int, config: EngineConfig, k: int
+) -> None:
     scenario = GraphScenario(random.Random(seed), config, FixedPolicy(k, max_wait_s=0.002))
     for _ in range(40):
         scenario.act()

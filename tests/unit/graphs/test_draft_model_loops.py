@@ -226,7 +226,7 @@ def test_draft_model_proposer_with_captured_loops_drafts_the_same() -> None:
 
 
 @pytest.mark.parametrize(("max_sessions", "max_branches"), [(1, 0), (5, 3), (256, 8)])
-def test_loop_shapes_for_any_limits_hold_all_rounds(max_sessions: int, max_branches: int) -> None:
+def test_loop_shapes_for_any_limits_fit_all_rounds(max_sessions: int, max_branches: int) -> None:
     shapes = loop_shapes(max_sessions=max_sessions, max_draft_tokens=5, max_branches=max_branches)
     assert len(shapes) == len(set(shapes))
 

@@ -14,7 +14,9 @@ from tests.support.models.recordable import Counted, rerun_strictly
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("name", HEADS)
-def test_captured_guesses_for_any_rows_equal_eager_guesses(name: str, tree_width: int) -> None:
+def test_captured_one_shot_drafts_for_any_rows_equal_eager_drafts(
+    name: str, tree_width: int
+) -> None:
     """Also of more rows than a loop holds."""
     head = HEADS[name](torch.float64, torch.device("cpu"))  # near ties are decided alike
     counted = Counted()
@@ -34,7 +36,7 @@ def test_one_shot_loop_under_capture_never_waits_for_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
-def test_one_shot_shapes_for_any_limit_hold_all_batches(max_rows: int) -> None:
+def test_one_shot_shapes_for_any_limit_fit_all_batches(max_rows: int) -> None:
     shapes = one_shot_shapes(max_rows=max_rows, max_depth=4)
     assert len(shapes) == len(set(shapes))
     for cut in (False, True):

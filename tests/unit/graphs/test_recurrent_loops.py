@@ -146,7 +146,7 @@ class Said:
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_captured_drafts_for_any_rows_equal_eager_drafts(
+def test_captured_recurrent_drafts_for_any_rows_equal_eager_drafts(
     kind: str, tree_width: int, tmp_path: Path
 ) -> None:
     """Prompts, catch-ups, numbers of rows and drafts that loops hold and that none holds."""
@@ -185,7 +185,7 @@ def test_recurrent_loop_under_capture_never_waits_for_device(
 
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
-def test_recurrent_shapes_for_any_limits_hold_all_rounds(max_rows: int, width: int) -> None:
+def test_recurrent_shapes_for_any_limits_fit_all_rounds(max_rows: int, width: int) -> None:
     """After a draft of k tokens at most k + 1 rows are to be fed."""
     shapes = recurrent_shapes(max_rows=max_rows, max_draft_tokens=16, width=width)
     assert len(shapes) == len(set(shapes))
@@ -199,7 +199,7 @@ def test_recurrent_shapes_for_any_limits_hold_all_rounds(max_rows: int, width: i
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_head_uses_name_its_products_in_order(
+def test_recurrent_head_uses_after_a_draft_name_its_linears_in_order(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = HEADS[kind](tmp_path / "heads", CPU)

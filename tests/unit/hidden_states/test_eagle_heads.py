@@ -100,7 +100,7 @@ def _check(
 
 @pytest.mark.parametrize("write", [made.save_bin, made.save_safetensors])
 @pytest.mark.parametrize("bias", [True, False])
-def test_eagle_equals_the_formula(
+def test_eagle_in_every_file_format_equals_the_formula(
     tmp_path: Path, target: Target, bias: bool, write: made.Write
 ) -> None:
     tensors = made.eagle_tensors(bias=bias)
@@ -445,7 +445,7 @@ def test_eagle3_in_other_precisions_is_close(
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 12])
-def test_eagle3_tree_holds_the_likeliest_nodes(
+def test_eagle3_tree_of_any_width_has_the_likeliest_nodes(
     tmp_path: Path, target: Target, num_nodes: int
 ) -> None:
     """Of all that there are: found by the formula, best first, each path computed by itself."""

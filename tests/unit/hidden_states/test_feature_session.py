@@ -141,7 +141,7 @@ def test_feature_session_with_repeated_rows_takes_no_memory() -> None:
     assert {row.untyped_storage().nbytes() for row in rows} == {WIDTH * 2}
 
 
-def test_feature_session_when_too_long_holds_nothing() -> None:
+def test_feature_session_when_too_long_keeps_nothing() -> None:
     method = _method(max_rows=20)
     method.open(1, SessionStart(range(18), GREEDY, 4, 40))
     _send(method, 1, 0, 17)

@@ -35,7 +35,7 @@ def paths(nodes: Nodes) -> list[tuple[int, ...]]:
     cut=st.integers(0, 3),
     num_nodes=st.integers(1, 20),
 )
-def test_best_products_are_the_best_of_all_paths(
+def test_best_products_of_any_probs_are_the_best_of_all_paths(
     probs: list[list[float]], cut: int, num_nodes: int
 ) -> None:
     levels = [sorted(level, reverse=True) for level in probs]
@@ -85,7 +85,7 @@ PARAMS = (
 )
 
 
-def test_target_draws_best_token_is_the_coupled_sample() -> None:
+def test_target_draws_of_any_logits_have_the_coupled_sample_first() -> None:
     torch.manual_seed(0)
     lengths = [11, 12, 13, 14, 15]
     draws = TargetDraws.of(PARAMS, lengths, CPU)

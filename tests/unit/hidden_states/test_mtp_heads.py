@@ -95,7 +95,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("case", FORMATS)
 @pytest.mark.parametrize("raw", [False, True])
-def test_mtp_logits_equal_the_formula(case: str, raw: bool, tmp_path: Path) -> None:
+def test_mtp_logits_of_every_format_equal_the_formula(case: str, raw: bool, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]
     checkpoint = make()
     if raw:
@@ -127,7 +127,7 @@ def test_mtp_logits_equal_the_formula(case: str, raw: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
-def test_mtp_tree_node_sees_ancestors_only(case: str, tmp_path: Path) -> None:
+def test_mtp_node_in_a_tree_sees_only_its_ancestors(case: str, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]
     checkpoint = make()
     expected = as_reference(checkpoint)
@@ -160,7 +160,7 @@ def test_mtp_in_half_precision_is_close(case: str, tmp_path: Path) -> None:
     assert alike.median() > 0.995  # an expert more or less makes a row differ
 
 
-def test_mtp_raw_and_normed_feedback_differ() -> None:
+def test_mtp_with_raw_or_normed_feedback_gives_different_logits() -> None:
     expected = reference.deepseek(deepseek())
     tokens, features = made_up(6)
     normed = expected.draft(tokens, features, 2)
@@ -169,7 +169,7 @@ def test_mtp_raw_and_normed_feedback_differ() -> None:
     assert not torch.allclose(normed[1], raw[1], atol=1e-2)
 
 
-def test_block_fp8_factors_multiply_blocks_and_edges() -> None:
+def test_block_fp8_with_partial_blocks_multiplies_each_by_its_factor() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)

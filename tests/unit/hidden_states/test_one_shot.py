@@ -76,7 +76,9 @@ HEADS = {"medusa": medusa_head(), "shared": shared_head(), "mlp_speculator": mlp
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_one_shot_head_uses_name_its_products(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shot_head_uses_after_a_draft_name_each_linear_that_ran(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head, made = HEADS[method], Counter[Linear]()
     forward = PackedLinear.forward
 
@@ -136,7 +138,7 @@ def drafted(method: OneShotProposer, *sessions: int) -> dict[int, DraftTree]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=5)])
 @pytest.mark.parametrize("name", HEADS)
-def test_one_shot_chain_has_the_best_token_at_each_depth(
+def test_one_shot_chain_of_any_head_has_the_best_token_at_each_depth(
     name: str, sampling: SamplingParams
 ) -> None:
     method = proposer(name, tree_width=1)
@@ -155,7 +157,9 @@ def test_one_shot_chain_has_the_best_token_at_each_depth(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=6)])
 @pytest.mark.parametrize("name", HEADS)
-def test_one_shot_tree_has_the_best_of_all_paths(name: str, sampling: SamplingParams) -> None:
+def test_one_shot_tree_of_any_head_has_the_best_of_all_paths(
+    name: str, sampling: SamplingParams
+) -> None:
     method = proposer(name, tree_width=VOCAB)
     method.open(1, SessionStart([7, 8, 9], sampling, 12, 64))
     feed(method, 1, 0, 2)
@@ -208,7 +212,7 @@ def test_one_shot_drafts_in_any_batch_are_the_same(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_one_shot_proposer_follows_a_session(name: str) -> None:
+def test_one_shot_proposer_from_open_to_close_drafts_each_round(name: str) -> None:
     method = proposer(name)
     method.open(1, SessionStart([1, 2, 3, 4], GREEDY, 6, 20))
     assert method.draft([1, 99]).unfinished == [1], "no state yet; nobody knows session 99"
@@ -248,7 +252,7 @@ def test_one_shot_proposer_with_gap_or_broken_row_loses_session() -> None:
     assert [session for session, _ in round_.drafts] == [3]
 
 
-def test_one_shot_proposer_of_long_prompt_holds_one_row() -> None:
+def test_one_shot_proposer_of_long_prompt_keeps_one_row() -> None:
     method = proposer("medusa")
     method.open(1, SessionStart(list(range(40)), GREEDY, 4, 64))
     for start in range(0, 39, 13):
@@ -285,7 +289,7 @@ def test_one_shot_proposer_under_rejection_sends_distributions(name: str) -> Non
 
 
 @pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
-def test_one_shot_proposer_with_constraint_keeps_to_it(rule: VerificationRule) -> None:
+def test_one_shot_proposer_with_constraint_drafts_allowed_tokens(rule: VerificationRule) -> None:
     tokenizer = byte_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     compiler = ConstraintCompiler(tokenizer.to_str(), vocab_size, frozenset({EOS}))
@@ -352,12 +356,12 @@ def test_one_shot_proposer_without_room_loses_newcomer() -> None:
     assert len(round_.drafts) == 2
 
 
-def test_proposer_limits_of_nothing_are_refused() -> None:
+def test_proposer_limits_with_zero_tree_width_are_refused() -> None:
     with pytest.raises(ConfigError):
         proposer("medusa", tree_width=0)
 
 
-def test_one_shot_heads_equal_the_formulas() -> None:
+def test_one_shot_heads_of_every_kind_equal_the_formulas() -> None:
     head, mlp = HEADS["medusa"], HEADS["mlp_speculator"]
     assert isinstance(head, MedusaHead)
     assert isinstance(mlp, MlpSpeculatorHead)

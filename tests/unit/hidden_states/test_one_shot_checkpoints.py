@@ -65,7 +65,9 @@ def check(head: MedusaHead, tensors: Tensors, *, heads: int, lm_head: Tensor | N
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_1_equals_the_formula(tmp_path: Path, target: Path, file: str, layers: int) -> None:
+def test_medusa_1_without_base_model_equals_the_formula(
+    tmp_path: Path, target: Path, file: str, layers: int
+) -> None:
     tensors = medusa(heads=5, layers=layers)
     check(load(save(tmp_path / "m", MEDUSA_CONFIG, tensors, file), target), tensors, heads=5)
 
@@ -79,7 +81,7 @@ def test_medusa_2_inside_the_model_equals_the_formula(tmp_path: Path, target: Pa
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_1_beside_the_model_equals_the_formula(
+def test_medusa_1_with_base_model_in_its_folder_equals_the_formula(
     tmp_path: Path, target: Path, file: str
 ) -> None:
     tensors = medusa(heads=3)
@@ -188,7 +190,7 @@ def test_medusa_with_unfitting_tensors_is_refused(tmp_path: Path, target: Path, 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("n_predict", [2, 3])
-def test_mlp_speculator_equals_the_formula(
+def test_mlp_speculator_with_any_settings_equals_the_formula(
     tmp_path: Path, target: Path, tied: bool, scaled: bool, n_predict: int
 ) -> None:
     config = mlp_config(n_predict=n_predict, tied=tied, scaled=scaled)
@@ -274,7 +276,7 @@ def test_checkpoint_of_a_pickle_with_code_is_refused(tmp_path: Path, target: Pat
 
 
 @pytest.mark.parametrize("left", ["training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"])
-def test_checkpoint_ignores_training_state(tmp_path: Path, target: Path, left: str) -> None:
+def test_checkpoint_with_training_state_ignores_it(tmp_path: Path, target: Path, left: str) -> None:
     tensors = medusa(heads=2)
     folder = save(tmp_path / "m", MEDUSA_CONFIG, tensors, "medusa_lm_head.bin")
     torch.save({"arguments": Path()}, folder / left)
@@ -286,7 +288,7 @@ def test_checkpoint_ignores_training_state(tmp_path: Path, target: Path, left: s
         load(folder, target)
 
 
-def test_checkpoint_prefers_safetensors(tmp_path: Path, target: Path) -> None:
+def test_checkpoint_in_both_formats_prefers_safetensors(tmp_path: Path, target: Path) -> None:
     tensors = medusa(heads=2)
     folder = save(tmp_path / "m", MEDUSA_CONFIG, medusa(heads=3), "medusa_lm_head.pt")
     save_file(tensors, folder / "medusa_lm_head.safetensors")

@@ -180,7 +180,7 @@ def _no_config(folder: Path) -> None:
         (_no_config, r"no config\.json"),
     ],
 )
-def test_folder_with_a_damaged_file_is_refused_before_weights_are_read(
+def test_checkpoint_with_a_damaged_file_is_refused_before_weights_are_read(
     folder: Path, damage: Callable[[Path], None], said: str
 ) -> None:
     damage(folder)

@@ -57,7 +57,7 @@ def test_detokenizer_pieces_of_text_are_whole_characters(kind: str, text: str) -
         assert not any("\ufffd" in piece for piece in got)
 
 
-def test_detokenizer_keeps_every_byte_of_utf_8() -> None:
+def test_detokenizer_of_any_utf_8_keeps_every_byte() -> None:
     places = (*range(0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x400))
     text = "".join(map(chr, places))
     token_ids = tokenizer("byte_level").encode(text, add_special_tokens=False)
@@ -100,7 +100,7 @@ def test_detokenizer_of_sentencepiece_keeps_inner_spaces() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_detokenizer_windows_stay_short(kind: str) -> None:
+def test_detokenizer_of_long_text_keeps_its_windows_short(kind: str) -> None:
     """The cost per token must not grow with the text."""
     decoded: list[int] = []
     real = tokenizer(kind)
@@ -124,7 +124,7 @@ def test_token_bytes_of_a_text_join_to_its_bytes(kind: str, text: str) -> None:
     assert real.decode(token_ids) in (decoded, decoded.removeprefix(" "))
 
 
-def test_token_bytes_of_special_unknown_and_byte_tokens() -> None:
+def test_token_bytes_of_special_unknown_and_byte_tokens_are_their_bytes() -> None:
     assert tokenizer("byte_level").token_bytes(1) == b"</s>"
     assert tokenizer("byte_level").token_bytes(10**6) == b""
     assert tokenizer("sentencepiece").token_bytes(3 + 0xF0) == b"\xf0"

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return save(byte_level_bpe(), tmp_path / "model")
 
 
-def test_tokenizer_encode_adds_bos_of_the_post_processor(folder: Path) -> None:
+def test_tokenizer_encode_with_post_processor_adds_its_bos(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     token_ids = tokenizer.encode("hello world")
     assert token_ids[0] == 0
@@ -29,14 +29,14 @@ def test_tokenizer_encode_adds_bos_of_the_post_processor(folder: Path) -> None:
     assert tokenizer.encode("") == [0]
 
 
-def test_chat_template_writes_its_own_bos(folder: Path) -> None:
+def test_chat_template_with_its_own_bos_adds_no_other(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     token_ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     assert token_ids.count(0) == 1
     assert tokenizer.decode(token_ids) == "<|user|>hello\n<|assistant|>"
 
 
-def test_tokenizer_matches_transformers(folder: Path) -> None:
+def test_tokenizer_with_any_chat_template_equals_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     ours = Tokenizer.load(folder)
@@ -128,14 +128,14 @@ def test_chat_template_that_does_not_compile_is_a_config_error(folder: Path, sou
         Tokenizer.load(folder)
 
 
-def test_a_template_may_refuse(folder: Path) -> None:
+def test_chat_template_that_refuses_messages_names_them(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
     assert caught.value.param == "messages"
 
 
-def test_chat_template_cannot_leave_the_sandbox(folder: Path) -> None:
+def test_chat_template_that_leaves_the_sandbox_is_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequestError, match="unsafe"):
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
@@ -147,7 +147,7 @@ def test_tokenizer_without_template_is_an_invalid_request(tmp_path: Path) -> Non
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
+def test_tokenizer_encode_of_lone_surrogates_is_an_invalid_request(folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match="not valid Unicode") as caught:
         Tokenizer.load(folder).encode("\ud800")
     assert caught.value.param == "prompt"
@@ -170,7 +170,7 @@ def test_tokenizer_hash_of_no_object_is_refused(tmp_path: Path, content: str) ->
         tokenizer_hash(tmp_path)
 
 
-def test_tokenizer_hash_ignores_formatting_but_not_vocabulary(tmp_path: Path) -> None:
+def test_tokenizer_hash_of_reformatted_file_is_the_same(tmp_path: Path) -> None:
     tokenizer = byte_level_bpe()
     first = save(tokenizer, tmp_path / "a")
     tokenizer.enable_truncation(16)
@@ -184,6 +184,6 @@ def test_tokenizer_hash_ignores_formatting_but_not_vocabulary(tmp_path: Path) ->
     assert len(Tokenizer.load(second).encode("hello world " * 50)) > 16
 
 
-def test_tokenizer_imports_no_torch() -> None:
+def test_tokenizer_when_imported_imports_no_torch() -> None:
     code = "import sys, outrider.models.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -46,7 +46,7 @@ async def test_generate_yields_all_so_far_or_what_is_new(llm: AsyncLLM) -> None:
     assert len({output.request_id for output in cumulative}) == 1
 
 
-async def test_abort_ends_a_request_with_its_reason(
+async def test_abort_of_a_running_request_ends_it_with_its_reason(
     llm: AsyncLLM, shared_engine: LocalEngine
 ) -> None:
     outputs: list[RequestOutput] = []
@@ -63,7 +63,7 @@ async def test_abort_ends_a_request_with_its_reason(
     await until_idle(shared_engine)
 
 
-async def test_reader_that_is_cancelled_ends_its_request(
+async def test_generate_when_reader_is_cancelled_ends_its_request(
     llm: AsyncLLM, shared_engine: LocalEngine
 ) -> None:
     reading = asyncio.create_task(outputs_of(llm, "x", ENDLESS))
@@ -74,7 +74,7 @@ async def test_reader_that_is_cancelled_ends_its_request(
     await until_idle(shared_engine)
 
 
-async def test_error_of_one_request_leaves_others_alone(llm: AsyncLLM) -> None:
+async def test_generate_with_error_in_one_request_finishes_the_others(llm: AsyncLLM) -> None:
     refused, answered = await asyncio.gather(
         outputs_of(llm, "code " * 300, ENDLESS),
         outputs_of(llm, "x", GREEDY),

@@ -54,7 +54,7 @@ def test_read_line_when_wrong_says_why(text: str, told: str) -> None:
     assert told in error.message
 
 
-def test_batch_answers_as_http_does(shared_engine: LocalEngine) -> None:
+def test_batch_with_good_and_bad_lines_answers_as_http_does(shared_engine: LocalEngine) -> None:
     written: list[str] = []
     lines = [
         COMPLETION,
@@ -81,7 +81,7 @@ def test_batch_answers_as_http_does(shared_engine: LocalEngine) -> None:
     assert answers[None]["status_code"] == 400
 
 
-def test_batch_command_writes_an_answer_a_line(
+def test_batch_command_with_a_file_writes_one_answer_per_line(
     shared_engine: LocalEngine,
     pair: tuple[Path, Path],
     tmp_path: Path,

@@ -44,7 +44,7 @@ def continued(model: LlamaForCausalLM, ids: list[int], max_tokens: int) -> list[
     return new[: new.index(1)] if 1 in new else new  # without the end
 
 
-def test_generate_when_greedy_says_what_transformers_does(
+def test_generate_when_greedy_equals_transformers(
     llm: LLM, reference: LlamaForCausalLM, pair: tuple[Path, Path]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
@@ -62,7 +62,7 @@ def test_generate_when_greedy_says_what_transformers_does(
     assert sum(output.aux_info.accepted for output in outputs if output.aux_info) > 0
 
 
-def test_generate_with_and_without_drafts_says_the_same(llm: LLM) -> None:
+def test_generate_with_and_without_drafts_gives_the_same_text(llm: LLM) -> None:
     def params(*, enabled: bool) -> SamplingParams:
         return SamplingParams(
             temperature=0.9, seed=5, max_tokens=24, extra_args={"speculation": {"enabled": enabled}}
@@ -104,7 +104,7 @@ def test_generate_with_params_for_each_prompt_uses_them(llm: LLM) -> None:
         llm.generate(PROMPTS, params[:2])
 
 
-def test_generate_ends_where_the_context_does(llm: LLM) -> None:
+def test_generate_at_the_context_length_ends(llm: LLM) -> None:
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     [output] = llm.generate([[2] * 500], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 12
@@ -130,7 +130,9 @@ def test_generate_several_choices_differ_and_the_best_is_likeliest(llm: LLM) -> 
     )
 
 
-def test_logprobs_are_those_of_the_model(llm: LLM, reference: LlamaForCausalLM) -> None:
+def test_logprobs_when_asked_for_are_those_of_the_model(
+    llm: LLM, reference: LlamaForCausalLM
+) -> None:
     [output] = llm.generate(
         "def fib(n):", SamplingParams(temperature=0.0, max_tokens=4, logprobs=2), use_tqdm=False
     )
@@ -182,7 +184,7 @@ def test_stream_joined_equals_whole(llm: LLM) -> None:
     assert pieces > len(PROMPTS)
 
 
-def test_chat_renders_as_transformers_does(llm: LLM, pair: tuple[Path, Path]) -> None:
+def test_chat_with_messages_renders_as_transformers(llm: LLM, pair: tuple[Path, Path]) -> None:
     chats = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "write code"}]]
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
@@ -194,7 +196,7 @@ def test_chat_renders_as_transformers_does(llm: LLM, pair: tuple[Path, Path]) ->
     assert [streamed] == text_of(outputs[:1])
 
 
-def test_interrupt_while_generating_leaves_nothing_behind(
+def test_generate_when_interrupted_leaves_nothing_behind(
     llm: LLM, shared_engine: LocalEngine
 ) -> None:
     endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -307,7 +309,7 @@ def test_sampling_params_out_of_range_are_refused_by_name(
         SamplingParams(**params)
 
 
-def test_import_of_outrider_brings_no_torch() -> None:
+def test_outrider_when_imported_imports_no_torch() -> None:
     code = "import sys, outrider; assert 'torch' not in sys.modules; outrider.SamplingParams"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert outrider.LLM is LLM

@@ -16,7 +16,7 @@ def pipe(engine: list[object], pair: tuple[Path, Path]) -> Pipeline:
     return loaded
 
 
-def test_pipeline_answers_as_many_as_were_asked(pipe: Pipeline) -> None:
+def test_pipeline_with_any_input_answers_as_many(pipe: Pipeline) -> None:
     config = GenerationConfig(max_new_tokens=6, ignore_eos=True)
     one, several = pipe("hi", config), pipe(["hi", "code"], config)
     assert isinstance(one, Response)
@@ -31,7 +31,7 @@ def test_pipeline_answers_as_many_as_were_asked(pipe: Pipeline) -> None:
     assert streamed == one.text
 
 
-def test_pipeline_samples_only_when_asked(pipe: Pipeline) -> None:
+def test_pipeline_unless_do_sample_is_set_is_greedy(pipe: Pipeline) -> None:
     def texts(**settings: object) -> list[str]:
         config = GenerationConfig(max_new_tokens=8, ignore_eos=True, **settings)  # type: ignore[arg-type]
         return [response.text for response in pipe(["hi", "hi"], config)]

@@ -69,13 +69,13 @@ SPECULATION = st.builds(
 
 
 @given(SAMPLING)
-def test_codec_round_trips_sampling(params: SamplingParams) -> None:
+def test_codec_with_sampling_round_trips(params: SamplingParams) -> None:
     wire = codec.sampling_to_proto(params).SerializeToString()
     assert codec.sampling_from_proto(common_pb2.SamplingParams.FromString(wire), seed=1) == params
 
 
 @given(SPECULATION)
-def test_codec_round_trips_speculation(params: SpeculationParams) -> None:
+def test_codec_with_speculation_round_trips(params: SpeculationParams) -> None:
     wire = codec.speculation_to_proto(params).SerializeToString()
     assert codec.speculation_from_proto(common_pb2.SpeculationParams.FromString(wire)) == params
 
@@ -91,19 +91,19 @@ def test_codec_round_trips_speculation(params: SpeculationParams) -> None:
         )
     )
 )
-def test_codec_round_trips_stop(params: StopParams) -> None:
+def test_codec_with_stop_round_trips(params: StopParams) -> None:
     wire = codec.stop_to_proto(params).SerializeToString()
     message = common_pb2.StopParams.FromString(wire)
     assert codec.stop_from_proto(message, default_max_tokens=7) == params
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
-def test_codec_takes_a_tiny_temperature_for_none(temperature: float) -> None:
+def test_codec_with_tiny_temperature_takes_it_for_greedy(temperature: float) -> None:
     message = common_pb2.SamplingParams(temperature=temperature)
     assert codec.sampling_from_proto(message, seed=1).greedy
 
 
-def test_codec_takes_unset_for_the_default_and_zero_for_zero() -> None:
+def test_codec_with_unset_or_zero_field_keeps_them_distinct() -> None:
     unset = codec.sampling_from_proto(common_pb2.SamplingParams(), seed=9)
     assert unset == SamplingParams(seed=9)
     zero = codec.sampling_from_proto(common_pb2.SamplingParams(temperature=0, seed=0), seed=9)
@@ -134,7 +134,7 @@ def test_codec_takes_unset_for_the_default_and_zero_for_zero() -> None:
         ),
     ],
 )
-def test_codec_names_the_field_of_a_value_out_of_range(
+def test_codec_with_value_out_of_range_names_the_field(
     message: common_pb2.SamplingParams, param: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -142,7 +142,7 @@ def test_codec_names_the_field_of_a_value_out_of_range(
     assert caught.value.param == param
 
 
-def test_codec_refuses_impossible_stop_and_speculation() -> None:
+def test_codec_with_impossible_stop_or_speculation_refuses() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         codec.stop_from_proto(common_pb2.StopParams(max_tokens=0), default_max_tokens=1)
     assert caught.value.param == "max_tokens"
@@ -151,14 +151,14 @@ def test_codec_refuses_impossible_stop_and_speculation() -> None:
     assert caught.value.param == "num_speculative_tokens"
 
 
-def test_codec_refuses_an_unknown_verification_rule() -> None:
+def test_codec_with_unknown_verification_rule_refuses() -> None:
     unknown = common_pb2.Verification(rule=99)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError) as caught:
         codec.speculation_from_proto(common_pb2.SpeculationParams(verification=unknown))
     assert caught.value.param == "verification"
 
 
-def test_codec_resolves_method_names() -> None:
+def test_codec_with_method_names_resolves_them() -> None:
     def resolve(method: str) -> SpeculationParams:
         return codec.speculation_from_proto(common_pb2.SpeculationParams(method=method))
 
@@ -170,7 +170,7 @@ def test_codec_resolves_method_names() -> None:
     assert caught.value.param == "method"
 
 
-def test_codec_keeps_the_order_of_methods() -> None:
+def test_codec_with_several_methods_keeps_their_order() -> None:
     def resolve(*methods: str, method: str | None = None) -> SpeculationParams:
         return codec.speculation_from_proto(
             common_pb2.SpeculationParams(methods=methods, method=method)
@@ -187,14 +187,14 @@ def test_codec_keeps_the_order_of_methods() -> None:
 
 
 @pytest.mark.parametrize("kind", ConstraintKind)
-def test_codec_round_trips_constraint(kind: ConstraintKind) -> None:
+def test_codec_with_constraint_round_trips(kind: ConstraintKind) -> None:
     constraint = Constraint(kind, "" if kind is ConstraintKind.JSON_OBJECT else "{}")
     message = codec.constraint_to_proto(constraint)
     assert message is not None
     assert codec.constraint_from_proto(message) == constraint
 
 
-def test_codec_refuses_an_empty_constraint_and_keeps_none() -> None:
+def test_codec_with_empty_constraint_refuses() -> None:
     assert codec.constraint_to_proto(None) is None
     assert codec.constraint_from_proto(common_pb2.Constraint()) is None
     with pytest.raises(InvalidRequestError) as caught:
@@ -203,13 +203,13 @@ def test_codec_refuses_an_empty_constraint_and_keeps_none() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), UNIT), max_size=MAX_DRAFT_PROBS))
-def test_codec_round_trips_draft_probs(pairs: list[tuple[int, float]]) -> None:
+def test_codec_with_draft_probs_round_trips(pairs: list[tuple[int, float]]) -> None:
     probs = DraftProbs(tuple(token for token, _ in pairs), tuple(prob for _, prob in pairs))
     wire = codec.draft_probs_to_proto(probs).SerializeToString()
     assert codec.draft_probs_from_proto(draft_pb2.DraftProbs.FromString(wire)) == probs
 
 
-def test_codec_encodes_a_point_mass_as_nothing() -> None:
+def test_codec_with_a_point_mass_encodes_nothing() -> None:
     assert codec.draft_probs_to_proto(None) == draft_pb2.DraftProbs()
 
 
@@ -217,26 +217,28 @@ def test_codec_encodes_a_point_mass_as_nothing() -> None:
     ("num_ids", "num_bytes"),
     [(MAX_DRAFT_PROBS + 1, 4), (1, 4 * MAX_DRAFT_PROBS + 4), (1, 3), (1, 5)],
 )
-def test_codec_does_not_convert_oversized_draft_probs(num_ids: int, num_bytes: int) -> None:
+def test_codec_with_oversized_draft_probs_does_not_convert_them(
+    num_ids: int, num_bytes: int
+) -> None:
     message = draft_pb2.DraftProbs(token_ids=[1] * num_ids, probs=bytes(num_bytes))
     with pytest.raises(InvalidRequestError) as caught:
         codec.draft_probs_from_proto(message)
     assert caught.value.param == "draft_probs"
 
 
-def test_codec_round_trips_logprobs() -> None:
+def test_codec_with_logprobs_round_trips() -> None:
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.25)))
     assert codec.logprobs_from_proto(codec.logprobs_to_proto(logprobs)) == logprobs
 
 
-def test_codec_maps_every_enum_value() -> None:
+def test_codec_with_any_enum_value_maps_it() -> None:
     assert set(codec.KIND_TO_PROTO) == set(TokenKind)
     assert set(codec.KIND_FROM_PROTO) == set(common_pb2.TokenKind.values()) - {0}
     assert set(codec.FINISH_TO_PROTO) == set(FinishReason)
     assert set(codec.FINISH_FROM_PROTO) == set(common_pb2.FinishReason.values()) - {0}
 
 
-def test_codec_aux_info_carries_every_statistic() -> None:
+def test_codec_with_aux_info_carries_every_statistic() -> None:
     values: dict[str, object] = {}
     for i, field in enumerate(dataclasses.fields(RequestStats), start=1):
         values[field.name] = (str(i),) if field.name == "proposer_ids" else i

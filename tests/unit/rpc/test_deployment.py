@@ -30,7 +30,7 @@ def tls(tmp_path: Path) -> TlsFiles:
     return TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
 
 
-def test_deployment_flags_reach_the_services(tls: TlsFiles) -> None:
+def test_deployment_flags_when_given_reach_the_services(tls: TlsFiles) -> None:
     assert tls.ca is not None
     flags = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca)
     flags = (*flags, "--drain-grace-seconds", "2.5", "--health-port", "9")
@@ -42,7 +42,7 @@ def test_deployment_flags_reach_the_services(tls: TlsFiles) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_deployment_flags_are_all_explained(
+def test_deployment_flags_in_help_are_all_explained(
     service: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -54,7 +54,7 @@ def test_deployment_flags_are_all_explained(
         assert len(re.split(r"  +|\n +", flag.strip())) > 1, flag
 
 
-def test_deployment_defaults() -> None:
+def test_deployment_without_flags_has_the_defaults() -> None:
     assert resolve(())["deployment"] == Deployment() == parse(NGRAM)[0].deployment
 
 
@@ -80,7 +80,7 @@ def test_deployment_flags_that_cannot_work_are_named(
     assert output.out == ""
 
 
-def test_proposer_config_promises_what_the_protocol_can_say(
+def test_proposer_max_sessions_beyond_the_protocol_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for number in ("0", str(2**32)):
@@ -120,12 +120,14 @@ def test_port_flag_when_impossible_is_refused(
 
 
 @pytest.mark.parametrize("service", ["proposer", "gateway"])
-def test_dns_refresh_flag_has_bounds(service: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dns_refresh_flag_out_of_bounds_is_refused(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert SERVICES[service]("--dns-refresh-seconds", "0") == 2
     assert "--dns-refresh-seconds must be between" in capsys.readouterr().err
 
 
-def test_health_port_differs_from_the_service() -> None:
+def test_deployment_with_health_port_has_a_health_address() -> None:
     assert Deployment().health_address("h") is None
     assert Deployment(health_port=0).health_address("h") == "h:0"
     assert Deployment(health_port=0).health_address("::") == "[::]:0"
@@ -133,7 +135,7 @@ def test_health_port_differs_from_the_service() -> None:
         Deployment(drain_grace_s=float("nan"))
 
 
-def test_gateway_flags_have_two_ports(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gateway_flags_with_one_port_twice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert SERVICES["gateway"]("--http-port", "8000", "--grpc-port", "8000") == 2
     assert "--http-port and --grpc-port must differ" in capsys.readouterr().err
     assert SERVICES["gateway"]("--grpc-port", "8000", "--metrics-port", "8000") == 2

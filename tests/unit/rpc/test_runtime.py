@@ -122,7 +122,7 @@ def test_runtime_as_first_process_ends_at_sigterm_during_imports(argv: list[str]
     assert (ended.returncode, ended.stdout) == (143, "")
 
 
-def test_runtime_start_up_error_is_one_readable_line() -> None:
+def test_runtime_with_start_up_error_prints_one_readable_line() -> None:
     with service("refuse") as process:
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out) == (2, "stopped\n")
@@ -153,7 +153,7 @@ def test_runtime_when_orphaned_stops() -> None:
     wait_until(lambda: not alive(child), 10, "the orphan to end")
 
 
-def test_importing_exempts_what_is_there_from_collections() -> None:
+def test_runtime_after_imports_exempts_their_objects_from_collections() -> None:
     gc.unfreeze()
     with importing():
         assert not gc.isenabled()

@@ -65,7 +65,7 @@ async def _fail(stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> grpc.aio.AioRpc
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: f"{type(e).__name__}-{e.reason}")
-async def test_status_round_trips_an_error(
+async def test_status_of_any_error_round_trips(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
     error: errors.OutriderError,
 ) -> None:
@@ -88,7 +88,7 @@ async def test_status_round_trips_an_error(
         (errors.InternalError("a bug"), None),
     ],
 )
-def test_status_tells_when_to_retry_only_where_that_may_help(
+def test_status_of_error_names_a_retry_delay_only_where_it_may_help(
     error: errors.OutriderError, seconds: int | None
 ) -> None:
     delays = []
@@ -101,7 +101,7 @@ def test_status_tells_when_to_retry_only_where_that_may_help(
 
 
 @pytest.mark.parametrize("character", ["x", "\n", "\u2603"])
-async def test_status_cuts_a_long_message_and_keeps_its_code(
+async def test_status_with_long_message_cuts_it_and_keeps_the_code(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub], character: str
 ) -> None:
     servicer, stub = failing
@@ -111,7 +111,7 @@ async def test_status_cuts_a_long_message_and_keeps_its_code(
     assert back.message.startswith(f"no model {character}")
 
 
-async def test_status_of_unknown_error_tells_the_client_nothing(
+async def test_status_of_unknown_error_hides_it_from_the_client(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -161,7 +161,7 @@ def test_status_with_unreadable_details_keeps_the_code(where: str) -> None:
     assert meant.message == "no upstream"
 
 
-def test_status_has_a_code_for_every_error_class() -> None:
+def test_status_of_every_error_class_has_a_code() -> None:
     def leaves(cls: type[errors.OutriderError]) -> list[type[errors.OutriderError]]:
         return [cls, *(leaf for child in cls.__subclasses__() for leaf in leaves(child))]
 

@@ -11,7 +11,7 @@ from outrider.rpc.targets import Target, Targets, join_address, parse_entries
 from tests.support.services.names import Names
 
 
-def test_parse_entries_accepts_known_forms() -> None:
+def test_parse_entries_of_known_forms_accepts_them() -> None:
     assert parse_entries("a:1, unix:/run/s.sock,dns:scorer.default.svc:7001,[::1]:7001,") == (
         "a:1",
         "unix:/run/s.sock",
@@ -23,7 +23,7 @@ def test_parse_entries_accepts_known_forms() -> None:
 @pytest.mark.parametrize(
     ("host", "address"), [("::1", "[::1]:7"), ("::", "[::]:7"), ("0.0.0.0", "0.0.0.0:7")]
 )
-def test_join_address_puts_ipv6_in_brackets(host: str, address: str) -> None:
+def test_join_address_of_ipv6_puts_it_in_brackets(host: str, address: str) -> None:
     assert join_address(host, 7) == address
 
 
@@ -34,12 +34,12 @@ def test_join_address_puts_ipv6_in_brackets(host: str, address: str) -> None:
         *("grpc://a:7001", "http://a:7001"),
     ],
 )
-def test_parse_entries_names_an_entry_of_unknown_form(text: str) -> None:
+def test_parse_entries_of_unknown_form_names_the_entry(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--scorer '{text}' is not an address.*dns:host:port"):
         parse_entries(f"good:1,{text}")
 
 
-def test_parse_entries_refuses_repeated_entries() -> None:
+def test_parse_entries_of_repeated_entries_refuses() -> None:
     with pytest.raises(ConfigError, match="twice"):
         parse_entries("a:1,a:1")
 
@@ -49,7 +49,7 @@ async def test_targets_when_fixed_are_yielded_once() -> None:
     assert [found async for found in targets.follow()] == [(Target("a:1"), Target("unix:/s"))]
 
 
-async def test_targets_look_names_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_targets_with_a_name_look_it_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch)
     names.table["scorers"] = ["10.0.0.2", "10.0.0.1", "10.0.0.2"]
     follow = Targets(("a:1", "dns:scorers:7"), refresh_s=0.01).follow()
@@ -79,7 +79,7 @@ async def test_targets_with_an_invalid_name_follow_the_others() -> None:
     await follow.aclose()
 
 
-async def test_targets_resolve_a_real_name() -> None:
+async def test_targets_with_a_real_name_resolve_it() -> None:
     follow = Targets(("dns:localhost:7001",)).follow()
     (target, *_) = await anext(follow)
     assert target.address in ("127.0.0.1:7001", "[::1]:7001")

@@ -247,7 +247,7 @@ CASES: dict[str, tuple[Drafts, int, SamplingParams]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rejection_emits_the_target_distribution(case: str) -> None:
+def test_rejection_with_any_draft_probs_emits_the_target_distribution(case: str) -> None:
     drafts, k, params = CASES[case]
     statistic, limit = chi_square(run(requests_with(params, REJECTION), drafts, k), params)
     assert statistic < limit

@@ -118,7 +118,7 @@ def drafted_rows(draw: st.DrawFn) -> DraftedRow:
     seed=st.integers(0, 10**6),
     at_once=st.sampled_from((VOCAB, 4 * VOCAB, 10**6)),
 )
-def test_apply_rules_equals_the_definitions(
+def test_apply_rules_with_any_rules_equals_the_definitions(
     rows: list[DraftedRow], seed: int, at_once: int
 ) -> None:
     first, placed = 0, []
@@ -204,7 +204,9 @@ def chi_square(tokens: Tensor, params: SamplingParams) -> tuple[float, float]:
 
 @pytest.mark.parametrize("width", [0, 3, 16], ids="{} tokens".format)
 @pytest.mark.parametrize("params", CUTS.values(), ids=CUTS)
-def test_rejection_keeps_the_target_distribution(params: SamplingParams, width: int) -> None:
+def test_rejection_of_sampled_drafts_keeps_the_target_distribution(
+    params: SamplingParams, width: int
+) -> None:
     statistic, limit = chi_square(emitted_first(params, width, 10_000), params)
     assert statistic < limit
 
@@ -271,7 +273,7 @@ def test_verification_rule_when_greedy_is_coupled() -> None:
             assert request.verification_rule is (VerificationRule.COUPLED if coupled else rule)
 
 
-def test_typical_equals_numbers_worked_by_hand() -> None:
+def test_typical_with_known_probs_equals_numbers_worked_by_hand() -> None:
     flat, sharp = [0.25] * 4, [0.97, 0.01, 0.01, 0.01]
     # exp(-H): 0.25, and about 0.85.
     assert rules.typical(3, flat, 0, epsilon=0.09, alpha=0.3) == 3, "0.25 > 0.075"
@@ -280,7 +282,7 @@ def test_typical_equals_numbers_worked_by_hand() -> None:
     assert rules.typical(0, sharp, 2, epsilon=0.09, alpha=0.3) == 0
 
 
-def test_top_p_window_equals_numbers_worked_by_hand() -> None:
+def test_top_p_window_with_known_probs_equals_numbers_worked_by_hand() -> None:
     best = [0.0, 0.5, 0.3, 0.2]  # candidates 1 and 2
     probs = [best] * 4
 

@@ -47,7 +47,7 @@ def noise(seed: int, position: int, vocab_size: int) -> Tensor:
     return gumbel_noise(seed_keys([seed]), torch.tensor([position]), vocab_size)[0]
 
 
-def test_gumbel_noise_equals_the_documented_vectors() -> None:
+def test_gumbel_noise_of_documented_keys_equals_the_vectors() -> None:
     rows = re.findall(
         r"^\| (\d+) \| (\d+) \| (\d+) \| (0x\w+) \| (\S+) \|$", DOCUMENT.read_text(), re.MULTILINE
     )
@@ -76,7 +76,7 @@ def test_seed_keys_of_lanes_equal_the_documented_vectors() -> None:
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31 - 1))
-def test_gumbel_noise_equals_the_documented_function(seed: int, position: int) -> None:
+def test_gumbel_noise_of_any_key_equals_the_documented_function(seed: int, position: int) -> None:
     drawn = noise(seed, position, 50)
     for token in (0, 1, 49):
         u = (documented_hash(seed, position, token) + 0.5) / 2**32
@@ -102,7 +102,9 @@ def chi_square_limit(degrees: int) -> float:
     ids=str,
 )
 @pytest.mark.parametrize("over", ["seeds", "positions"])
-def test_sample_follows_the_softmax_of_processed_logits(params: SamplingParams, over: str) -> None:
+def test_sample_over_many_seeds_follows_the_softmax_of_processed_logits(
+    params: SamplingParams, over: str
+) -> None:
     n, vocab = 40_000, 20
     logits = torch.linspace(2.0, -2.5, vocab).roll(7)[None]
     settings_of = [
@@ -164,7 +166,7 @@ def naive_keep(logits: list[float], params: SamplingParams) -> set[int]:
     top_p=st.sampled_from((0.01, 0.5, 0.95, 1.0)),
     min_p=st.sampled_from((0.0, 0.03, 1.0)),
 )
-def test_process_logits_equals_the_definition(
+def test_process_logits_with_any_params_equals_the_definition(
     seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     params = SamplingParams(temperature, top_k, top_p, min_p)
@@ -199,7 +201,7 @@ def test_process_logits_equals_the_definition(
     ids=str,
 )
 @pytest.mark.parametrize("others", [0, 1000], ids="{} tokens that hardly are".format)
-def test_process_logits_equals_numbers_worked_by_hand(
+def test_process_logits_of_known_logits_equals_numbers_worked_by_hand(
     params: SamplingParams, kept: int, others: int
 ) -> None:
     logits = torch.tensor([0.5, 0.3, 0.08, 0.08, 0.04, *[1e-9] * others]).log()
@@ -207,7 +209,7 @@ def test_process_logits_equals_numbers_worked_by_hand(
     assert (processed > -torch.inf).nonzero().flatten().tolist() == [*range(kept)]
 
 
-def test_sample_rows_are_independent() -> None:
+def test_sample_of_several_rows_equals_each_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 700, generator=generator) * 2
     choices = (

@@ -20,7 +20,7 @@ from outrider.rounds import token_kinds
 from outrider.types import Request, TokenKind
 
 
-def test_verify_accepts_the_longest_common_prefix() -> None:
+def test_verify_of_any_draft_accepts_the_longest_common_prefix() -> None:
     for length in range(4):
         for draft in product(range(3), repeat=length):
             for choices in product(range(3), repeat=length + 1):
@@ -43,7 +43,9 @@ rows = st.lists(
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(rows=rows)
-def test_verify_rows_equals_verify(rows: list[tuple[list[int], list[int]]]) -> None:
+def test_verify_rows_of_any_rows_equals_verify_of_each(
+    rows: list[tuple[list[int], list[int]]],
+) -> None:
     width = max(len(choices) for _, choices in rows)
     drafts = torch.tensor([(draft + [-1] * width)[: width - 1] for draft, _ in rows])
     choices = torch.tensor([(chosen + [0] * width)[:width] for _, chosen in rows])
@@ -59,7 +61,7 @@ def _paths(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
     return paths
 
 
-def test_verify_tree_accepts_the_chosen_path() -> None:
+def test_verify_tree_of_any_tree_accepts_the_chosen_path() -> None:
     """By all trees of up to three nodes over two tokens, and all choices."""
     for size in range(4):
         for parents in product(*(range(-1, i) for i in range(size))):
@@ -100,7 +102,7 @@ trees = st.lists(
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(rows=trees)
-def test_verify_trees_equals_verify_tree(
+def test_verify_trees_of_any_trees_equals_verify_tree_of_each(
     rows: list[tuple[list[int], tuple[int, ...], list[int]]],
 ) -> None:
     width = max(len(drafts) for drafts, _, _ in rows)
@@ -122,7 +124,7 @@ def test_verify_trees_equals_verify_tree(
     committed=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     pages=st.randoms(use_true_random=False).map(lambda rng: rng.sample(range(36), 36)),
 )
-def test_walk_trees_moves_accepted_nodes_to_the_text(
+def test_walk_trees_with_accepted_nodes_moves_them_to_the_text(
     rows: list[tuple[list[int], tuple[int, ...], list[int]]],
     committed: list[int],
     pages: list[int],
@@ -160,7 +162,7 @@ def test_walk_trees_moves_accepted_nodes_to_the_text(
         first += count
 
 
-def test_token_kinds_by_round() -> None:
+def test_token_kinds_of_any_round_follow_from_its_counts() -> None:
     accepted, plain = TokenKind.ACCEPTED, TokenKind.PLAIN
     assert token_kinds(0, 0, 1) == (plain,)
     assert token_kinds(2, 2, 3) == (accepted, accepted, TokenKind.BONUS)

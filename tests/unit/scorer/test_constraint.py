@@ -76,7 +76,7 @@ def test_draft_with_constraint_when_wrong_keeps_the_rows_before_it() -> None:
     assert torch.equal(masked(edited, ids("cba")), right), "nothing of it is kept"
 
 
-def test_draft_with_constraint_ends_where_the_text_would_not_go() -> None:
+def test_draft_with_constraint_ends_at_the_first_forbidden_token() -> None:
     edited = editor(REGEX, "(abc)*")
     assert edited.num_allowed(ids("abc")) == len(ids("abc"))
     assert edited.num_allowed(ids("abx")) == 1
@@ -108,7 +108,7 @@ def test_constraint_with_stop_tokens_ends_like_eos() -> None:
     assert "" not in allowed(edited)[0]
 
 
-def test_constraint_without_eos_or_stop_token_goes_on_as_long_as_it_may() -> None:
+def test_constraint_without_eos_or_stop_token_continues_until_complete() -> None:
     edited = editor(REGEX, "a{1,2}", ignore_eos=True)
     for _ in range(2):
         assert allowed(edited) == [{"a"}]
@@ -116,7 +116,7 @@ def test_constraint_without_eos_or_stop_token_goes_on_as_long_as_it_may() -> Non
     assert edited.finish(FinishReason.LENGTH) is FinishReason.STOP
 
 
-def test_constraint_never_chooses_padding() -> None:
+def test_constraint_with_padded_vocabulary_never_allows_padding() -> None:
     edited = editor(REGEX, r"(?s:.*)")
     row = masked(edited)[0]
     assert (row[TOKENIZER.get_vocab_size() :] == -torch.inf).all()
@@ -193,7 +193,7 @@ def test_constraint_of_many_optional_fields_compiles() -> None:
     assert edited.finish(None) is FinishReason.STOP
 
 
-def test_constraint_that_leads_nowhere_is_an_error_there() -> None:
+def test_constraint_without_a_possible_next_token_is_an_error() -> None:
     edited = editor(GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     rows = masked(edited, ids("ab!"))
     assert edited.end == len(ids("ab!"))
@@ -204,7 +204,7 @@ def test_constraint_that_leads_nowhere_is_an_error_there() -> None:
     assert torch.isfinite(rows).any(dim=1).all(), "something can always be drawn"
 
 
-def test_draft_that_leads_nowhere_is_no_error() -> None:
+def test_draft_without_a_possible_next_token_is_no_error() -> None:
     edited = editor(GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     before = masked(edited)
     masked(edited, ids("ab!"))
@@ -309,7 +309,7 @@ class Blocked(ConstraintCompiler):
         return super()._compile(constraint)
 
 
-async def test_constraints_compilation_has_a_deadline_and_a_bound(
+async def test_constraints_when_compilation_is_slow_have_a_deadline_and_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiler = Blocked()
@@ -327,7 +327,7 @@ async def test_constraints_compilation_has_a_deadline_and_a_bound(
         service.close()
 
 
-async def test_constraints_service_compiles_and_refuses() -> None:
+async def test_constraints_service_with_any_constraint_compiles_or_refuses_it() -> None:
     service = Constraints(COMPILER)
     edited = await service.editor(request("a+"))
     assert edited is not None
@@ -343,7 +343,7 @@ async def test_constraints_service_compiles_and_refuses() -> None:
     without.close()
 
 
-def test_constraints_service_compiles_a_schema_once() -> None:
+def test_constraints_service_with_a_known_schema_compiles_it_once() -> None:
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}), max_cached=2)
     compiled: list[str] = []
     compile_anew = compiler._compile

@@ -46,7 +46,7 @@ async def test_registry_when_full_loses_no_drafted_session_and_drafts_for_all() 
     assert all(not session.losses for session in (*first, *second, *third))
 
 
-async def test_registry_finds_room_of_another_scorer_within_two_seconds() -> None:
+async def test_registry_when_another_scorer_leaves_room_finds_it_in_two_seconds() -> None:
     world = shared(32)
     a, b = world.scorers
     a.submit(32, 20)
@@ -63,7 +63,7 @@ async def test_registry_finds_room_of_another_scorer_within_two_seconds() -> Non
     assert b.evicted == []
 
 
-async def test_registry_probe_opens_one_session_and_lets_others_follow() -> None:
+async def test_registry_probe_of_full_proposer_opens_one_session_then_others() -> None:
     world = shared(8)
     a, b = world.scorers
     [*ending] = a.submit(3, 25)
@@ -101,7 +101,7 @@ async def test_registry_when_session_ends_gives_its_place_to_the_next() -> None:
     assert a.evicted == b.evicted == []
 
 
-async def test_registry_of_one_scorer_alone_fills_a_proposer() -> None:
+async def test_registry_of_a_single_scorer_fills_a_proposer() -> None:
     """A place is free once its Close was sent: in a message, opens come before closes."""
     world = shared(4, num_scorers=1)
     [scorer] = world.scorers
@@ -114,7 +114,7 @@ async def test_registry_of_one_scorer_alone_fills_a_proposer() -> None:
     assert scorer.refused == scorer.evicted == []
 
 
-async def test_registry_limit_is_lifted_when_nobody_is_limited() -> None:
+async def test_registry_limit_after_idle_time_is_lifted() -> None:
     world = shared(16)
     a, b = world.scorers
     a.submit(16, 5)
@@ -131,7 +131,7 @@ async def test_registry_limit_is_lifted_when_nobody_is_limited() -> None:
     assert len(sessions) == len(b.proposer.sessions)
 
 
-async def test_registry_when_sessions_are_undrafted_gives_way_once() -> None:
+async def test_registry_with_idle_sessions_makes_room_for_another_scorer_once() -> None:
     world = shared(4)
     a, b = world.scorers
     idle = a.submit(4)
@@ -190,7 +190,7 @@ async def test_registry_session_lost_before_first_draft_is_not_lost_too_often() 
     assert hello().max_sessions == proposer.limit
 
 
-async def test_registry_session_without_room_goes_to_a_proposer_that_has_some() -> None:
+async def test_registry_session_without_room_moves_to_a_proposer_that_has_some() -> None:
     bench = Bench(clock=Clock())
     full, other = bench.attach("full"), bench.attach("other", method="ngram")
     session = bench.submit()
@@ -200,7 +200,7 @@ async def test_registry_session_without_room_goes_to_a_proposer_that_has_some() 
     assert bench.submit().proposer is other
 
 
-async def test_registry_proposer_that_boasts_of_its_room_gets_no_more_than_others() -> None:
+async def test_registry_proposer_with_overstated_room_gets_no_more_than_others() -> None:
     bench = Bench(DraftLimits(max_sessions=64), clock=Clock())
     boaster = bench.attach("boaster", max_sessions=2**32 - 1)
     other = bench.attach("other", max_sessions=64)

@@ -49,7 +49,7 @@ async def test_attached_proposer_has_own_device_only_if_both_are_known(
     assert bench.worker.own_device[bench.submit().id] is own
 
 
-async def test_hub_events_of_one_step_travel_in_one_message() -> None:
+async def test_hub_with_events_of_one_step_sends_one_message() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(3)]
@@ -70,7 +70,7 @@ async def test_hub_events_of_one_step_travel_in_one_message() -> None:
     assert [c.session for c in batch.commits] == [sessions[1].id]
 
 
-async def test_hub_reads_drafts_before_all_clients_are_written_to() -> None:
+async def test_hub_with_many_clients_reads_drafts_before_all_are_written_to() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(20)]
@@ -91,7 +91,7 @@ async def test_hub_reads_drafts_before_all_clients_are_written_to() -> None:
     assert 0 < told_before_drafts[0] < 20
 
 
-async def test_hub_delivers_a_step_before_the_next_one() -> None:
+async def test_hub_with_several_steps_delivers_each_before_the_next() -> None:
     bench = Bench()
     *others, last = sessions = [bench.submit() for _ in range(60)]
     first = asyncio.create_task(last.mailbox.take())
@@ -112,7 +112,7 @@ async def test_hub_delivers_a_step_before_the_next_one() -> None:
             await last.mailbox.take()
 
 
-async def test_hub_messages_say_whether_drafts_are_made_on_demand() -> None:
+async def test_hub_messages_after_any_step_say_whether_drafts_are_on_demand() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
@@ -180,7 +180,7 @@ async def test_block_receiver_with_impossible_distributions_does_not_convert_the
     assert (proposer.bad_blocks, bench.worker.blocks) == (2, [])
 
 
-async def test_hub_sends_features_with_their_commits() -> None:
+async def test_hub_with_features_sends_them_with_their_commits() -> None:
     bench = Bench()
     asked = draft_pb2.FeatureSpec(final_norm=True, hidden_size=2)
     reader = bench.attach("reader", method="eagle", features=asked)
@@ -224,7 +224,7 @@ def told(batch: draft_pb2.SessionBatch) -> list[tuple[int, list[int], int]]:
     return [(c.base_len, list(c.tokens), c.num_draft_tokens) for c in batch.commits]
 
 
-async def test_outbox_when_no_drafts_are_wanted_does_not_wake_the_proposer() -> None:
+async def test_outbox_when_no_drafts_are_wanted_wakes_no_proposer() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
@@ -244,7 +244,7 @@ async def test_outbox_when_no_drafts_are_wanted_does_not_wake_the_proposer() -> 
     assert told(await sent(proposer)) == [(base_len + 3, [11], 2)]
 
 
-async def test_outbox_sends_held_back_commits_before_close() -> None:
+async def test_outbox_with_delayed_commits_sends_them_before_close() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     session = bench.submit()
@@ -257,7 +257,7 @@ async def test_outbox_sends_held_back_commits_before_close() -> None:
     assert [c.session for c in batch.closes] == [session.id]
 
 
-async def test_registry_opens_a_moved_session_with_all_held_back_commits() -> None:
+async def test_registry_with_moved_session_opens_it_with_all_delayed_commits() -> None:
     bench = Bench()
     first, second = bench.attach("a"), bench.attach("b")
     session = bench.submit()
@@ -287,7 +287,7 @@ async def test_registry_while_nothing_is_drafted_requests_no_first_draft() -> No
     assert told(await sent(proposer)) == [(3, [4, 5], 3)]
 
 
-async def test_registry_shares_load_and_lets_the_rest_wait_for_room() -> None:
+async def test_registry_with_more_sessions_than_room_shares_load_and_queues_the_rest() -> None:
     bench = Bench()
     a, b = bench.attach("a", max_sessions=2), bench.attach("b", max_sessions=1)
     sessions = [bench.submit() for _ in range(4)]
@@ -314,7 +314,7 @@ async def test_registry_when_proposer_returns_prefers_running_sessions() -> None
     assert all(session.proposer is not None for session in waiting)
 
 
-async def test_registry_bounds_self_limiting_methods_by_what_they_can_do() -> None:
+async def test_registry_with_self_limiting_methods_asks_for_all_they_can_draft() -> None:
     bench = Bench()
     bench.attach("a", method="deterministic", max_draft_tokens=10_000)
     bench.attach("b", method="suffix", max_draft_tokens=24)
@@ -329,7 +329,7 @@ async def test_registry_bounds_self_limiting_methods_by_what_they_can_do() -> No
         assert bench.worker.set[bench.submit(speculation=speculation).id] == drafting
 
 
-async def test_registry_follows_the_requests_order_of_methods() -> None:
+async def test_registry_with_methods_of_a_request_follows_their_order() -> None:
     bench = Bench()
     bench.attach("advice", method="deterministic")
     bench.attach("model")
@@ -369,7 +369,7 @@ async def test_check_hello_with_long_names_refuses(fields: dict[str, object], pa
     assert bench.hub.registry.proposers == ()
 
 
-async def test_block_receiver_takes_the_method_of_its_proposer() -> None:
+async def test_block_receiver_with_method_index_takes_only_known_methods() -> None:
     bench = Bench()
     proposer = bench.attach("a", method="suffix", methods=["suffix", "draft_model"])
     session = bench.submit()
@@ -381,7 +381,7 @@ async def test_block_receiver_takes_the_method_of_its_proposer() -> None:
     assert proposer.bad_blocks == 1
 
 
-async def test_registry_applies_limits_of_request_and_proposer() -> None:
+async def test_registry_with_limits_of_request_and_proposer_applies_both() -> None:
     bench = Bench()
     bench.attach("a", max_draft_tokens=3)
     assert bench.worker.set[bench.submit().id] == ("a", 3)
@@ -407,7 +407,7 @@ async def test_hub_when_session_outgrows_the_proposers_context_reassigns_it() ->
     assert bench.worker.set[session.id] == ("long", 4)
 
 
-async def test_registry_detaches_a_proposer_that_does_not_read() -> None:
+async def test_registry_with_proposer_that_does_not_read_detaches_it() -> None:
     bench = Bench(DraftLimits(max_backlog_tokens=10))
     proposer = bench.attach("a")
     session = bench.submit()
@@ -452,7 +452,7 @@ async def test_registry_when_proposer_is_behind_lets_a_session_wait() -> None:
     assert not proposer.outbox.made_room
 
 
-async def test_outbox_counts_advice_as_backlog() -> None:
+async def test_outbox_with_advice_counts_it_as_backlog() -> None:
     bench = Bench(DraftLimits(max_backlog_tokens=100))
     proposer = bench.attach("a")
     bench.submit(speculation=SpeculationParams(advice=Advice((1,) * 60, references=((2,) * 60,))))
@@ -460,7 +460,7 @@ async def test_outbox_counts_advice_as_backlog() -> None:
     assert isinstance(proposer.detached.result(), CapacityError)
 
 
-async def test_registry_replaces_a_proposer_that_misses_deadlines() -> None:
+async def test_registry_when_proposer_misses_deadlines_replaces_it() -> None:
     bench = Bench()
     slow = bench.attach("slow")
     session = bench.submit()
@@ -473,7 +473,7 @@ async def test_registry_replaces_a_proposer_that_misses_deadlines() -> None:
     assert session.epoch == 2
 
 
-async def test_registry_counts_proposers_by_a_bounded_number_of_pools() -> None:
+async def test_registry_with_many_pools_counts_a_bounded_number() -> None:
     bench = Bench()
     for i in range(300):
         bench.attach("a", pool=f"pool-{i % 2}")  # it dials anew
@@ -520,7 +520,7 @@ async def test_hub_when_engine_refuses_a_submission_keeps_nothing() -> None:
     assert await bench.hub.wait_idle(0.1)
 
 
-async def test_hub_failures_and_aborts_end_a_session_once() -> None:
+async def test_hub_after_failure_and_abort_ends_the_session_once() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     failed, aborted = bench.submit(), bench.submit()
@@ -559,7 +559,7 @@ async def test_hub_when_engine_breaks_down_reports_failure_at_once() -> None:
     assert bench.hub.failed.is_set()
 
 
-async def test_mailbox_gives_commits_before_the_error() -> None:
+async def test_mailbox_with_error_gives_commits_first() -> None:
     bench = Bench()
     session, mailbox = bench.submit(), Mailbox()
     first, second = commit(session, 1), commit(session, 2)
@@ -581,7 +581,7 @@ async def taken(mailbox: Mailbox) -> list[Commit] | None:
         return None
 
 
-async def test_mailbox_holds_tokens_back_except_the_first_and_the_last() -> None:
+async def test_mailbox_with_interval_delays_all_but_the_first_and_last_tokens() -> None:
     bench = Bench()
     session, mailbox = bench.submit(), Mailbox(interval=4)
     first, second, third = (commit(session, *tokens) for tokens in ((1,), (2, 3), (4, 5)))
@@ -597,7 +597,7 @@ async def test_mailbox_holds_tokens_back_except_the_first_and_the_last() -> None
     assert await taken(mailbox) == [second, last]
 
 
-async def test_mailbox_gives_held_back_tokens_before_the_error() -> None:
+async def test_mailbox_with_delayed_tokens_gives_them_before_the_error() -> None:
     bench = Bench()
     session, mailbox = bench.submit(), Mailbox(interval=100)
     mailbox.put(commit(session, 1))

@@ -60,7 +60,7 @@ def opened(sessions: Sequence[Session]) -> Outbox:
     return box
 
 
-async def test_outbox_rows_of_rounds_overtake_rows_of_prompts() -> None:
+async def test_outbox_with_rows_of_rounds_and_prompts_sends_rounds_first() -> None:
     new, old = make_session(1), make_session(2)
     box = opened([new, old])
     assert len((await take(box)).opens) == 2
@@ -76,7 +76,7 @@ async def test_outbox_rows_of_rounds_overtake_rows_of_prompts() -> None:
     assert [positions(await take(box)) for _ in range(3)] == [[(1, 2, 4)], [(2, 4, 5)], [(1, 4, 5)]]
 
 
-async def test_outbox_keeps_rows_of_a_session_in_order() -> None:
+async def test_outbox_with_several_rows_of_a_session_keeps_their_order() -> None:
     session = make_session(1)
     box = opened([session])
     await take(box)
@@ -90,7 +90,7 @@ async def test_outbox_keeps_rows_of_a_session_in_order() -> None:
     assert positions(await take(box)) == [(2, 0, 2)]
 
 
-async def test_outbox_opens_a_session_before_its_rows() -> None:
+async def test_outbox_with_a_new_session_opens_it_before_its_rows() -> None:
     """Also if it was the turn of prompts: rows of an unknown session would be lost."""
     first, second = make_session(1), make_session(2)
     box = opened([first])
@@ -101,7 +101,7 @@ async def test_outbox_opens_a_session_before_its_rows() -> None:
     assert positions(await take(box)) == [(2, 0, 1)]
 
 
-def test_outbox_message_equals_what_protobuf_writes() -> None:
+def test_outbox_message_with_rows_equals_what_protobuf_writes() -> None:
     batch = draft_pb2.SessionBatch(step_us=300)
     batch.commits.add(session=7, epoch=2, base_len=9, tokens=[1, 2])
     rows = [

@@ -101,7 +101,7 @@ def test_round_spans_of_a_long_request_are_bounded_and_add_up() -> None:
     assert all(a.end == b.start for a, b in pairwise(spans))
 
 
-def test_round_spans_leave_later_waits_out_of_the_first() -> None:
+def test_round_spans_of_first_round_leave_later_waits_out() -> None:
     spans = RoundSpans(Clock())
     spans.submitted()
     for number in range(2):

@@ -54,7 +54,7 @@ class Metrics:
         return self.registry.get_sample_value(f"outrider:{name}", {"model_name": "m", **labels})
 
 
-def test_scorer_metrics_count_a_step() -> None:
+def test_scorer_metrics_after_a_step_count_it() -> None:
     metrics = Metrics()
     first = metrics("spec_decode_num_accepted_tokens_per_pos_total", position="0")
     assert first == 0  # an alert finds drafts of which none was ever accepted
@@ -102,7 +102,7 @@ def test_scorer_metrics_when_rows_wait_count_at_most_idle_time(
     assert metrics("decode_plain_seconds_total") == pytest.approx(0.06)
 
 
-def test_scorer_metrics_count_colocated_drafts_as_part_of_the_step() -> None:
+def test_scorer_metrics_with_colocated_drafts_count_them_in_the_step() -> None:
     metrics = Metrics()
     metrics.scorer.observe_step(replace(TIMINGS, draft_ms=30.0), replace(COUNTS, wait_s=0.0))
     assert metrics("decode_seconds_total") == pytest.approx(0.056)
@@ -117,7 +117,7 @@ def test_scorer_metrics_of_a_step_with_prompt_leave_out_the_speedup() -> None:
     assert metrics("decode_seconds_total") == metrics("decode_plain_seconds_total") == 0.0
 
 
-def test_scorer_metrics_bound_the_names_of_proposers() -> None:
+def test_scorer_metrics_with_many_proposers_bound_their_names() -> None:
     metrics = Metrics()
     for i in range(5000):
         metrics.scorer.attached(f"proposer-{i}", f"pool-{i}")
@@ -128,7 +128,7 @@ def test_scorer_metrics_bound_the_names_of_proposers() -> None:
     assert metrics("pool_draft_tokens_total", pool="other") == 5000 - 256
 
 
-def test_scorer_metrics_count_hidden_states() -> None:
+def test_scorer_metrics_with_hidden_states_count_them() -> None:
     metrics = Metrics()
     order = FeatureOrder(1, FeatureSpec(4, (1,), final_norm=True), FeatureWindow())
     rows = tuple(FeatureRows(i, order, 0, bytes(16 * n)) for i, n in enumerate((3, 5)))

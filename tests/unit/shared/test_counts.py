@@ -29,7 +29,7 @@ class CountingWorld(World):
 
 @pytest.mark.parametrize("kind", [FixedPolicy, AdaptivePolicy])
 @pytest.mark.parametrize("max_branches", [0, 8])
-def test_step_counts_sum_to_request_stats(
+def test_step_counts_of_all_steps_sum_to_request_stats(
     kind: type[FixedPolicy] | type[AdaptivePolicy], max_branches: int
 ) -> None:
     policy = kind(4)

@@ -21,7 +21,7 @@ from tests.support.kubernetes.promql import (
 ALERTS = [rule for rule in rules() if "alert" in rule]
 
 
-def test_dashboards_equal_the_generated_ones() -> None:
+def test_dashboards_in_the_repository_equal_the_generated_ones() -> None:
     committed = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
     assert committed == rendered(), "run `make dashboards`"
 
@@ -47,7 +47,7 @@ def test_dashboard_queries_are_valid_promql() -> None:
             assert selector.metric.startswith(("outrider:", "gen_ai_server_")), query
 
 
-def test_dashboards_show_every_metric() -> None:
+def test_dashboards_of_all_services_show_every_metric() -> None:
     text = (ROOT / "docs/operations.md").read_text()  # it has them all: tests/e2e/test_metrics.py
     metrics = re.findall(r"`((?:outrider:|gen_ai_)\w+)`", text)
     shown = {selector.metric for query in dashboard_queries() for selector in selectors(query.expr)}
@@ -75,6 +75,6 @@ def test_alerts_have_a_runbook_and_a_test(alert: dict[str, object]) -> None:
     assert alert["labels"] in ({"severity": "ticket"}, {"severity": "page"})
 
 
-def test_runbooks_all_belong_to_an_alert() -> None:
+def test_runbooks_of_the_documentation_belong_to_an_alert() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
     assert headings == [alert["alert"] for alert in ALERTS]

@@ -12,7 +12,7 @@ from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs, DraftTree
 from outrider.errors import InvalidRequestError
 
 
-def test_branched_hangs_branches_where_the_chain_is_left() -> None:
+def test_draft_tree_branched_adds_branches_where_the_chain_is_left() -> None:
     tree = DraftTree.branched(7, (1, 2, 3), [(3, (4, 5)), (0, (9, 8)), (2, (6,)), (1, ())])
     assert tree.first_path(9) == (1, 2, 3, 4, 5), "the chain first, and what goes on from its end"
     assert tree.walk((9,)) == DraftTree.chain(8, (8,))
@@ -23,7 +23,7 @@ def test_branched_hangs_branches_where_the_chain_is_left() -> None:
     assert DraftTree.branched(0, (1, 2), [(2, (3,))]).is_chain
 
 
-def test_at_most_returns_a_tree() -> None:
+def test_draft_tree_at_most_any_number_is_a_tree() -> None:
     rng = random.Random(3)
     tokens = [rng.randrange(50) for _ in range(40)]
     parents = [rng.randrange(-1, i) for i in range(40)]
@@ -36,7 +36,7 @@ def test_at_most_returns_a_tree() -> None:
         )
 
 
-def test_below_prunes_in_order() -> None:
+def test_draft_tree_below_a_node_prunes_in_order() -> None:
     #  0 - 1 - 3
     #    \ 2 - 4 - 6
     #          \ 5
@@ -52,7 +52,7 @@ def test_below_prunes_in_order() -> None:
     assert gapped.below(-1, 3, 2) == DraftTree(0, (1, 2, 4), (-1, 0, -1)), "the next one instead"
 
 
-def test_below_equals_the_definition() -> None:
+def test_draft_tree_below_any_node_equals_the_definition() -> None:
     rng = random.Random(5)
     for _ in range(30):
         size = rng.randrange(1, 12)
@@ -88,7 +88,7 @@ def test_below_equals_the_definition() -> None:
     ],
     ids=str,
 )
-def test_validated_without_a_tree_refuses(
+def test_draft_tree_validated_without_a_tree_refuses(
     token_ids: tuple[int, ...], parents: tuple[int, ...], param: str
 ) -> None:
     whole = DraftTree.validated(0, (1, 9, 3), (-1, 0, -1), vocab_size=10, max_nodes=3)
@@ -98,7 +98,7 @@ def test_validated_without_a_tree_refuses(
     assert caught.value.param == param
 
 
-def test_walk_of_large_tree_is_fast() -> None:
+def test_draft_tree_walk_of_large_tree_is_fast() -> None:
     chain = tuple(range(1000, 1008))
     branches = [(a, tuple(range(a * 100, a * 100 + 6))) for a in range(9)]
     tree = DraftTree.branched(0, chain, branches)
@@ -113,7 +113,7 @@ def test_walk_of_large_tree_is_fast() -> None:
     assert min(timeit.repeat(walk, number=100, repeat=20)) / 100 < 50e-6
 
 
-def test_draft_probs_stay_with_their_nodes() -> None:
+def test_draft_tree_with_probs_keeps_them_with_their_nodes() -> None:
     probs = [DraftProbs((t, t + 1), (0.75, 0.25)) for t in range(6)]
     # 0 -> 1 -> 2, and 3 -> 4 beside it; 5 goes on after 2.
     tree = DraftTree.validated(
@@ -154,7 +154,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("probs", MALFORMED.values(), ids=MALFORMED)
-def test_validated_without_a_distribution_refuses(probs: list[DraftProbs]) -> None:
+def test_draft_tree_validated_without_a_distribution_refuses(probs: list[DraftProbs]) -> None:
     good = DraftProbs((5, 6), (0.5, 0.5))
     vocab_size = 10_000 if len(probs) == 2 and len(probs[0].token_ids) > 10 else 10
     for parents in ((), (-1, -1)):
@@ -165,7 +165,7 @@ def test_validated_without_a_distribution_refuses(probs: list[DraftProbs]) -> No
         assert caught.value.param == "draft_probs"
 
 
-def test_is_outrun_behind_a_leaf_is_true() -> None:
+def test_draft_tree_is_outrun_behind_a_leaf() -> None:
     tree = DraftTree(5, (1, 2, 3, 4), (-1, 0, 0, 1))  # 1 2 4, and 1 3
     for tokens in ((1, 2, 4, 9), (1, 3, 9), (1, 3, 9, 9)):
         assert tree.is_outrun(tokens)

@@ -34,18 +34,18 @@ INFO = EngineInfo(
         ),
     ],
 )
-def test_engine_info_check_refuses_unknown_tokens(request_: Request, param: str) -> None:
+def test_engine_info_check_of_unknown_tokens_refuses(request_: Request, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         INFO.check(request_)
     assert caught.value.param == param
 
 
-def test_engine_info_check_refuses_a_full_context() -> None:
+def test_engine_info_check_of_a_full_context_refuses() -> None:
     with pytest.raises(PromptTooLongError):
         INFO.check(Request(1, (3,) * 8))
 
 
-def test_engine_info_check_accepts_what_fits() -> None:
+def test_engine_info_check_of_what_fits_accepts() -> None:
     advice = Advice((9, 0), references=((), (9,)))
     sampling = SamplingParams(logit_bias=((9, 1.0),))
     INFO.check(Request(1, (9,) * 7, sampling, speculation=SpeculationParams(advice=advice)))

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt2", "opt", "gpt_neox"])
-def test_target_read_returns_the_models_states_and_logits(name: str) -> None:
+def test_target_read_of_any_model_returns_its_states_and_logits(name: str) -> None:
     model: Any = random_model(ARCHITECTURES[name], torch.float32)
     token_ids = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
     read = Target(model).read(token_ids, (1, 2))
@@ -66,7 +66,7 @@ processes.close()
 """
 
 
-def test_processes_average_gradients_over_ranks() -> None:
+def test_processes_of_several_ranks_average_their_gradients() -> None:
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -85,7 +85,7 @@ def test_processes_average_gradients_over_ranks() -> None:
     assert said == ["[0, 2, 1, 3]\n[[0.0, 0.0]] [[2.0, 4.0]] [4.5] 0.25\n"] * 2
 
 
-def test_chain_mask_shows_true_rows_then_the_own_chain() -> None:
+def test_chain_mask_at_any_step_shows_true_rows_then_the_own_chain() -> None:
     length = 6
     mask = chain_mask(length, 3, CPU).view(length, 3, length)
     for row in range(length):
@@ -113,7 +113,7 @@ class Oracle:
             yield torch.nn.functional.one_hot(guess, self.vocab_size).float()
 
 
-def test_acceptance_replays_rounds(folder: Path) -> None:
+def test_acceptance_of_any_head_replays_rounds(folder: Path) -> None:
     target = load_target(folder / "target", CPU, torch.float32)
     text = torch.from_numpy(np.load(folder / "text.npy")[None, :40]).long()
     head: Any = Oracle([True, True, False, True], 512)
