@@ -165,7 +165,7 @@ def test_what_the_readme_says_to_type_works(stack: Up) -> None:
     port = stack.http.rpartition(":")[2]
     here = readme.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     blocks = re.findall(r"^```(sh|python)\n(.*?)^```", here, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["sh", "python", "python", "sh"]
+    assert [kind for kind, _ in blocks] == ["sh", "python", "python", "python", "sh"]
     for kind, text in blocks:
         text = text.replace("127.0.0.1:50051", stack.grpc)
         text = text.replace("outrider generate", f"{shlex.join(OUTRIDER)} generate", 1)
