@@ -169,7 +169,7 @@ def test_readme_commands_when_typed_work(stack: Up) -> None:
     port = stack.http.rpartition(":")[2]
     here = readme.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     blocks = re.findall(r"^```(sh|python)\n(.*?)^```", here, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["sh", "python", "python", "sh"]
+    assert [kind for kind, _ in blocks] == ["sh", "python", "python", "python", "sh"]
     for kind, text in blocks:
         text = text.replace("127.0.0.1:50051", stack.grpc)
         text = text.replace("outrider generate", f"{shlex.join(OUTRIDER)} generate", 1)
