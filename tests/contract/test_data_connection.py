@@ -77,7 +77,7 @@ async def stall(proxy: DelayProxy) -> None:
     proxy.delay_s = 0.0
 
 
-async def break_beside_a_stall(stream: DelayProxy, data: DelayProxy) -> None:
+async def break_during_a_stall(stream: DelayProxy, data: DelayProxy) -> None:
     """The proposer hears of it from the stream alone."""
     data.delay_s = 60.0
     await asyncio.sleep(0.1)  # what is sent now keeps all that follows on that connection
@@ -88,7 +88,7 @@ async def break_beside_a_stall(stream: DelayProxy, data: DelayProxy) -> None:
 BREAKS: dict[str, Callable[[DelayProxy, DelayProxy], Awaitable[object]]] = {
     "the data connection": lambda _, data: data.disconnect(),
     "the stream": lambda stream, _: stream.disconnect(),
-    "the stream, where the data connection is stalled": break_beside_a_stall,
+    "the stream, where the data connection is stalled": break_during_a_stall,
     "both": lambda *ways: asyncio.gather(*(way.disconnect() for way in ways)),
 }
 
@@ -324,14 +324,14 @@ ENDED: dict[str, tuple[Callable[[RunningScorer], Awaitable[object]], str]] = {
 async def test_data_connection_when_ended_by_the_scorer_logs_why(
     how: str, warnings: Callable[[], list[str]]
 ) -> None:
-    end, told = ENDED[how]
+    end, message = ENDED[how]
     async with (
         running_scorer() as scorer,
         drafting(scorer, scorer.address),
     ):
         await is_drafted_for(scorer)
         await end(scorer)
-        await scorer.until(lambda: any(told in w for w in warnings()), "it is told")
+        await scorer.until(lambda: any(message in w for w in warnings()), "it is told")
 
 
 async def test_data_connection_when_proposer_stops_says_goodbye(

@@ -107,14 +107,14 @@ async def test_data_conversation_with_endless_messages_lets_other_tasks_run() ->
     connected = asyncio.get_running_loop().create_future()
     connected.set_result(Frames(*await asyncio.open_connection(sock=near), MAX_MESSAGE_BYTES))
     wire = through_frames(silence(), Offer(draft_pb2.DataConnection(), connected))
-    had_its_turn = asyncio.Event()
+    other_task_ran = asyncio.Event()
     with far:
         far.sendall(framed(b"") * 100)  # what is read at once
         async with contextlib.aclosing(wire.requests()) as requests:
             await anext(requests)
-            asyncio.get_running_loop().call_soon(had_its_turn.set)
+            asyncio.get_running_loop().call_soon(other_task_ran.set)
             await anext(requests)
-            assert had_its_turn.is_set()
+            assert other_task_ran.is_set()
 
 
 async def silence() -> AsyncIterator[draft_pb2.DraftRequest]:

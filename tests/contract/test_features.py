@@ -34,13 +34,13 @@ FINAL = FeatureSpec(SIZE, (), final_norm=True)
 def half_right(scorer: RunningScorer) -> Callable[[Sequence[int], int], DraftTree]:
     """The target's own next tokens; every third draft ends in a wrong one."""
 
-    def guess(tokens: Sequence[int], k: int) -> DraftTree:
+    def make_draft(tokens: Sequence[int], k: int) -> DraftTree:
         text = scorer.model.greedy_text(tokens, k)
         if len(tokens) % 3 == 0 and k:
             text[-1] = (text[-1] + 1) % VOCAB
         return DraftTree.chain(len(tokens), text)
 
-    return guess
+    return make_draft
 
 
 def reader(scorer: RunningScorer, spec: FeatureSpec, projection: Tensor | None = None) -> RowReader:

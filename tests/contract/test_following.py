@@ -60,13 +60,13 @@ async def test_proposer_after_a_time_without_drafts_has_every_token_and_state(
     length = MAX_LEN - len(prompt)  # no drafts, drafts, and none at the end
     async with running_scorer(features=CAPTURED, policy=Spells) as scorer:
 
-        def guess(tokens: Tokens[int], k: int) -> DraftTree:
+        def make_draft(tokens: Tokens[int], k: int) -> DraftTree:
             return DraftTree.chain(len(tokens), scorer.model.greedy_text(tokens, k))
 
         plain = await scorer.generate(
             prompt, max_tokens=length, temperature=temperature, enabled=False
         )
-        method = Counting(CAPTURED, guess, vocab_size=VOCAB)
+        method = Counting(CAPTURED, make_draft, vocab_size=VOCAB)
         async with serving(scorer.address, method):
             await scorer.until(
                 lambda: bool(scorer.hub.registry.proposers), "a proposer is attached"

@@ -60,13 +60,13 @@ def reads(spec: FeatureSpec = FINAL) -> Callable[[PacedModel], RowReader]:
         spec, matrix = selection(CAPTURED, spec.projection_dim)
 
     def made(model: PacedModel) -> RowReader:
-        def guess(tokens: Sequence[int], k: int) -> DraftTree:
+        def make_draft(tokens: Sequence[int], k: int) -> DraftTree:
             text = model.greedy_text(tokens, k)
             if len(tokens) % 3 == 0 and k:
                 text[-1] = (text[-1] + 1) % VOCAB
             return DraftTree.chain(len(tokens), text)
 
-        return RowReader(spec, guess, vocab_size=VOCAB, projection=matrix)
+        return RowReader(spec, make_draft, vocab_size=VOCAB, projection=matrix)
 
     return made
 

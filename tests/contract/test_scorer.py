@@ -144,7 +144,7 @@ async def test_generate_with_any_drafts_keeps_the_sampled_text() -> None:
             assert all(map(sampling.HasField, fields))
 
 
-async def told(
+async def generate_logprobs(
     scorer: RunningScorer, *, resumed: Sequence[int] = (), enabled: bool = True
 ) -> list[tuple[int, common_pb2.TokenLogprobs]]:
     """Tokens and their log probabilities, of a request that penalises and must not stop."""
@@ -165,7 +165,7 @@ async def told(
 
 async def test_generate_with_any_drafts_keeps_penalties_and_logprobs() -> None:
     async with running_scorer() as scorer:
-        plain = await told(scorer, enabled=False)
+        plain = await generate_logprobs(scorer, enabled=False)
         text = [token for token, _ in plain]
         assert len(text) == 40
         assert not {*range(8), 9} & {*text}
@@ -176,10 +176,10 @@ async def test_generate_with_any_drafts_keeps_penalties_and_logprobs() -> None:
             assert list(logprobs.top_token_ids) == np.argsort(-truth)[:2].tolist()
             assert list(logprobs.top_logprobs) == pytest.approx(-np.sort(-truth)[:2], abs=1e-5)
         async with proposing(ScriptedProposer(scorer.stub, follow(known_text(PROMPT, text)))):
-            assert await told(scorer) == plain
+            assert await generate_logprobs(scorer) == plain
             assert scorer.metric("spec_decode_num_accepted_tokens_total") > 0
             for done in (1, 17, 39):
-                assert await told(scorer, resumed=text[:done]) == plain[done:]
+                assert await generate_logprobs(scorer, resumed=text[:done]) == plain[done:]
 
 
 async def test_scorer_with_many_requests_sends_one_message_per_step() -> None:

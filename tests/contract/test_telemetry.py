@@ -80,14 +80,14 @@ def test_telemetry_with_ended_spans_records_them_like_started_ones() -> None:
     telemetry.record(parent, [PastSpan("late", 10, 20)])
     (first, second, below, request) = spans.get_finished_spans()
 
-    def told(span: ReadableSpan) -> dict[str, object]:
-        told: dict[str, object] = json.loads(span.to_json())
-        context = told["context"]
+    def fields_of(span: ReadableSpan) -> dict[str, object]:
+        fields: dict[str, object] = json.loads(span.to_json())
+        context = fields["context"]
         assert isinstance(context, dict)
         assert len(context.pop("span_id")) == len("0x") + 16
-        return told | {"scope": span.instrumentation_scope, "flags": span.context.trace_flags}
+        return fields | {"scope": span.instrumentation_scope, "flags": span.context.trace_flags}
 
-    assert told(second) == told(first)
+    assert fields_of(second) == fields_of(first)
     assert below.parent == second.context
     assert second.parent == first.parent == request.context
     assert len({span.context.span_id for span in (first, second, below, request)}) == 4

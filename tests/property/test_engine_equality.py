@@ -161,7 +161,7 @@ class Scenario:
             launched = self.rng.random() < 0.5 and self.go_on()
             events = self.engine.finalize_step()
             assert events is not None
-            self.told(events)
+            self.take_events(events)
         return stepped
 
     def go_on(self) -> bool:
@@ -172,7 +172,7 @@ class Scenario:
             self.attach(self.rng.choice(("a", "b", None)))
         return self.engine.launch()
 
-    def told(self, events: StepEvents) -> None:
+    def take_events(self, events: StepEvents) -> None:
         assert not events.failures
         for commit in events.commits:
             client = self.clients[commit.session_id]
@@ -242,10 +242,10 @@ class Scenario:
         if not client.logprobs:
             return
         truth = TRUTH.logprobs(client.request.prompt_token_ids, client.tokens)
-        for token, told, logprobs in zip(client.tokens, client.logprobs, truth, strict=True):
-            assert abs(told.logprob - logprobs[token]) < 1e-5
-            assert [likely for likely, _ in told.top] == np.argsort(-logprobs)[:top].tolist()
-            assert all(abs(logprob - logprobs[likely]) < 1e-5 for likely, logprob in told.top)
+        for token, returned, logprobs in zip(client.tokens, client.logprobs, truth, strict=True):
+            assert abs(returned.logprob - logprobs[token]) < 1e-5
+            assert [likely for likely, _ in returned.top] == np.argsort(-logprobs)[:top].tolist()
+            assert all(abs(logprob - logprobs[likely]) < 1e-5 for likely, logprob in returned.top)
 
     def check_stats(self, client: Client, last: Commit, reason: FinishReason) -> None:
         stats = last.stats

@@ -22,7 +22,7 @@ from tests.support.simulators.simulation import VOCAB, Clock, Net
 def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:
     """Trees around the likeliest text, of which the true token is one of the siblings or none."""
 
-    def guess(tokens: Sequence[int], k: int) -> DraftTree:
+    def make_draft(tokens: Sequence[int], k: int) -> DraftTree:
         ids: list[int] = []
         parents: list[int] = []
         text, parent = list(tokens), -1
@@ -42,7 +42,7 @@ def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:
             text.append(nexts[chosen])
         return DraftTree(len(tokens), tuple(ids), tuple(parents))
 
-    return guess
+    return make_draft
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -21,8 +21,8 @@ def test_choose_dtype_unless_set_is_the_fastest() -> None:
     assert choose_dtype(on_cpu, on_cpu=torch.float32) is torch.float32
     on_cuda = replace(on_cpu, device="cuda")
     assert choose_dtype(on_cuda, on_cpu=torch.float32) is torch.bfloat16
-    told = replace(on_cuda, dtype="float32")
-    assert choose_dtype(told, on_cpu=torch.bfloat16) is torch.float32
+    in_float32 = replace(on_cuda, dtype="float32")
+    assert choose_dtype(in_float32, on_cpu=torch.bfloat16) is torch.float32
 
 
 def test_model_config_with_int8_kernels_quantizes() -> None:

@@ -221,12 +221,12 @@ def test_kv_bytes_per_page_from_folder_equals_loaded_model(tmp_path: Path) -> No
     source.save_pretrained(tmp_path)
     spec = read_features(tmp_path, "1,final")
     assert spec == FeatureSpec(source.config.hidden_size, (1,), final_norm=True)
-    told = kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=PAGE_SIZE, features=spec)
+    computed = kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=PAGE_SIZE, features=spec)
     model = build_paged_model(
         source,
         ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec, self_test=False),
     )
-    assert told == model.kv_bytes_per_page
+    assert computed == model.kv_bytes_per_page
 
 
 @pytest.mark.parametrize(

@@ -232,8 +232,8 @@ def test_runner_with_several_rows_equals_each_alone(seed: int, at_once: int) -> 
         assert together.accepted[i] == accepted
         chosen = together.choices[i][: accepted + 1]
         assert list(chosen) == list(alone.choices[0][: accepted + 1])
-        told = together.logprobs[i] if together.logprobs else ()
-        assert told == (alone.logprobs[0] if alone.logprobs else ())
+        returned = together.logprobs[i] if together.logprobs else ()
+        assert returned == (alone.logprobs[0] if alone.logprobs else ())
 
 
 def test_logprobs_of_sampled_tokens_are_of_the_raw_logits() -> None:
@@ -244,12 +244,12 @@ def test_logprobs_of_sampled_tokens_are_of_the_raw_logits() -> None:
     first, none, second = to_token_logprobs(values, rows, counts=[2, 1, 1])
     assert none == ()
     assert (len(first), len(second)) == (2, 1)
-    for told, place, top in ((first[0], 0, 2), (first[1], 1, 2), (second[0], 3, 0)):
+    for returned, place, top in ((first[0], 0, 2), (first[1], 1, 2), (second[0], 3, 0)):
         row = logits[place].tolist()
         total = math.log(sum(map(math.exp, row)))
         likeliest = sorted(range(VOCAB), key=lambda token: -row[token])[:top]
-        assert told.logprob == pytest.approx(row[drawn[place]] - total, abs=1e-5)
-        assert [token for token, _ in told.top] == likeliest
-        assert [p for _, p in told.top] == pytest.approx(
+        assert returned.logprob == pytest.approx(row[drawn[place]] - total, abs=1e-5)
+        assert [token for token, _ in returned.top] == likeliest
+        assert [p for _, p in returned.top] == pytest.approx(
             [row[t] - total for t in likeliest], abs=1e-5
         )

@@ -132,8 +132,8 @@ def test_stop_strings_before_min_tokens_are_ignored(
 
 def test_stop_strings_with_incomplete_last_character_keep_it_in_its_token() -> None:
     chunks, _ = run(["ab", "c~", "~"], ["x"])
-    told = [[(token.id, token.text) for token in chunk] for chunk in chunks]
-    assert told == [[(0, "ab")], [], [], [(1, "c"), (2, "~~")]]
+    emitted = [[(token.id, token.text) for token in chunk] for chunk in chunks]
+    assert emitted == [[(0, "ab")], [], [], [(1, "c"), (2, "~~")]]
 
 
 def test_stop_strings_completed_by_the_flush_end_the_text() -> None:

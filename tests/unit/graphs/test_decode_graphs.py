@@ -194,8 +194,8 @@ def test_decode_graphs_on_any_step_equal_eager_runner(
     ):
         assert list(got[: accepted + 1]) == list(want[: accepted + 1])
     assert list(map(len, result.logprobs)) == list(map(len, expected.logprobs))
-    told = zip(chain(*result.logprobs), chain(*expected.logprobs), strict=True)
-    for got_one, want_one in told:
+    pairs = zip(chain(*result.logprobs), chain(*expected.logprobs), strict=True)
+    for got_one, want_one in pairs:
         assert got_one.logprob == pytest.approx(want_one.logprob)
         assert [token for token, _ in got_one.top] == [token for token, _ in want_one.top]
 

@@ -153,8 +153,8 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
             engine.submit(Request(i, tuple(prompts[i]), sampling=sampling, stop=stop))
             engine.set_drafting(i, DraftOffer("a", 2))
         for i in left.difference(waiting):
-            guess = DraftTree.chain(len(prompts[i]) + len(said[i]), [rng.randrange(97), 5])
-            engine.post_block(PostedBlock(i, guess, "a", 1))
+            draft = DraftTree.chain(len(prompts[i]) + len(said[i]), [rng.randrange(97), 5])
+            engine.post_block(PostedBlock(i, draft, "a", 1))
         events = engine.step()
         assert events is not None
         assert not events.failures

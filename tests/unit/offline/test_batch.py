@@ -36,7 +36,7 @@ def test_read_line_when_right_gives_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "not JSON"),
         ("[]", "custom_id"),
@@ -48,10 +48,10 @@ def test_read_line_when_right_gives_its_request() -> None:
         (json.dumps({"custom_id": "c", "method": "POST", "url": "/v1/completions"}), "valid JSON"),
     ],
 )
-def test_read_line_when_wrong_says_why(text: str, told: str) -> None:
+def test_read_line_when_wrong_says_why(text: str, message: str) -> None:
     _, error = read_line(text, {"seen"})
     assert isinstance(error, OutriderError)
-    assert told in error.message
+    assert message in error.message
 
 
 def test_batch_with_good_and_bad_lines_answers_as_http_does(shared_engine: LocalEngine) -> None:

@@ -97,7 +97,7 @@ def test_draft_worker_gives_spare_time_to_any_method() -> None:
     assert alone.calls == joined.calls == [[]]
 
 
-def told(link: int, batch: draft_pb2.SessionBatch) -> Item:
+def received(link: int, batch: draft_pb2.SessionBatch) -> Item:
     return Batch(link, batch, 0.0)
 
 
@@ -120,14 +120,16 @@ def test_draft_worker_remembers_a_continued_response_once_it_is_whole(what: str)
     telemetry = configure("outrider-proposer")
     cycle = Cycle(suffix, ProposerMetrics(CollectorRegistry()), telemetry)
     opened, committed = open_(1, [1, 2]), commit(1, 2, [3, 4])
-    cycle.apply([attach(1), told(1, draft_pb2.SessionBatch(opens=[opened], commits=[committed]))])
+    cycle.apply(
+        [attach(1), received(1, draft_pb2.SessionBatch(opens=[opened], commits=[committed]))]
+    )
     end(cycle)
     again = open_(1, [1, 2, 3, 4], epoch=2)
     again.num_output_tokens = 2
-    cycle.apply([told(link, draft_pb2.SessionBatch(opens=[again]))])
+    cycle.apply([received(link, draft_pb2.SessionBatch(opens=[again]))])
     assert (len(suffix.responses), suffix.num_sessions) == (0, 1)
     closing = draft_pb2.SessionBatch(
         commits=[commit(1, 4, [5], epoch=2)], closes=[close(1, epoch=2)]
     )
-    cycle.apply([told(link, closing)])
+    cycle.apply([received(link, closing)])
     assert suffix.responses.num_tokens == 6, "with an end"

@@ -33,10 +33,10 @@ def test_pace_meter_when_draft_was_not_waited_for_measures_nothing() -> None:
 
 def test_pace_meter_takes_branches_for_an_upper_bound() -> None:
     meter = PaceMeter()
-    for i, late in enumerate((0.002, 0.0, 0.005)):  # they come so long before the verdict, or late
+    for i, late in enumerate((0.002, 0.0, 0.005)):  # they come so long before the commit, or late
         now = float(i)
         meter.handed_ahead(1, now)
-        meter.committed(1, now + 0.001, 0.005, verified=True)  # the verdict that they foretold
+        meter.committed(1, now + 0.001, 0.005, verified=True)  # the commit that they foretold
         meter.committed(1, now + 0.006 + late, 0.005, verified=True)
     assert meter.pace.network_s == pytest.approx(0.001)
 

@@ -75,10 +75,10 @@ async def test_hub_with_many_clients_reads_drafts_before_all_are_written_to() ->
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(20)]
     await sent(proposer)
-    told_before_drafts: list[int] = []
+    written_before_drafts: list[int] = []
 
     def draft_comes() -> None:
-        told_before_drafts.append(sum([got.done() for got in received]))
+        written_before_drafts.append(sum([got.done() for got in received]))
 
     received = [asyncio.create_task(session.mailbox.take()) for session in sessions]
     await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_hub_with_many_clients_reads_drafts_before_all_are_written_to() ->
     async with asyncio.timeout(5):
         commits = await asyncio.gather(*received)
     assert [[each.token_ids for each in got] for got in commits] == [[(5,)]] * 20
-    assert 0 < told_before_drafts[0] < 20
+    assert 0 < written_before_drafts[0] < 20
 
 
 async def test_hub_with_several_steps_delivers_each_before_the_next() -> None:
@@ -220,7 +220,7 @@ async def nothing_to_send(proposer: AttachedProposer) -> bool:
     return False
 
 
-def told(batch: draft_pb2.SessionBatch) -> list[tuple[int, list[int], int]]:
+def commits_in(batch: draft_pb2.SessionBatch) -> list[tuple[int, list[int], int]]:
     return [(c.base_len, list(c.tokens), c.num_draft_tokens) for c in batch.commits]
 
 
@@ -229,19 +229,19 @@ async def test_outbox_when_no_drafts_are_wanted_wakes_no_proposer() -> None:
     proposer = bench.attach("a")
     session = bench.submit()
     bench.step(commit(session, 4, k=0))
-    assert told(await sent(proposer)) == [(3, [4], 0)], "that it may rest is told at once"
+    assert commits_in(await sent(proposer)) == [(3, [4], 0)], "that it may rest is said at once"
     for token in range(HELD_TOKENS - 1):
         bench.step(commit(session, token, k=0))
     assert await nothing_to_send(proposer)
     bench.step(commit(session, 7, k=0))
-    assert told(await sent(proposer)) == [(4, [*range(HELD_TOKENS - 1), 7], 0)]
+    assert commits_in(await sent(proposer)) == [(4, [*range(HELD_TOKENS - 1), 7], 0)]
     bench.step(commit(session, 8, k=0))
     assert await nothing_to_send(proposer)
     bench.step(commit(session, 9, 10, k=2))
     base_len = len(session.committed) - 3
-    assert told(await sent(proposer)) == [(base_len, [8, 9, 10], 2)], "nothing is missing"
+    assert commits_in(await sent(proposer)) == [(base_len, [8, 9, 10], 2)], "nothing is missing"
     bench.step(commit(session, 11, k=2))
-    assert told(await sent(proposer)) == [(base_len + 3, [11], 2)]
+    assert commits_in(await sent(proposer)) == [(base_len + 3, [11], 2)]
 
 
 async def test_outbox_with_delayed_commits_sends_them_before_close() -> None:
@@ -253,7 +253,7 @@ async def test_outbox_with_delayed_commits_sends_them_before_close() -> None:
     bench.step(commit(session, 5, k=0))
     bench.step(commit(session, 6, finish=FinishReason.LENGTH, k=0))
     batch = await sent(proposer)
-    assert told(batch) == [(4, [5, 6], 0)]
+    assert commits_in(batch) == [(4, [5, 6], 0)]
     assert [c.session for c in batch.closes] == [session.id]
 
 
@@ -269,7 +269,7 @@ async def test_registry_with_moved_session_opens_it_with_all_delayed_commits() -
     (opened,) = (await sent(second)).opens
     assert list(opened.prefix) == [1, 2, 3, 4, 5]
     bench.step(commit(session, 6, k=1))
-    assert told(await sent(second)) == [(5, [6], 1)]
+    assert commits_in(await sent(second)) == [(5, [6], 1)]
 
 
 async def test_registry_while_nothing_is_drafted_requests_no_first_draft() -> None:
@@ -284,7 +284,7 @@ async def test_registry_while_nothing_is_drafted_requests_no_first_draft() -> No
     bench.step(commit(session, 4, k=0))
     assert await nothing_to_send(proposer)
     bench.step(commit(session, 5, k=3))
-    assert told(await sent(proposer)) == [(3, [4, 5], 3)]
+    assert commits_in(await sent(proposer)) == [(3, [4, 5], 3)]
 
 
 async def test_registry_with_more_sessions_than_room_shares_load_and_queues_the_rest() -> None:
