@@ -111,7 +111,7 @@ async def test_data_connection_when_broken_is_dialled_anew_and_drafted_for(what:
             await is_drafted_for(scorer)
 
 
-async def test_data_connection_when_broken_for_the_proposer_alone_is_dialled_anew_at_once(
+async def test_data_connection_when_broken_for_the_proposer_is_dialled_anew_at_once(
     monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(conversation, "_STATUS_TIMEOUT_S", 60.0)

@@ -65,7 +65,7 @@ async def in_the_middle(
 
 
 @pytest.mark.parametrize("what", BROKEN)
-async def test_data_conversation_with_an_invalid_message_ends_the_stream_and_no_request(
+async def test_data_conversation_with_an_invalid_message_ends_only_the_stream(
     what: str,
 ) -> None:
     follows, sent, told = BROKEN[what]

@@ -224,7 +224,9 @@ def last_logits(model: PagedModel, tokens: TokenIds) -> torch.Tensor:
     return model.forward(batch)[0]
 
 
-def test_size_cache_leaves_memory_constant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_cache_before_serving_leaves_memory_constant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines: list[str] = []
     limits = StepLimits(16, max_num_batched_tokens=512, num_speculative_tokens=K, trees=True)
     memory = DeviceMemory(CUDA, 0.2)

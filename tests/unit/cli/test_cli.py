@@ -65,7 +65,7 @@ def token(text: str, kind: common_pb2.TokenKind.ValueType) -> generation_pb2.Out
     return generation_pb2.OutputToken(id=1, text=text, kind=kind)
 
 
-def test_token_kinds_have_own_colours() -> None:
+def test_token_kinds_when_printed_have_own_colours() -> None:
     kinds = [
         common_pb2.TOKEN_KIND_ACCEPTED,
         common_pb2.TOKEN_KIND_BONUS,
@@ -165,14 +165,14 @@ def test_command_with_unknown_flag_names_itself(capsys: pytest.CaptureFixture[st
     assert "outrider serve: error: unrecognized arguments: --devices cuda" in said
 
 
-def test_generate_without_gateway_says_so(
+def test_generate_without_gateway_reports_that_none_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command_line.main(["generate", "x", "--address", "unix:/nowhere.sock"]) == 1
     assert "no gateway answers there" in capsys.readouterr().err
 
 
-def test_demo_of_no_tokens_says_so() -> None:
+def test_demo_of_no_tokens_asks_for_another_prompt() -> None:
     aux = common_pb2.AuxInfo()
     nothing = Run(text="", num_tokens=0, kinds=Counter(), ttft_s=0.1, total_s=0.1, aux=aux)
     screen = console(terminal=False)
@@ -186,7 +186,7 @@ def test_address_from_ready_line_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # by the locale
-def test_generate_with_binary_stdin_says_so(
+def test_generate_with_binary_stdin_is_refused(
     errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors)
@@ -195,7 +195,7 @@ def test_generate_with_binary_stdin_says_so(
     assert "the prompt on stdin is not UTF-8 text" in capsys.readouterr().err
 
 
-def test_generate_past_timeout_says_so(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_past_timeout_reports_it(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "slow", "--address", gateway, "--timeout", "0.5"]
     assert command_line.main(argv) == 1
     assert "no complete answer within 0.5 s" in capsys.readouterr().err

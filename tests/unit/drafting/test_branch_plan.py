@@ -48,7 +48,7 @@ def plan_one(chances: Chances, verified: int, budget: int, undrafted: float = 0.
     return listed(plan_all([(chances, verified, undrafted)], budget), chances.shape[1])[0]
 
 
-def test_plan_branches_equals_the_formula() -> None:
+def test_plan_branches_of_any_session_equals_the_formula() -> None:
     chances = {(a, r): chance for a, r, chance in plan_one(CHANCES, K, 99)}
     assert chances[0, 1] == pytest.approx(0.15)
     assert chances[2, 2] == pytest.approx(0.54**2 * 0.07)

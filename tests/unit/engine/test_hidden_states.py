@@ -239,14 +239,14 @@ def test_kv_bytes_per_page_from_folder_equals_loaded_model(tmp_path: Path) -> No
         ("eagle3,final,0", (0, 2, 16, 29), True),
     ],
 )
-def test_parse_features_accepts_valid_values(
+def test_parse_features_of_valid_values_accepts_them(
     text: str, layers: tuple[int, ...], final: bool
 ) -> None:
     assert parse_features(text, 32, 8) == FeatureSpec(8, layers, final)
 
 
 @pytest.mark.parametrize(("num_layers", "layers"), [(8, (2, 4, 5, 7)), (24, (2, 12, 21))])
-def test_parse_features_eagle3_includes_trained_layers(
+def test_parse_features_of_eagle3_includes_its_trained_layers(
     num_layers: int, layers: tuple[int, ...]
 ) -> None:
     assert parse_features("eagle3", num_layers, 8).layers == layers
@@ -264,7 +264,7 @@ def test_parse_features_eagle3_includes_trained_layers(
         ("eagle3", 5, "6 layers"),
     ],
 )
-def test_parse_features_rejects_invalid_values(text: str, num_layers: int, word: str) -> None:
+def test_parse_features_of_invalid_values_refuses(text: str, num_layers: int, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         parse_features(text, num_layers, 8)
 

@@ -132,7 +132,7 @@ def test_editors_of_plain_request_are_none() -> None:
         SamplingParams(presence_penalty=1.5),
     ],
 )
-def test_adjuster_heeds_each_parameter_alone(params: SamplingParams) -> None:
+def test_adjuster_with_a_single_parameter_heeds_it(params: SamplingParams) -> None:
     """Token 5 is of the prompt and of the output."""
     adjuster = make_adjuster(Request(1, (5, 6, 5), params, num_resumed_tokens=1))
     assert adjuster is not None
@@ -152,7 +152,7 @@ def test_min_tokens_masks_stops_in_early_rows() -> None:
         assert torch.equal(result, expected)
 
 
-def test_min_tokens_never_masks_everything() -> None:
+def test_min_tokens_where_only_stops_are_allowed_masks_nothing() -> None:
     """A grammar that is complete allows only the end: then that comes, however early."""
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[0, [2, 5]] = 1.0

@@ -359,7 +359,7 @@ def test_worker_without_next_step_publishes_events(
         inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
-def test_worker_start_raises_build_errors() -> None:
+def test_worker_start_with_build_error_raises_it() -> None:
     def build() -> Engine:
         raise ConfigError("no such model")
 
@@ -555,7 +555,7 @@ def test_worker_after_many_aborts_keeps_nothing() -> None:
         assert all(inbox.ended[i] is FinishReason.LENGTH for i in kept)
 
 
-def test_worker_refuses_impossible_requests() -> None:
+def test_worker_with_impossible_request_refuses_it() -> None:
     with running(Gate()) as (worker, _, _):
         with pytest.raises(InvalidRequestError, match="below 32"):
             worker.submit(Request(1, (5, 32), GREEDY))

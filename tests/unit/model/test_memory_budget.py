@@ -119,7 +119,7 @@ def test_resolve_with_fewer_tokens_than_rows_raises() -> None:
         resolve(["--max-num-seqs", "600"])
 
 
-def test_resolve_defaults_follow_device() -> None:
+def test_resolve_on_each_device_has_its_defaults() -> None:
     assert resolve([])["page_size"] == 16
     assert resolve([])["kv_cache_memory"] == 512
     cuda = resolve(["--device", "cuda:1"])

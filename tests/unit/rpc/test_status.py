@@ -170,7 +170,7 @@ def test_status_of_every_error_class_has_a_code() -> None:
     assert shared - {errors.OutriderError} <= {error_class for error_class, _ in status._TABLE}
 
 
-async def test_server_on_taken_port_raises_config_error_and_health_follows_the_service() -> None:
+async def test_server_on_taken_port_raises_and_health_follows_the_service() -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     first = GrpcServer("127.0.0.1:0", lambda _: None, ["x.Y"])

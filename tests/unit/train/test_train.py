@@ -182,7 +182,7 @@ def test_trained_head_when_loaded_computes_the_same_logits(
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_training_every_method_lowers_the_loss(trained: tuple[str, Path], folder: Path) -> None:
+def test_training_of_every_method_lowers_the_loss(trained: tuple[str, Path], folder: Path) -> None:
     case, out = trained
     head, target = fresh_head(case, folder)
     untrained = mean_loss(head, target, folder)

@@ -145,7 +145,7 @@ def test_source_in_an_epoch_yields_every_window_once() -> None:
     assert sorted(rows.rows(0, rows.count)[:, 0].tolist()) == list(range(0, 120, 10))
 
 
-def test_draft_vocabulary_holds_the_most_frequent_tokens() -> None:
+def test_draft_vocabulary_of_any_text_has_the_most_frequent_tokens() -> None:
     ids = draft_vocabulary([np.array([5, 5, 5, 1, 1, 7]), np.array([[7, 7], [7, 2]])], 9, 2)
     assert ids.tolist() == [5, 7]
 
