@@ -139,7 +139,7 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         super().__init__(traits)
         self._masks = masks
         spec = traits.features
-        self._width, self._row_bytes = spec.width, spec.row_bytes
+        self._row_width, self._row_bytes = spec.width, spec.row_bytes
         self._max_held = max_feature_bytes // self._row_bytes
         self._held = HeldRows()
 
@@ -188,6 +188,6 @@ class FeatureMethod(SessionMethod[FeatureSession]):
 
     def _unpack(self, rows: bytes | memoryview) -> Tensor:
         if not rows:
-            return torch.empty(0, self._width, dtype=torch.bfloat16)
+            return torch.empty(0, self._row_width, dtype=torch.bfloat16)
         # Without a copy: rows are megabytes, and only read.
-        return torch.frombuffer(rows, dtype=torch.bfloat16).view(-1, self._width)
+        return torch.frombuffer(rows, dtype=torch.bfloat16).view(-1, self._row_width)
