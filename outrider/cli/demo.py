@@ -62,14 +62,13 @@ class Run:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Start the stack, show two runs, and stop it. Returns 1 if texts differ that must not."""
-    return run_until_signal(_demo(args))
-
-
-async def _demo(args: argparse.Namespace) -> int:
-    console = Console(highlight=False)
     if args.model is None and args.named_model is None:
         args.model = EMBEDDED
-    config = take_config(args, tell)
+    return run_until_signal(_demo(args, take_config(args, tell)))
+
+
+async def _demo(args: argparse.Namespace, config: ServeConfig) -> int:
+    console = Console(highlight=False)
     console.print("Starting scorer, proposer and gateway on loopback ...", style="bold")
     with stack_of(config) as waiting:
         async with waiting as stack:

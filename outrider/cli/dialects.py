@@ -32,6 +32,8 @@ class Rule:
     """Further words of ours."""
     keys: Mapping[str, Rule] | None = None
     """The value is a JSON object with these keys."""
+    secret: bool = False
+    """The value is never printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ _LOG_LEVEL: Final = _needless("there is one level")
 _ONE_REPLICA: Final = _only(
     "1", refusal="run `outrider serve` once for each replica; a gateway takes several --scorer"
 )
-_API_KEY: Final = _refused("write the key into a file: --api-key-file FILE")
+_API_KEY: Final = Rule(refusal="write the key into a file: --api-key-file FILE", secret=True)
 _TOKENIZER: Final = _refused("leave it out: the tokenizer is the one in MODEL's folder")
 _PREFETCHED: Final = _needless("the best that fits is chosen by measurement", "maybe")
 

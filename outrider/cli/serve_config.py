@@ -38,10 +38,12 @@ def take_config(
         raise ConfigError(f"--tensor-parallel-size {size}: this machine has {num_gpus} GPUs.")
     models = _Models(say, dry=dry)
     target = models.folder(name)
-    methods, draft = _drafting(args, name, models)
+    # Several ranks cannot draft themselves, and a module needs a device.
+    room = size == 1 or device == "cpu" or num_gpus > size or args.draft_device is not None
+    methods, draft = _drafting(args, name, models, room=room)
     _check_tokenizers(name, draft, methods, models)
     draft_device = args.draft_device
-    if draft_device is None and size > 1 and methods:  # several ranks cannot draft themselves
+    if draft_device is None and size > 1 and methods:
         if device == "cpu" or COPYING_METHODS.issuperset(methods):
             draft_device = "cpu"
         elif num_gpus > size:
@@ -115,9 +117,12 @@ class _Models:
 
 
 def _drafting(
-    args: argparse.Namespace, model: str, models: _Models
+    args: argparse.Namespace, model: str, models: _Models, *, room: bool
 ) -> tuple[tuple[str, ...], str | None]:
-    """Return the methods, and the checkpoint that they draft with; None: the embedded or none."""
+    """Return the methods, and the checkpoint that they draft with; None: the embedded or none.
+
+    Without `room` on a device, the checkpoint's own module is not chosen.
+    """
     draft: str | None = None if args.draft_model == EMBEDDED else args.draft_model
     target = models.folder(model)
     own_module = model != EMBEDDED and target is not None and brings_mtp(target)
@@ -128,10 +133,10 @@ def _drafting(
         elif model == EMBEDDED:
             methods = ("draft_model",)
         else:
-            methods = ("mtp",) if own_module else ("ngram",)
+            methods = ("mtp",) if own_module and room else ("ngram",)
             models.say(
                 "drafting by the checkpoint's own prediction module (--method mtp)"
-                if own_module
+                if "mtp" in methods
                 else "drafting by prompt lookup (--method ngram): no --draft-model was given"
             )
     if (
@@ -177,8 +182,8 @@ def _passed(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     flags: dict[str, tuple[str, ...]] = {}
     for flag in PASSED:
         value = getattr(args, flag.name.replace("-", "_"), None)
-        if value is not None:
-            given = (f"--{flag.theirs or flag.name}", str(value))
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            given = (f"--{flag.theirs or flag.name}", str(each))
             flags[flag.service] = (*flags.get(flag.service, ()), *given)
     for service, name in (("scorer", "enable-prefix-caching"), ("gateway", "playground")):
         if not getattr(args, name.replace("-", "_"), True):

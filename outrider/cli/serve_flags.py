@@ -53,6 +53,9 @@ PASSED: Final = (
 )
 """What the services decide; `outrider scorer --help` and its like say more."""
 
+REPEATED: Final = ("cors-origin",)
+"""Flags of `PASSED` that may be given several times."""
+
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model is served, on what, and how it is drafted for."""
@@ -117,7 +120,13 @@ def add_passed_flags(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"flags for the {service}")
         for flag in PASSED:
             if flag.service == service:
-                group.add_argument(f"--{flag.name}", type=flag.type, metavar="X", help=flag.about)
+                group.add_argument(
+                    f"--{flag.name}",
+                    type=flag.type,
+                    action="append" if flag.name in REPEATED else "store",
+                    metavar="X",
+                    help=flag.about,
+                )
     parser.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
     )

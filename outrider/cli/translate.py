@@ -89,7 +89,8 @@ class _Reader:
     def _apply(self, name: str, rule: Rule, value: str) -> None:
         known = value.lower() in rule.harmless
         if rule.refusal is not None and not known:
-            self.refusals.append(f"{name} {value}".rstrip() + f": {rule.refusal}")
+            shown = "" if rule.secret else value
+            self.refusals.append(f"{name} {shown}".rstrip() + f": {rule.refusal}")
         elif rule.note is not None:
             self.foreign = True
             self.notes.append(f"{name} {value}".rstrip() + f" is not needed: {rule.note}")

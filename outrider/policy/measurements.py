@@ -70,12 +70,12 @@ class StepTimes:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one step."""
         self._steps += 1
-        name, seconds = int(4 * math.log2(num_tokens)), max(seconds, 1e-9)
+        name = int(4 * math.log2(num_tokens))
         tokens, before, _ = self._sizes.get(name, (float(num_tokens), seconds, 0))
         after = before + (seconds - before) * (1 / 4 if seconds < before else 1 / 16)
         self._sizes[name] = tokens + (num_tokens - tokens) / 8, after, self._steps
         for other, (each, its_s, seen) in self._sizes.items():
-            if self._steps - seen > UNSEEN_STEPS:
+            if before and self._steps - seen > UNSEEN_STEPS:
                 self._sizes[other] = each, its_s * after / before, seen
         points = sorted(self._sizes.values())
         self._tokens = [each for each, _, _ in points]

@@ -104,7 +104,8 @@ class ModeTrials:
         If nothing is drafted now, the mode that drafted is tried first: its proposer catches up.
         """
         self.decided |= before.decided
-        self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
+        if before._speeds[DraftMode.OFF].value:
+            self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
         self.trial = None
         self.settle()
         if self.incumbent.drafts and not before.incumbent.drafts:
@@ -166,7 +167,8 @@ class ModeTrials:
         """
         tried, best = self._speeds[trial.mode], self._speeds[self.incumbent]
         drafts = trial.mode.drafts
-        speedup = tried.value / best.value / (WORTH if drafts else 1 / WORTH)
+        worth = WORTH if drafts else 1 / WORTH
+        speedup = tried.value / best.value / worth if best.value else math.inf
         close = drafts and self.incumbent.drafts and abs(speedup - 1.0) < WORTH - 1.0
         luck = 2.0 / math.sqrt(self._num_rows * trial.compared)  # of so many rounds
         lost = self.incumbent.drafts and speedup < 1.0 - luck

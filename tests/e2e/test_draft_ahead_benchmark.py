@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(400)
 def test_draft_ahead_when_vllm_fails_keeps_its_results(tmp_path: Path) -> None:
     out = tmp_path / "found"
     flags = ["--modes", "ahead", "--round-trip-ms", "0", "0.5", "--temperature", "0"]
-    flags += ["--batch", "2", "--waves", "2", "--rounds", "1", "--max-tokens", "8"]
+    flags += ["--batch", "2", "--waves", "2", "--rounds", "1", "--max-tokens", "24"]
     # This Python has no vLLM.
     flags += ["--timeout", "120", "--max-prompt-tokens", "32", "--vllm", sys.executable]
     command = [sys.executable, "-m", "benchmarks.draft_ahead", *flags, "--out", str(out)]

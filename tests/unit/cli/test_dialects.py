@@ -197,7 +197,7 @@ REFUSED = {
     PADDLE_EXPORT: ("--output_path /path/to/exported_model: leave it out", "--ips"),
     VLLM_MTP: ("--quantization ascend: leave it out", "--enable-expert-parallel: leave it out"),
     RTP_VANILLA + " --sp_quantization FP8_PER_BLOCK": ("--sp_quantization FP8_PER_BLOCK: write",),
-    "vllm serve a/b --api-key x": ("--api-key x: write the key into a file: --api-key-file",),
+    "vllm serve a/b --api-key x": ("--api-key: write the key into a file: --api-key-file",),
     "vllm serve a/b --speculative-config '{\"lookahead\": 1}'": ("lookahead is unknown; method,",),
     "vllm serve a/b --speculative-config ngram": ("takes a JSON object",),
     "vllm serve a/b --speculative-model": ("--speculative-model lacks its value",),

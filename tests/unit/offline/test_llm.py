@@ -230,7 +230,7 @@ def test_closed_llm_leaves_no_thread_and_refuses_requests(pair: tuple[Path, Path
     with LLM(str(pair[1]), device="cpu", kv_cache_memory=16) as llm:
         llm.generate(["x"], SamplingParams(max_tokens=2))
         assert set(threading.enumerate()) > before
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert sys.getswitchinterval() == switch_s
     with pytest.raises(UnavailableError, match="closed"):
         llm.generate("x")
@@ -257,7 +257,7 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError):
         LLM(str(tmp_path))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(
