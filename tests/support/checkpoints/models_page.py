@@ -26,7 +26,7 @@ _INTRO = """\
 # Models
 
 ```
-outrider serve scorer --model FOLDER-OR-ID
+outrider serve FOLDER-OR-ID
 ```
 
 A checkpoint is served exactly, or refused in one line with exit code 2. Exactly means: every tensor that the model needs was read, every tensor in the files was used, shapes are those of config.json, numbers are finite, and a self-test at start agreed with the model's own forward pass in `transformers`. `make models` writes this page by starting an engine on a small checkpoint of each kind.
