@@ -126,9 +126,6 @@ BY_CONFIG: Mapping[str, Break] = {
     "an encoder": _config(model_type="bert", architectures=["BertForMaskedLM"]),
     "an encoder-decoder": _config(model_type="t5", architectures=["T5ForConditionalGeneration"]),
     "a model of images": _config(model_type="vit", architectures=["ViTModel"]),
-    "a model of images and text": _config(
-        model_type="llava", architectures=["LlavaForConditionalGeneration"]
-    ),
     "attention in both directions": _config(is_causal=False),
     "chunked attention": _config(attention_chunk_size=8),
     "layers with linear attention": _config(layer_types=["linear_attention", "full_attention"]),
