@@ -16,7 +16,7 @@ class Feed:
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is called on the event loop whenever there is something to read."""
+        """`wake` is called, on any thread, whenever there is something to read."""
         self._wake = wake
         self._changed = threading.Condition()
         self._ready: dict[Tracker, None] = {}  # in order
@@ -50,8 +50,10 @@ class Feed:
         with self._changed:
             outputs = [tracker.take() for tracker in self._ready]
             self._ready.clear()
-            if self._ended and self._error is not None and not outputs:
-                raise self._error
+            if self._ended and self._error is not None:
+                if not outputs:
+                    raise self._error
+                self._wake()  # the next call raises
             return outputs, not self._ended or self._error is not None
 
     def __iter__(self) -> Iterator[RequestOutput]:
