@@ -9,6 +9,8 @@ from outrider.errors import ConfigError
 
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """How many tokens are drafted: what is measured to be the fastest, K in every round, or none."""
+MAX_WAITING: Final = 1024
+"""Requests that wait for a row of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class EngineConfig:
     """Maximum query tokens of a step: known tokens plus drafts."""
     max_model_len: int = 2048
     """Committed tokens a request can reach."""
-    max_waiting: int = 1024
+    max_waiting: int = MAX_WAITING
     """Maximum requests that wait for admission; others get a CapacityError."""
     num_speculative_tokens: int = 4
     """K: maximum draft tokens per row and step, unless a request asks otherwise."""

@@ -53,13 +53,21 @@ def admit(body: Request, generator: Generator) -> ExitStack:
 
     Raises `InvalidRequestError` and `CapacityError`.
     """
+    places = ExitStack()
+    places.enter_context(generator.admission.admitted(num_completions(body, generator)))
+    return places
+
+
+def num_completions(body: Request, generator: Generator) -> int:
+    """Return how many completions answer a request.
+
+    Raises `InvalidRequestError` for more than could ever run at once.
+    """
     prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
     n, per_prompt = body.num_choices()
     param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
     generator.admission.check_size(prompts * per_prompt, param)
-    places = ExitStack()
-    places.enter_context(generator.admission.admitted(prompts * per_prompt))
-    return places
+    return prompts * per_prompt
 
 
 async def make_job(body: Request, generator: Generator, tenant: str) -> Job:

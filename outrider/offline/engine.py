@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -20,8 +20,9 @@ import uvloop
 
 from gateway.config import GeneratorConfig
 from gateway.generation import Generator
-from gateway.openai.job import collect, make_job, run_job
+from gateway.openai.job import collect, make_job, num_completions, run_job
 from gateway.openai.requests import ChatRequest, Request
+from outrider.config import MAX_WAITING
 from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.feed import Feed
@@ -182,9 +183,10 @@ class LocalEngine:
         servicer = ScorerServicer(self._telemetry)
         servicer.begin(serving)
         pool = LocalPool(servicer, serving)
-        self._generator = Generator(self._config, self.tokenizer, pool, self._telemetry)
+        config = replace(self._config, max_in_flight=MAX_WAITING)
+        self._generator = Generator(config, self.tokenizer, pool, self._telemetry)
         self._watching = asyncio.create_task(self._core.wait_failed())  # ends requests that hang
-        self._places = Places(2 * self._options.max_num_seqs)
+        self._places = Places(self._options.max_num_seqs)
 
     async def _stop(self) -> None:
         if self._watching is not None:
@@ -222,7 +224,7 @@ class LocalEngine:
     async def _run(self, run: Run) -> None:
         async with asyncio.TaskGroup() as group:
             for number, call in enumerate(run.calls):
-                _, completions = call.body.num_choices()
+                completions = num_completions(call.body, self._generator)
                 await self._places.take(completions)
                 answering = group.create_task(self._answer(number, call, run))
                 answering.add_done_callback(partial(self._places.give_back, completions))
@@ -256,7 +258,7 @@ class LocalEngine:
     async def _whole(self, body: Request) -> dict[str, Any]:
         generator = self._generator
         generator.intake.check_model(body.model)
-        _, completions = body.num_choices()
+        completions = num_completions(body, generator)
         await self._places.take(completions)
         try:
             job = await make_job(body, generator, tenant="")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+from outrider.config import MAX_WAITING
+
 
 class Places:
     """Bounds the completions that the engine knows, first come, first served."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, max_num_seqs: int) -> None:
+        """Let as many wait as the engine works on at once, within its queue."""
+        self._limit = min(2 * max_num_seqs, MAX_WAITING)
         self._taken = 0
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()

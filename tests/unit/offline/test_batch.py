@@ -11,6 +11,7 @@ from outrider.errors import OutriderError
 from outrider.offline import engine
 from outrider.offline.batch import main, read_line, run_batch
 from outrider.offline.engine import LocalEngine
+from outrider.offline.places import Places
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
@@ -102,3 +103,25 @@ def test_batch_command_with_a_file_writes_one_answer_per_line(
     assert main([*flags[2:], "-i", str(tmp_path / "missing")]) == 2
     assert main([*flags, "--speculative-config", "{"]) == 2
     assert "--speculative-config is not JSON" in capsys.readouterr().err
+
+
+def test_batch_line_with_many_prompts_waits_for_room_for_all_of_them(
+    shared_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    take = Places.take
+
+    async def noted(places: Places, number: int) -> None:
+        asked.append(number)
+        await take(places, number)
+
+    monkeypatch.setattr(Places, "take", noted)
+    written: list[str] = []
+    fits = line("fits", prompt=["x", "y", "z"], n=2, max_tokens=1)
+    too_many = line("too many", prompt=["x"] * 9, n=128)
+    run_batch(shared_engine, [fits, too_many], written.append)
+    answers = {answer["custom_id"]: answer["response"] for answer in map(json.loads, written)}
+    assert asked == [6]
+    assert answers["fits"]["status_code"] == 200
+    assert answers["too many"]["status_code"] == 400
+    assert "1152 completions; at most 1024" in answers["too many"]["body"]["error"]["message"]
