@@ -55,6 +55,7 @@ class RequestOutput:
     """None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    """All, by index; of what is new, those that have something new."""
     finished: bool
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache, once the request has ended."""
@@ -63,8 +64,8 @@ class RequestOutput:
 
     @property
     def aux_info(self) -> AuxInfo | None:
-        """Return what speculation did for the first completion, once it has ended."""
-        return self.outputs[0].aux_info if self.outputs else None
+        """Return what speculation did for the first completion, with its end."""
+        return next((each.aux_info for each in self.outputs if each.index == 0), None)
 
 
 class Tracker:
@@ -87,7 +88,10 @@ class Tracker:
         self._prompt = prompt
         self._kind = kind
         self._tokens: list[list[OutputToken]] = [[] for _ in job.work]
-        self._taken = [0] * len(job.work)  # tokens that a delta has shown
+        # What deltas have shown: tokens, the sum of their logprobs, and ends.
+        self._taken = [0] * len(job.work)
+        self._sums = [0.0] * len(job.work)
+        self._ended: set[int] = set()
         self._endings: dict[int, Ending] = {}
         self._aborted = False
 
@@ -116,13 +120,13 @@ class Tracker:
                 self._output(number, completion.tokens, completion.ending)
                 for number, completion in enumerate(job.shaper.best(ended))
             ]
+        elif self._kind is RequestOutputKind.DELTA:
+            outputs = self._new()
         else:
             outputs = [
-                self._output(number, tokens[self._taken[number] :], endings.get(number))
+                self._output(number, tokens, endings.get(number))
                 for number, tokens in enumerate(self._tokens)
             ]
-        if self._kind is RequestOutputKind.DELTA:
-            self._taken = [len(tokens) for tokens in self._tokens]
         return RequestOutput(
             self._request_id,
             self._prompt,
@@ -133,9 +137,24 @@ class Tracker:
             self._index,
         )
 
+    def _new(self) -> list[CompletionOutput]:
+        """Return what is new of the completions that have something new."""
+        outputs = []
+        for number, tokens in enumerate(self._tokens):
+            new, ending = tokens[self._taken[number] :], self._endings.get(number)
+            ends = number not in self._ended and (ending is not None or self._aborted)
+            if new or ends:
+                outputs.append(self._output(number, new, ending, self._sums[number]))
+                self._taken[number] += len(new)
+                self._sums[number] = outputs[-1].cumulative_logprob or 0.0
+            if ends:
+                self._ended.add(number)
+        return outputs
+
     def _output(
-        self, index: int, tokens: Sequence[OutputToken], ending: Ending | None
+        self, index: int, tokens: Sequence[OutputToken], ending: Ending | None, before: float = 0.0
     ) -> CompletionOutput:
+        """`before` is the sum of the logprobs of the tokens before these."""
         logprobs = None
         if self._job.shaper.spell is not None:
             logprobs = [self._logprobs(token) for token in tokens]
@@ -146,7 +165,7 @@ class Tracker:
             cumulative_logprob=(
                 None
                 if logprobs is None
-                else sum(token.logprobs.logprob for token in tokens if token.logprobs is not None)
+                else sum((t.logprobs.logprob for t in tokens if t.logprobs is not None), before)
             ),
             logprobs=logprobs,
             finish_reason=(

@@ -176,9 +176,10 @@ def test_stream_joined_equals_whole(llm: LLM) -> None:
     pieces = 0
     for output in llm.stream(PROMPTS, params):
         pieces += 1
-        ids[output.index] += output.outputs[0].token_ids
         for each in output.outputs:
+            assert each.token_ids or each.finish_reason
             texts[output.index, each.index] += each.text
+            ids[output.index] += each.token_ids if each.index == 0 else []
     assert [*texts.values()] == text_of(whole)
     assert [*ids.values()] == [output.outputs[0].token_ids for output in whole]
     assert pieces > len(PROMPTS)
