@@ -27,7 +27,7 @@ from outrider.errors import ConfigError, InternalError, OutriderError, Unavailab
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.feed import Feed
 from outrider.offline.local_scorer import LocalPool
-from outrider.offline.outputs import Tracker
+from outrider.offline.outputs import ABORTED, CompletionOutput, RequestOutput, Tracker
 from outrider.offline.params import RequestOutputKind
 from outrider.offline.places import Places
 from outrider.rpc.telemetry import configure
@@ -49,6 +49,22 @@ class Call:
     prompt: str | None
     kind: RequestOutputKind
 
+    def aborted(self, number: int) -> RequestOutput:
+        """Return the output of a request that was aborted before it began."""
+        given = getattr(self.body, "prompt", "")  # a chat's is not tokenised yet
+        outputs = [
+            CompletionOutput(index, "", [], finish_reason=ABORTED)
+            for index in range(self.body.n or 1)
+        ]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            [] if isinstance(given, str) else list(given),
+            outputs,
+            finished=True,
+            index=number,
+        )
+
 
 class Run:
     """Requests under way."""
@@ -61,6 +77,7 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.cancelled = False
         self.aborted = False
+        self.begun: set[int] = set()  # numbers of the calls that have outputs of their own
 
     def cancel(self, *, abort: bool = False) -> None:
         """End the requests; with `abort`, their last outputs say so. On any thread."""
@@ -211,7 +228,11 @@ class LocalEngine:
         error: BaseException | None = None
         if not task.cancelled():
             error = task.exception()
-        elif not run.aborted:
+        elif run.aborted:
+            for number, call in enumerate(run.calls):
+                if number not in run.begun:
+                    run.feed.add_last(call.aborted(number))
+        else:
             error = UnavailableError("This LLM was closed.")
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -244,6 +265,7 @@ class LocalEngine:
             kind=call.kind,
             index=number,
         )
+        run.begun.add(number)
         try:
             async with aclosing(run_job(job, generator, math.inf)) as chunks:
                 async for index, chunk in chunks:
@@ -251,7 +273,7 @@ class LocalEngine:
         except OutriderError as error:
             raise job.renamed(error) from error
         except asyncio.CancelledError:
-            if run.aborted:
+            if run.aborted and not tracker.finished:
                 run.feed.abort(tracker)
             raise
 

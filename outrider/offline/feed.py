@@ -19,7 +19,7 @@ class Feed:
         """`wake` is called, on any thread, whenever there is something to read."""
         self._wake = wake
         self._changed = threading.Condition()
-        self._ready: dict[Tracker, None] = {}  # in order
+        self._ready: dict[Callable[[], RequestOutput], None] = {}  # in order
         self._ended = False
         self._error: BaseException | None = None
 
@@ -27,13 +27,18 @@ class Feed:
         """Add a chunk of a request's completion `index`."""
         with self._changed:
             if tracker.add(index, chunk):
-                self._put(tracker)
+                self._put(tracker.take)
 
     def abort(self, tracker: Tracker) -> None:
         """End a request before its end."""
         with self._changed:
             tracker.abort()
-            self._put(tracker)
+            self._put(tracker.take)
+
+    def add_last(self, output: RequestOutput) -> None:
+        """Add the only output of a request that has not begun."""
+        with self._changed:
+            self._put(lambda: output)
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more comes; `error` is why, unless all requests have ended."""
@@ -48,7 +53,7 @@ class Feed:
         Raises the error that ended the feed once all before it was read.
         """
         with self._changed:
-            outputs = [tracker.take() for tracker in self._ready]
+            outputs = [take() for take in self._ready]
             self._ready.clear()
             if self._ended and self._error is not None:
                 if not outputs:
@@ -66,7 +71,7 @@ class Feed:
             outputs, more = self.take()
             yield from outputs
 
-    def _put(self, tracker: Tracker) -> None:
-        self._ready[tracker] = None
+    def _put(self, take: Callable[[], RequestOutput]) -> None:
+        self._ready[take] = None
         self._changed.notify()
         self._wake()

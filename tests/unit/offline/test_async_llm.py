@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from outrider import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from outrider.errors import InvalidRequestError, PromptTooLongError
 from outrider.offline.engine import LocalEngine
+from outrider.offline.places import Places
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -21,8 +23,10 @@ def llm(engine: list[object], pair: tuple[Path, Path]) -> AsyncLLM:
     return loaded
 
 
-async def outputs_of(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-    return [output async for output in llm.generate(prompt, params)]
+async def outputs_of(
+    llm: AsyncLLM, prompt: str, params: SamplingParams, request_id: str | None = None
+) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, request_id)]
 
 
 async def until_idle(engine: LocalEngine) -> None:
@@ -60,6 +64,28 @@ async def test_abort_of_a_running_request_ends_it_with_its_reason(
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert outputs[-1].request_id == "mine"
     await llm.abort("mine")  # no-op for one that has ended
+    await until_idle(shared_engine)
+
+
+async def test_abort_of_a_request_that_waits_gives_a_last_output(
+    llm: AsyncLLM, shared_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+
+    async def wait(_: Places, __: int) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Places, "take", wait)
+    params = SamplingParams(n=2, max_tokens=4)
+    reading = asyncio.create_task(outputs_of(llm, "x", params, "mine"))
+    assert await asyncio.to_thread(waiting.wait, 10)
+    await llm.abort("mine")
+    async with asyncio.timeout(10):
+        [output] = await reading
+    assert output.finished
+    assert (output.request_id, output.prompt) == ("mine", "x")
+    assert [each.finish_reason for each in output.outputs] == ["abort", "abort"]
     await until_idle(shared_engine)
 
 
