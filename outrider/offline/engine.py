@@ -169,23 +169,37 @@ class LocalEngine:
             if self._closed:
                 return
             self._closed = True
-            stopped = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-            with contextlib.suppress(TimeoutError):
-                stopped.result(_STOP_S)
-            self._core.halt(_STOP_S)
-            self.call(self._loop.stop)
-            self._thread.join(_STOP_S)
-            self._executor.shutdown()
-            self._telemetry.shutdown()
-            if not self._thread.is_alive():
-                self._loop.close()
-            _switching.end()
-            del self._core
-            if hasattr(self, "_generator"):
-                del self._generator
-            gc.unfreeze()  # what the start has frozen
-            gc.collect()
-            torch.cuda.empty_cache()
+            steps = (
+                self._end_requests,
+                partial(self._core.halt, _STOP_S),
+                partial(self.call, self._loop.stop),
+                partial(self._thread.join, _STOP_S),
+                self._executor.shutdown,
+                self._telemetry.shutdown,
+                self._close_loop,
+                _switching.end,
+                self._give_back_memory,
+            )
+            with contextlib.ExitStack() as closing:  # an interrupt of one step skips no other
+                for step in reversed(steps):
+                    closing.callback(step)
+
+    def _end_requests(self) -> None:
+        stopped = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        with contextlib.suppress(TimeoutError):
+            stopped.result(_STOP_S)
+
+    def _close_loop(self) -> None:
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _give_back_memory(self) -> None:
+        del self._core
+        if hasattr(self, "_generator"):
+            del self._generator
+        gc.unfreeze()  # what the start has frozen
+        gc.collect()
+        torch.cuda.empty_cache()
 
     # On the event loop:
 
@@ -202,7 +216,8 @@ class LocalEngine:
         pool = LocalPool(servicer, serving)
         config = replace(self._config, max_in_flight=MAX_WAITING)
         self._generator = Generator(config, self.tokenizer, pool, self._telemetry)
-        self._watching = asyncio.create_task(self._core.wait_failed())  # ends requests that hang
+        # Ends requests that hang, also after failed steps.
+        self._watching = asyncio.create_task(serving.worker.until_hung())
         self._places = Places(self._options.max_num_seqs)
 
     async def _stop(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -235,6 +236,39 @@ def test_closed_llm_leaves_no_thread_and_refuses_requests(pair: tuple[Path, Path
     assert sys.getswitchinterval() == switch_s
     with pytest.raises(UnavailableError, match="closed"):
         llm.generate("x")
+
+
+def test_close_when_interrupted_still_gives_everything_back(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, switch_s = set(threading.enumerate()), sys.getswitchinterval()
+    llm = LLM(str(pair[1]), device="cpu", kv_cache_memory=16)
+    engine = llm._model.engine
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_end_requests", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert set(threading.enumerate()) == before
+    assert sys.getswitchinterval() == switch_s
+    llm.close()
+
+
+def test_engine_after_failed_steps_still_watches_for_one_that_hangs(
+    shared_engine: LocalEngine,
+) -> None:
+    async def still_watching() -> bool:
+        failed = shared_engine._core._hub.failed  # type: ignore[union-attr]
+        failed.set()
+        await asyncio.sleep(0.01)
+        failed.clear()
+        assert shared_engine._watching is not None
+        return not shared_engine._watching.done()
+
+    loop = shared_engine._loop
+    assert asyncio.run_coroutine_threadsafe(still_watching(), loop).result(10)
 
 
 def test_llm_that_is_forgotten_is_closed(
