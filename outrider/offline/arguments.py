@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
@@ -59,6 +60,14 @@ _WITHOUT_EFFECT: Final = {
     "max_seq_len_to_capture": "the sizes of captured steps follow max_num_seqs",
 }
 """Arguments of vLLM's that make no difference here -> why."""
+
+_LEAST: Final = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "page_size": 1,
+    "max_model_len": 3,
+    "kv_cache_memory": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +133,7 @@ def scorer_options(given: Arguments) -> ScorerOptions:
         "dtype": _dtype(given, on_gpu=on_gpu),
         "gpu_memory_utilization": given.gpu_memory_utilization,
         "max_model_len": given.max_model_len,
-        "max_num_seqs": given.max_num_seqs or (256 if on_gpu else None),
+        "max_num_seqs": 256 if on_gpu and given.max_num_seqs is None else given.max_num_seqs,
         "max_num_batched_tokens": given.max_num_batched_tokens,
         "page_size": given.block_size,
         "kv_cache_memory": given.kv_cache_memory,
@@ -132,19 +141,22 @@ def scorer_options(given: Arguments) -> ScorerOptions:
         "speculation_policy": given.speculation_policy,
     }
     options = defaults | {key: value for key, value in options.items() if value is not None}
-    for key in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-        if type(options[key]) is not int or options[key] < 1:
-            raise ConfigError(f"{key} must be a number of at least 1.")
+    for key, least in _LEAST.items():
+        value = options[key]
+        if value is not None and (type(value) is not int or value < least):
+            raise ConfigError(f"{key} must be a number of at least {least}.")
+    if given.speculation_policy not in SPECULATION_POLICIES:
+        raise ConfigError(f"speculation_policy must be one of {', '.join(SPECULATION_POLICIES)}.")
     if not 0.0 < given.gpu_memory_utilization <= 1.0:
         raise ConfigError("gpu_memory_utilization must be above 0 and at most 1.")
     if given.max_num_batched_tokens is None:
-        least = options["max_num_seqs"]
-        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], least)
+        rows = options["max_num_seqs"]
+        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], rows)
     elif options["max_num_batched_tokens"] < options["max_num_seqs"]:
         raise ConfigError("max_num_batched_tokens must be at least max_num_seqs.")
     options["enable_prefix_caching"] = given.enable_prefix_caching
     options["num_speculative_tokens"] = 0
-    if given.speculative_config:
+    if given.speculative_config is not None and given.speculative_config != {}:
         methods, tokens = read_speculation(given.speculative_config, given.model, device)
         options["in_process_proposer"] = methods
         options["num_speculative_tokens"] = tokens

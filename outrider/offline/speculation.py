@@ -34,6 +34,8 @@ def read_speculation(
 
     Raises `ConfigError`, naming the setting.
     """
+    if not isinstance(config, Mapping):
+        raise _error('give an object, as {"method": "ngram"}')
     settings = {key: value for key, value in config.items() if value is not None}
     draft = str(settings.pop("model", "") or "")
     tokens = settings.pop("num_speculative_tokens", DEFAULT_TOKENS)
@@ -57,7 +59,11 @@ def read_speculation(
         settings.setdefault("max_draft_tokens", tokens)
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT:
-            words.append(f"--{key.replace('_', '-')}={value}")
+            flag = key.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words.append(f"--{flag}={value}")
     try:
         return take_words(words, model, device), tokens
     except ConfigError as error:
