@@ -73,10 +73,15 @@ def read_line(text: str, seen: set[str]) -> tuple[str | None, Request | Outrider
 
 
 def run_batch(engine: LocalEngine, lines: Iterable[str], write: Callable[[str], None]) -> Counts:
-    """Answer the lines; `write` gets each answer, as a line, when it is there."""
+    """Answer the lines; `write` gets each answer, as a line, when it is there.
+
+    Raises `OutriderError` once an answer cannot be written.
+    """
     room = threading.BoundedSemaphore(_PENDING)
     writing = threading.Lock()
     counts, seen = Counts(), set[str]()
+    failures: list[Exception] = []  # the first failed write, which ends the batch
+    pending: set[Future[dict[str, Any]]] = set()
 
     def put(custom_id: str | None, answer: dict[str, Any] | BaseException) -> None:
         status, body = 200, answer
@@ -93,20 +98,28 @@ def run_batch(engine: LocalEngine, lines: Iterable[str], write: Callable[[str], 
             "error": None,
         }
         with writing:
+            if failures:
+                return
+            try:
+                write(json.dumps(line))
+            except Exception as error:
+                failures.append(error)
+                return
             counts.answered += status == 200
             counts.refused += status != 200
-            write(json.dumps(line))
 
     def done(custom_id: str | None, future: Future[dict[str, Any]]) -> None:
         try:
             if not future.cancelled():
                 put(custom_id, future.exception() or future.result())
         finally:
+            pending.discard(future)
             room.release()
 
-    pending: set[Future[dict[str, Any]]] = set()
     try:
         for text in lines:
+            if failures:
+                break
             if not text.strip():
                 continue
             custom_id, body = read_line(text, seen)
@@ -114,20 +127,26 @@ def run_batch(engine: LocalEngine, lines: Iterable[str], write: Callable[[str], 
                 put(custom_id, body)
                 continue
             room.acquire()
-            pending = {future for future in pending if not future.done()}
             future = engine.answer(body)
             pending.add(future)
             future.add_done_callback(partial(done, custom_id))
         for _ in range(_PENDING):  # until every answer is written
             room.acquire()
+            if failures:
+                break
     finally:
-        for future in pending:
+        for future in list(pending):
             future.cancel()
+    if failures:
+        raise OutriderError(
+            f"An answer could not be written: {failures[0]}. {counts.answered + counts.refused} "
+            "were: make room, then run the batch again with the lines that have none."
+        ) from failures[0]
     return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 2 for a wrong set-up, 130 when interrupted."""
+    """Return the exit code: 0, 1 if it failed, 2 for a wrong set-up, 130 when interrupted."""
     args = _parser().parse_args(argv)
     try:
         return _run(args)
@@ -135,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"batch: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
-        print(f"batch: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"batch: {error.filename or args.output}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

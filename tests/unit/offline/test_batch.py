@@ -82,6 +82,21 @@ def test_batch_with_good_and_bad_lines_answers_as_http_does(shared_engine: Local
     assert answers[None]["status_code"] == 400
 
 
+def test_batch_when_an_answer_cannot_be_written_ends_with_an_error(
+    shared_engine: LocalEngine,
+) -> None:
+    tried: list[str] = []
+
+    def full(text: str) -> None:
+        tried.append(text)
+        raise OSError(28, "No space left on device")
+
+    lines = [line(f"{number}", prompt="x", max_tokens=1) for number in range(20)]
+    with pytest.raises(OutriderError, match="No space left on device"):
+        run_batch(shared_engine, lines, full)
+    assert len(tried) == 1
+
+
 def test_batch_command_with_a_file_writes_one_answer_per_line(
     shared_engine: LocalEngine,
     pair: tuple[Path, Path],
