@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 import uuid
@@ -42,13 +43,13 @@ class Counts:
     refused: int = 0
 
 
-def read_line(text: str, seen: set[str]) -> tuple[str | None, Request | OutriderError]:
+def read_line(text: str | bytes, seen: set[str]) -> tuple[str | None, Request | OutriderError]:
     """Return a line's custom_id, and its request or what is wrong with it."""
     custom_id: str | None = None
     try:
         try:
             line = json.loads(text)
-        except ValueError as error:
+        except ValueError as error:  # a UnicodeDecodeError, too
             raise InvalidRequestError(f"The line is not JSON: {error}.") from error
         if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
             raise InvalidRequestError(
@@ -62,17 +63,21 @@ def read_line(text: str, seen: set[str]) -> tuple[str | None, Request | Outrider
         if line.get("method") != "POST":
             raise InvalidRequestError('method must be "POST".', param="method")
         url = line.get("url")
-        if url not in _KINDS:
+        if not isinstance(url, str) or url not in _KINDS:
             raise InvalidRequestError(f"url must be one of {', '.join(_KINDS)}.", param="url")
         body = parse(_KINDS[url], json.dumps(line.get("body")).encode())
         if body.stream:
             raise InvalidRequestError("stream must be false in a batch.", param="stream")
     except OutriderError as error:
         return custom_id, error
+    except RecursionError:
+        return custom_id, InvalidRequestError("The line is nested too deeply.")
     return custom_id, body
 
 
-def run_batch(engine: LocalEngine, lines: Iterable[str], write: Callable[[str], None]) -> Counts:
+def run_batch(
+    engine: LocalEngine, lines: Iterable[str | bytes], write: Callable[[str], None]
+) -> Counts:
     """Answer the lines; `write` gets each answer, as a line, when it is there.
 
     Raises `OutriderError` once an answer cannot be written.
@@ -166,23 +171,31 @@ def _run(args: argparse.Namespace) -> int:
     from outrider.offline.engine import LocalEngine
     from outrider.offline.llm import Bar
 
-    with open(args.input, encoding="utf-8") as source:
+    with open(args.input, "rb") as source:
         total = sum(1 for line in source if line.strip())
     try:
         speculative_config = json.loads(args.speculative_config or "null")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--speculative-config is not JSON: {error}.") from error
     names = Arguments.__slots__
-    given = {name: value for name, value in vars(args).items() if name in names and value}
+    given = {
+        name: value for name, value in vars(args).items() if name in names and value is not None
+    }
     options = scorer_options(Arguments(**given | {"speculative_config": speculative_config}))
     tokenizer = Tokenizer.load(resolve_model(args.model, "target", tokenizer_only=True))
+    if args.seed is not None and not 0 <= args.seed < 2**64:
+        raise ConfigError("--seed must be an unsigned 64-bit number.")
     config = GeneratorConfig(served_model_name=options.served_model_name, seed=args.seed)
+    if os.path.exists(args.output) and os.path.samefile(args.input, args.output):
+        raise ConfigError("-o is the file of -i: name another, which the answers replace.")
     with (
-        open(args.input, encoding="utf-8") as source,
-        open(args.output, "w", encoding="utf-8") as target,
+        open(args.input, "rb") as source,
+        open(args.output, "a", encoding="utf-8") as target,
         LocalEngine(options, tokenizer, config) as engine,
         Bar(total=total, desc="Requests", disable=None) as bar,
     ):
+        if os.path.isfile(args.output):
+            target.truncate(0)  # now that the model serves
 
         def write(line: str) -> None:
             print(line, file=target, flush=True)

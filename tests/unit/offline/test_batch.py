@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.openai.requests import ChatRequest, CompletionRequest
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.offline import engine
 from outrider.offline.batch import main, read_line, run_batch
 from outrider.offline.engine import LocalEngine
@@ -47,9 +47,12 @@ def test_read_line_when_right_gives_its_request() -> None:
         (line("c", prompt="x", stream=True), "stream must be false"),
         (line("c", prompt=3), "prompt must be a string"),
         (json.dumps({"custom_id": "c", "method": "POST", "url": "/v1/completions"}), "valid JSON"),
+        (json.dumps({"custom_id": "c", "method": "POST", "url": []}), "url must be one of"),
+        ("[" * 100_000, "nested too deeply"),
+        (b'{"custom_id": "\xff"}', "not JSON: 'utf-8' codec can't decode"),
     ],
 )
-def test_read_line_when_wrong_says_why(text: str, message: str) -> None:
+def test_read_line_when_wrong_says_why(text: str | bytes, message: str) -> None:
     _, error = read_line(text, {"seen"})
     assert isinstance(error, OutriderError)
     assert message in error.message
@@ -118,6 +121,29 @@ def test_batch_command_with_a_file_writes_one_answer_per_line(
     assert main([*flags[2:], "-i", str(tmp_path / "missing")]) == 2
     assert main([*flags, "--speculative-config", "{"]) == 2
     assert "--speculative-config is not JSON" in capsys.readouterr().err
+    answered = answers.read_text()
+    for wrong, told in (
+        (["--speculative-config", '"ngram"'], "give an object"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["--gpu-memory-utilization", "0"], "gpu_memory_utilization must be"),
+        (["--seed", "-1"], "--seed must be"),
+        (["-o", str(requests)], "-o is the file of -i"),
+    ):
+        assert main([*flags, *wrong]) == 2
+        assert told in capsys.readouterr().err
+    assert requests.read_text() == f"{COMPLETION}\n{CHAT}\n"
+    assert main([*flags, "-o", "/dev/full"]) != 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert main(flags) == 0
+    assert len(answers.read_text().splitlines()) == len(answered.splitlines())
+
+    def fails(*_: Any) -> LocalEngine:
+        assert answers.read_text()
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(engine, "LocalEngine", fails)
+    assert main(flags) == 2
+    assert answers.read_text()
 
 
 def test_batch_line_with_many_prompts_waits_for_room_for_all_of_them(
