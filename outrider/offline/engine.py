@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import math
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,13 +29,12 @@ from outrider.offline.local_scorer import LocalPool
 from outrider.offline.outputs import ABORTED, CompletionOutput, RequestOutput, Tracker
 from outrider.offline.params import RequestOutputKind
 from outrider.offline.places import Places
+from outrider.offline.switching import switching
 from outrider.rpc.telemetry import configure
 from scorer_service.config import ScorerOptions
 from scorer_service.core import ScorerCore
 from scorer_service.servicer import ScorerServicer
 
-_SWITCH_S: Final = 0.0005
-"""Time for which another thread may keep the engine's thread from taking up a result."""
 _STOP_S: Final = 10.0
 
 
@@ -110,7 +108,7 @@ class LocalEngine:
         self._options = options
         self._config = config
         self.tokenizer = tokenizer
-        _switching.begin()
+        switching.begin()
         self._loop = uvloop.new_event_loop()
         self._executor = ThreadPoolExecutor(2, "outrider-tokenizer")
         self._loop.set_default_executor(self._executor)
@@ -177,7 +175,7 @@ class LocalEngine:
                 self._executor.shutdown,
                 self._telemetry.shutdown,
                 self._close_loop,
-                _switching.end,
+                switching.end,
                 self._give_back_memory,
             )
             with contextlib.ExitStack() as closing:  # an interrupt of one step skips no other
@@ -306,28 +304,3 @@ class LocalEngine:
                 raise job.renamed(error) from error
         finally:
             self._places.give_back(completions)
-
-
-class _Switching:
-    """Lets threads take over from each other sooner while any engine is open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._engines = 0
-        self._before_s = 0.0
-
-    def begin(self) -> None:
-        with self._lock:
-            if self._engines == 0:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
-            self._engines += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._engines -= 1
-            if self._engines == 0:
-                sys.setswitchinterval(self._before_s)
-
-
-_switching = _Switching()
