@@ -1,4 +1,4 @@
-"""What speculation did for one request, over all the scorers that served it."""
+"""Sum up speculation for one request, over all the scorers that served it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many completions run at once, for how long, and the end of it all."""
+"""Bound the completions that run at once and their time, and drain them at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway is told at its start. Frozen; only `__main__` builds one from flags."""
+"""Settings of a gateway, fixed at its start; only `__main__` builds one from flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorConfig:
-    """What holds for requests from wherever they come."""
+    """Settings of generation, wherever requests come from."""
 
     served_model_name: str = "default"
     """The name clients ask for."""
@@ -21,7 +21,7 @@ class GeneratorConfig:
     request_timeout_s: float = 600.0
     """Every request has its answer, or a DeadlineError, within this time."""
     resume_timeout_s: float = 15.0
-    """How long a request whose scorer died waits for one to continue on."""
+    """Seconds that a request whose scorer died waits for another one."""
     default_max_tokens: int = 256
     """For requests that set none; less where the context ends sooner."""
     ends_at_context: bool = False
@@ -35,9 +35,9 @@ class GatewayConfig(GeneratorConfig):
     """Raises `ConfigError` for values that cannot work."""
 
     scorers: tuple[str, ...]
-    """What `--scorer` lists: addresses and names of scorers, all serving the same model."""
+    """Addresses and names of scorers, all serving the same model, as `--scorer` lists them."""
     model: str | None = None
-    """Where the tokenizer comes from: "embedded" (None), a folder or a Hugging Face id."""
+    """Source of the tokenizer: "embedded" (None), a folder or a Hugging Face id."""
     host: str = "127.0.0.1"
     http_port: int = 0
     grpc_port: int = 0
@@ -49,12 +49,12 @@ class GatewayConfig(GeneratorConfig):
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API from a browser; "*": any. None by default."""
     playground: bool = True
-    """Whether `/` answers with a page to try the model on, to anyone."""
+    """True: `/` answers anyone with a page to try the model on."""
     max_body_bytes: int = 8 * 2**20
     start_timeout_s: float = 120.0
-    """How long the start waits for the first scorer to serve."""
+    """Seconds that the start waits for the first scorer to serve."""
     dns_refresh_s: float = DNS_REFRESH_S
-    """How often the names among `scorers` are looked up."""
+    """Seconds between two lookups of the names among `scorers`."""
     deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from outrider.v1 import common_pb2
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What comes with a completion's last chunk."""
+    """The facts that come with a completion's last chunk."""
 
     reason: FinishReason
     stop: str | int | None

@@ -35,7 +35,7 @@ _CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' ch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client says about length and stopping; None: the gateway's default."""
+    """A client's wishes about length and stopping; None: the gateway's default."""
 
     max_tokens: int | None = None
     stop_token_ids: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Which layers of the target an EAGLE-3 checkpoint reads. No torch: the command line asks, too."""
+"""Find the target's layers that an EAGLE-3 checkpoint reads. The command line asks, so no torch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Final
 from outrider.errors import ConfigError
 
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
-"""How many tokens are drafted: what is measured to be the fastest, K in every round, or none."""
+"""Draft as many tokens as are measured to be the fastest, K in every round, or none."""
 MAX_WAITING: Final = 1024
 """Requests that wait for a row of the batch."""
 

@@ -23,7 +23,7 @@ class Admission(NamedTuple):
 
 
 class RoundSums(NamedTuple):
-    """What rounds by their (drafted, accepted) tokens sum up to."""
+    """The sums over rounds by their (drafted, accepted) tokens."""
 
     drafted: int
     accepted: int

@@ -1,4 +1,4 @@
-"""What became of a row's drafts, block by block and round by round."""
+"""Record the fate of a row's drafts, block by block and round by round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.types import TokenKind
 
 
 class BlockFate(enum.Enum):
-    """What became of a block when it was walked by the committed tokens."""
+    """The outcome of the walk of a block by the committed tokens."""
 
     USEFUL = "useful"
     LATE = "late"  # true so far, but nothing is left of it, or it never held a guess
@@ -25,7 +25,7 @@ USEFUL = BlockFate.USEFUL  # Python 3.11 takes longer to find a member than to c
 
 @dataclass(slots=True)
 class Counters:
-    """What is summed up for `RequestStats`; seconds here, milliseconds there."""
+    """The sums behind `RequestStats`, in seconds where that has milliseconds."""
 
     iter_count: int = 0
     rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Counters:
 
 
 class Round(NamedTuple):
-    """What became of a row's draft in one step."""
+    """The outcome of a row's draft in one step."""
 
     drafted: int  # tokens verified: of a tree all nodes
     depth: int  # of them after one another at most; a chain: all

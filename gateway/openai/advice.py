@@ -1,4 +1,4 @@
-"""What a client expects the output to be, in tokens."""
+"""Read the output that a client expects, in tokens."""
 
 from __future__ import annotations
 

@@ -15,15 +15,15 @@ from outrider.methods import METHODS
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a flag: `ours` takes its value, or it is needless, or it is refused."""
+    """The fate of a flag: `ours` takes its value, or it is needless, or it is refused."""
 
     ours: str | None = None
     note: str | None = None
     """Why nothing is to be done. With `harmless` it holds for these values alone."""
     refusal: str | None = None
-    """What to write instead."""
+    """The words to write instead."""
     takes: Literal["one", "none", "maybe"] = "one"
-    """How many values follow."""
+    """The number of values that follow."""
     harmless: tuple[str, ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)
     """Their value, in lower case -> ours; others go as they are."""
@@ -316,7 +316,7 @@ DIALECTS: Final = {
     "RTP-LLM": RTP_LLM,
     "PaddleNLP": PADDLENLP,
 }
-"""Where two know a flag, they mean the same by it."""
+"""All dialects. A flag that two of them know means the same in both."""
 
 PROGRAM_WORDS: Final = frozenset({"api_server", "predictor.py", "start_server"})
 """Words of other command lines that name their program."""

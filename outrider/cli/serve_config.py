@@ -1,4 +1,4 @@
-"""What the flags of `serve` and `demo` mean on this machine, with these models."""
+"""Resolve the flags of `serve` and `demo` for this machine and these models."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ PASSED: Final = (
     PassedFlag("draft", "draft-max-model-len", flag_types.positive, "its context", "max-model-len"),
     PassedFlag("draft", "draft-kv-cache-memory", flag_types.positive, "MiB", "kv-cache-memory"),
 )
-"""What the services decide; `outrider scorer --help` and its like say more."""
+"""Flags that the services check; `outrider scorer --help` and its like say more."""
 
 REPEATED: Final = ("cors-origin",)
 """Flags of `PASSED` that may be given several times."""

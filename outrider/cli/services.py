@@ -1,4 +1,4 @@
-"""What to serve, with every "auto" resolved, and the processes that do it."""
+"""Turn what is to be served, with every "auto" resolved, into processes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Stack:
 
     @property
     def ready(self) -> Mapping[str, Mapping[str, str]]:
-        """What the services' ready lines said at the start, by name."""
+        """The contents of the services' ready lines, by name."""
         return self._ready
 
     @property

@@ -1,4 +1,4 @@
-"""Which token ids end a text: one rule for every service."""
+"""Read the token ids that end a text, by one rule for every service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about how it is to be served. Knows nothing of torch."""
+"""Read from a checkpoint's files how it is to be served. Knows nothing of torch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop string or the id in `stop_token_ids` that ended it; None: the model's own end."""
     aux_info: AuxInfo | None = field(default=None, repr=False)
-    """What speculation did, once it has ended; docs/api.md describes the fields."""
+    """The account of speculation, once a request has ended; docs/api.md describes the fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RequestOutput:
 
 
 class Tracker:
-    """What has come of one request."""
+    """The outcome of one request so far."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _NOT_IN_BODY: Final = frozenset({"logprobs", "output_kind", "extra_args", *_REFU
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a stream holds."""
+    """The contents of each output of a stream."""
 
     CUMULATIVE = 0  # all so far
     DELTA = 1  # what is new
@@ -39,7 +39,7 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a completion is sampled and when it ends.
+    """Parameters of a completion: its sampling, and its end.
 
     `max_tokens` None: as many as the context holds. `logprobs`: how many of the likeliest tokens
     to report beside each output token. `structured_outputs` holds one of json, json_object, regex,

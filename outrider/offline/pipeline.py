@@ -18,7 +18,7 @@ _NEUTRAL = {"quant_policy": 0, "dp": 1, "ep": 1, "adapters": None, "revision": N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PytorchEngineConfig:
-    """How the engine runs. Raises `ConfigError`."""
+    """Settings of the engine. Raises `ConfigError`."""
 
     dtype: str = "auto"
     tp: int = 1
@@ -61,7 +61,7 @@ class PytorchEngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Who drafts, and how much."""
+    """The drafting method and the draft tokens per round."""
 
     method: str
     model: str = ""
@@ -70,7 +70,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """How an answer is sampled and when it ends. Without `do_sample` it is greedy."""
+    """Parameters of an answer: its sampling, and its end. Without `do_sample` it is greedy."""
 
     n: int = 1
     max_new_tokens: int = 512

@@ -1,4 +1,4 @@
-"""How many completions the engine knows at once."""
+"""Bound the completions that the engine knows at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How soon threads of this process take over from each other."""
+"""Set how soon threads of this process take over from each other."""
 
 from __future__ import annotations
 

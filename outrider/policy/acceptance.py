@@ -1,4 +1,4 @@
-"""How likely draft tokens are accepted, by their depth and by row."""
+"""Estimate the acceptance of draft tokens, by their depth and by row."""
 
 from __future__ import annotations
 

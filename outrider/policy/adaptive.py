@@ -48,7 +48,7 @@ class AdaptivePolicy(Policy):
 
     @property
     def _unknown(self) -> bool:
-        """Whether it is not known what drafts take and meet, or not any more."""
+        """True while the times and the acceptance of drafts are unknown, or outdated."""
         current = self._modes.current
         on_trial = current.trial is not None and current.settling > 0.0
         return self.mode.drafts and (on_trial or self._idle_steps >= self._try_after)

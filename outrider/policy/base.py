@@ -1,4 +1,4 @@
-"""What an engine asks of a policy: how many tokens to draft, and which rows run now."""
+"""The questions of an engine to a policy: how many tokens to draft, and which rows run now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL_SIZES = frozenset(range(1, 17))  # bit lengths of numbers of rows
 
 
 class DraftMode(enum.Enum):
-    """How rows come to their drafts."""
+    """The ways in which rows come to their drafts."""
 
     OFF = "none"
     ON_DEMAND = "on demand"  # each round's draft is made when the round before has ended
@@ -51,7 +51,7 @@ class Ready(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """What a step brought."""
+    """The outcome of a step."""
 
     num_running: int  # all rows that are admitted
     num_rows: int  # of the step
@@ -69,7 +69,7 @@ class StepDone:
 
 @dataclass(slots=True)
 class Measurements:
-    """What was measured of steps and drafts, whatever the policy makes of it."""
+    """The times of steps and drafts, and acceptance, as any policy measures them."""
 
     costs: CostModel = field(default_factory=CostModel)
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -87,12 +87,12 @@ class Policy:
 
     @property
     def mode(self) -> DraftMode:
-        """How rows come to their drafts now; ahead only from proposers that can."""
+        """The mode in which rows draft now; ahead only by proposers that can."""
         return DraftMode.AHEAD if self.num_speculative_tokens else DraftMode.OFF
 
     @property
     def may_wait(self) -> bool:
-        """Whether any row is to wait for a draft now."""
+        """True if rows may wait for drafts now."""
         return self.mode.drafts
 
     @property

@@ -1,4 +1,4 @@
-"""Which draft tokens a step verifies: one choice over all its rows.
+"""Choose the draft tokens that a step verifies, once over all its rows.
 
 A step of `rows` rows that verifies n draft tokens takes t(rows + n) seconds. Each row commits one
 token in any case, and a draft token more if the walk of accepted tokens reaches it. So the chosen

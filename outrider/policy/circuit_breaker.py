@@ -1,4 +1,4 @@
-"""When a row stops to wait for a proposer whose drafts it awaited in vain."""
+"""Stop to wait for a proposer whose drafts a row awaited in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps and drafts take, as moving averages. All times are in seconds."""
+"""Measure steps and drafts by moving averages. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Batches:
 
 
 class DraftTimes:
-    """How long one drafter's drafts take, from the commit to the arrival.
+    """The delays of one drafter's drafts, from the commit to the arrival.
 
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
@@ -184,7 +184,7 @@ class DraftTimes:
 
 
 class CostModel:
-    """What steps and rows' next drafts take."""
+    """The times of steps and of rows' next drafts."""
 
     def __init__(self) -> None:
         self.num_rows = 1  # of the last step that only verified

@@ -1,4 +1,4 @@
-"""How drafts are made: never, on demand, or ahead.
+"""Choose how drafts are made: never, on demand, or ahead.
 
 Step times say what verifying costs, and delays what waiting costs. Neither says what drafting costs
 the steps beside it, where both share a device, nor how many rows have their drafts ahead in time.
@@ -86,7 +86,7 @@ class ModeTrials:
 
     @property
     def mode(self) -> DraftMode:
-        """How drafts are to be made now."""
+        """The mode in which drafts are made now."""
         return self.incumbent if self.trial is None else self.trial.mode
 
     @property

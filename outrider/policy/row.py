@@ -49,7 +49,7 @@ class CurrentRound:
 
 @dataclass(slots=True)
 class Awaited:
-    """What a row waits for."""
+    """The draft that a row waits for."""
 
     asked: bool = False  # the proposer knows that the next round is to have a draft
     since: float = 0.0  # when the proposer's first block could be used, if it had come
@@ -62,7 +62,7 @@ class Awaited:
 
 @dataclass(slots=True)
 class Measured:
-    """How a row's drafts fare, as moving averages over its rounds."""
+    """The success of a row's drafts, as moving averages over its rounds."""
 
     accepted: float = 0.0  # draft tokens, fading
     tried: float = 0.0  # of so many
@@ -86,7 +86,7 @@ class Measured:
 
 @dataclass(slots=True)
 class Drafting:
-    """What is known of one row's drafts. Only the `DraftTracker` and the policy change it."""
+    """The state of one row's drafts. Only the `DraftTracker` and the policy change it."""
 
     offered: Offered
     num_draft_tokens: int = 0  # of the next round
@@ -108,7 +108,7 @@ class Drafting:
 
     @property
     def waits(self) -> bool:
-        """Whether the row waits for drafts at all."""
+        """True if the row waits for drafts at all."""
         if self.proposer_id is None or self.breaker.is_open:
             return False
         return self.num_draft_tokens > 0 and self.measured.worth_waiting

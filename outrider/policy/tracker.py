@@ -1,4 +1,4 @@
-"""What happens to rows' drafts, from a proposer's attachment to the step that verifies a draft.
+"""Track rows' drafts, from a proposer's attachment to the step that verifies a draft.
 
 The only writer of `Drafting`, with the measurements that it feeds. It asks the policy for every
 decision.
@@ -50,7 +50,7 @@ class DraftTracker:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.counts = StepCounts()
-        """What happened since the last step's events; the engine adds to it too."""
+        """The counts since the last step's events; the engine adds to them, too."""
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
         self._batches: dict[tuple[str, bool], float] = {}  # when each drafter's last one came
         self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
@@ -216,7 +216,7 @@ class DraftTracker:
         return d.breaker.missed()
 
     def _is_set_aside(self, d: Drafting) -> bool:
-        """Whether the row has no block yet, and other rows awaited its proposer in vain."""
+        """Return whether a row without a block has a proposer that others awaited in vain."""
         return not d.awaited.blocks and self._in_vain.get(d.proposer_id or "", 0) >= MISSES_ALLOWED
 
     def _count_hit(self, row: Row, wanted: bool) -> None:
@@ -286,6 +286,6 @@ def _draft_fate(row: Row, drafted: int) -> str | None:
 
 
 def _is_awaited(row: Row) -> bool:
-    """Whether the row waits for a draft, and its proposer has not said that it has none."""
+    """Return whether a row waits for a draft, and its proposer has not said that it has none."""
     d = row.drafting
     return d.waits and d.awaited.no_guess_at != len(row.token_ids)

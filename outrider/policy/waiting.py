@@ -1,4 +1,4 @@
-"""How long rows wait: each for its own draft, and those that are ready for the others'.
+"""Decide how long a row waits for its own draft, and ready rows for those of others.
 
 Waiting `d` for a draft brings `gain` more tokens, and costs what the row would commit meanwhile:
 one token per step. So it pays if `d <= gain * step_time`, and a row does not wait at all if its

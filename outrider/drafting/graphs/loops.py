@@ -34,7 +34,7 @@ Draft = TypeVar("Draft")
 
 @dataclass(frozen=True, slots=True)
 class DraftSampler:
-    """How a loop samples from logits [n, vocab] of any dtype."""
+    """The functions by which a loop samples from logits [n, vocab] of any dtype."""
 
     choose: Callable[[Tensor, SamplingBatch], Tensor]  # as `sample`
     candidates: Callable[[Tensor, SamplingBatch, int], tuple[Tensor, Tensor]]

@@ -24,7 +24,7 @@ _MAX_PATTERNS = 64
 _MAX_MATCHES = 100_000  # patterns times names
 _MAX_PASSES = 32
 ESCAPES = 'nrbtf\\"'
-"""What may follow a backslash. A key with the escape `u` would pass for another property's."""
+"""Characters that may follow a backslash. A key with `\\u` would pass for another property's."""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without the escape `u`
 
 _BYTES = LLTokenizer("byte")
