@@ -75,20 +75,24 @@ def disturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
     return model
 
 
-def recordable_llama(page_size: int = 4, num_pages: int = 64, noise: float = 0.0) -> PagedModel:
-    """A tiny one in float64, so that near ties are decided alike; `disturbed` by `noise`."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def tiny_llama_config(max_position_embeddings: int = 128) -> LlamaConfig:
+    """Return the config of a Llama of 97 tokens and two layers."""
+    return LlamaConfig(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=max_position_embeddings,
     )
+
+
+def recordable_llama(page_size: int = 4, num_pages: int = 64, noise: float = 0.0) -> PagedModel:
+    """A tiny one in float64, so that near ties are decided alike; `disturbed` by `noise`."""
+    torch.manual_seed(0)
     return build_paged_model(
-        disturbed(LlamaForCausalLM(config).double(), noise),
+        disturbed(LlamaForCausalLM(tiny_llama_config()).double(), noise),
         ModelOptions(page_size=page_size, num_pages=num_pages, self_test=False),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.drafting.ahead.branches import (
     Branch,
@@ -29,6 +29,7 @@ from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.params import SamplingParams
 from tests.support.models.hash_model import HashModel
+from tests.support.models.recordable import tiny_llama_config
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -44,15 +45,7 @@ def hash_model() -> BranchingModel:
 
 def llama() -> BranchingModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
+    config = tiny_llama_config(max_position_embeddings=256)
     model = LlamaForCausalLM(config).double()
     return build_paged_model(model, ModelOptions(page_size=4, num_pages=NUM_PAGES, self_test=False))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_model.loops import EagerForks
@@ -23,6 +23,7 @@ from outrider.engine.sampling.coupled import Lane, SamplingBatch, process_logits
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.models.hash_model import HashModel
+from tests.support.models.recordable import tiny_llama_config
 from tests.support.simulators.simulation import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -267,15 +268,7 @@ def test_draft_model_under_any_history_equals_generate(
 @pytest.fixture(scope="module")
 def llama() -> tuple[LlamaForCausalLM, DraftModelProposer]:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
+    config = tiny_llama_config(max_position_embeddings=256)
     reference, model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config)
     model.load_state_dict(reference.state_dict())
     paged = build_paged_model(model, ModelOptions(page_size=8, num_pages=64, self_test=False))
