@@ -7,6 +7,9 @@ from typing import Final
 
 from outrider.errors import ConfigError
 
+DTYPES: Final = ("float32", "bfloat16", "float16")
+"""Dtypes that a target may be served in."""
+
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""
 MAX_WAITING: Final = 1024

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.config import SPECULATION_POLICIES
+from outrider.config import DTYPES, SPECULATION_POLICIES
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--scorer-id", default=None, help="name in traces; default: host name and pid")
     add(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="float32",
         help="float32: text equal to the last bit with any draft, or none; else faster, and near "
         "ties may fall differently",

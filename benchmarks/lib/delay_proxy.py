@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import sys
-from types import TracebackType
 
 _CHUNK = 65536
 _MAX_CONNECTIONS = 256
@@ -66,12 +65,7 @@ class DelayProxy:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def _accept(

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from outrider.cli.gpus import count_gpus
-from outrider.cli.serve_flags import DTYPES, PASSED
+from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
+from outrider.config import DTYPES
 from outrider.errors import ConfigError
 from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
 from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
+from outrider.models.modules import MODULE_FILES
 from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 from outrider.models.tokenizer import tokenizer_hash
 
 Say = Callable[[str], None]
 """Takes a line about what is done."""
-
-_MODULE_FILES: Final = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of these
 
 
 def take_config(
@@ -110,7 +110,7 @@ class _Models:
         index = resolve_model(name, role, tokenizer_only=True)
         if role == "draft" and drafting_method(name, index) in HIDDEN_STATE_METHODS:
             role = "head"
-        weights = _MODULE_FILES if role == "head" else ("*.safetensors",)
+        weights = MODULE_FILES if role == "head" else ("*.safetensors",)
         folder = resolve_model(name, role, weights=weights)
         self.say(f"{name}: all files are here")
         return folder

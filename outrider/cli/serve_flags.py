@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from outrider.cli import flag_types
-from outrider.config import SPECULATION_POLICIES
+from outrider.config import DTYPES, SPECULATION_POLICIES
 from outrider.methods import METHODS
-
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +21,7 @@ class PassedFlag:
     type: Callable[[str], Any]
     about: str
     theirs: str | None = None
+    repeated: bool = False  # may be given several times
 
 
 PASSED: Final = (
@@ -38,7 +37,7 @@ PASSED: Final = (
     PassedFlag("gateway", "default-max-tokens", flag_types.positive, "for requests that set none"),
     PassedFlag("gateway", "max-in-flight", flag_types.positive, "completions at once (256)"),
     PassedFlag("gateway", "api-key-file", str, "one key per line; default: anyone may ask"),
-    PassedFlag("gateway", "cors-origin", str, "of a web page that may call, or *"),
+    PassedFlag("gateway", "cors-origin", str, "of a web page that may call, or *", repeated=True),
     PassedFlag("draft", "max-draft-tokens", flag_types.positive, "per round at most"),
     PassedFlag("draft", "prompt-lookup-min", flag_types.positive, "ngram: shortest match (2)"),
     PassedFlag("draft", "prompt-lookup-max", flag_types.positive, "ngram: longest match (4)"),
@@ -53,9 +52,6 @@ PASSED: Final = (
 )
 """Flags that the services check; `outrider scorer --help` and its like say more."""
 
-REPEATED: Final = ("cors-origin",)
-"""Flags of `PASSED` that may be given several times."""
-
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model is served, on what, and how it is drafted for."""
@@ -65,7 +61,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", type=flag_types.device, help="cpu, cuda or, say, cuda:1; default: a GPU if any")
     add(
         "--dtype",
-        choices=DTYPES,
+        choices=("auto", *DTYPES),
         default="auto",
         help="auto: on a GPU the checkpoint's own; float32 on a CPU, where the text is equal to "
         "the last bit with and without speculation (default: %(default)s)",
@@ -123,7 +119,7 @@ def add_passed_flags(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(
                     f"--{flag.name}",
                     type=flag.type,
-                    action="append" if flag.name in REPEATED else "store",
+                    action="append" if flag.repeated else "store",
                     metavar="X",
                     help=flag.about,
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
 from outrider.cli.client import why_not_attached
@@ -57,12 +56,7 @@ class Stack:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def wait_for_proposer(self) -> None:

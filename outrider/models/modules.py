@@ -23,7 +23,8 @@ HEADS: Final = (
     "embed_out.weight",  # GPT-NeoX
 )
 """Names that targets give their output layer."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of these
+MODULE_FILES: Final = ("*.safetensors", "*.bin", "*.pt")
+"""Weights of modules, which are published in all of these formats."""
 
 
 def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
@@ -31,7 +32,7 @@ def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
 
     A target is downloaded as far as modules share its tensors. Raises `ConfigError`.
     """
-    folder = resolve_model(name, role, weights=_WEIGHTS)
+    folder = resolve_model(name, role, weights=MODULE_FILES)
     index = resolve_model(target, "target", tokenizer_only=True)
     return folder, resolve_model(target, "target", weights=shared_files(index))
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from outrider.config import SPECULATION_POLICIES
+from outrider.config import DTYPES, SPECULATION_POLICIES
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
@@ -172,6 +172,6 @@ def _dtype(given: Arguments, *, on_gpu: bool) -> str:
         name = "float32"
         if on_gpu:
             name = stored_dtype(resolve_model(given.model, "target", tokenizer_only=True))
-    if name not in ("float32", "bfloat16", "float16"):
+    if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} must be auto, float32, bfloat16 or float16.")
     return name
