@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outrider import start_times
 from outrider.config import DTYPES, SPECULATION_POLICIES
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         runtime.prepare_grpc()
         runtime.progress("scorer", "starting")
-        with runtime.importing():
+        with start_times.phase("imports"), runtime.importing():
             from outrider.engine.model.parallel.ranks import Ranks
             from scorer_service.app import ScorerApp
             from scorer_service.config import ScorerOptions

@@ -15,6 +15,7 @@ from typing import Final
 
 import transformers
 
+from outrider import start_times
 from outrider.config import EngineConfig
 from outrider.device import device_id
 from outrider.drafting.building.methods import build_proposer
@@ -228,18 +229,18 @@ def build_engine(
     )
     if colocated is not None:
         colocated.put_projection(engine)
-    loaded = time.perf_counter()
     runtime.progress(
         NAME,
-        f"loaded in {loaded - began:.1f} s; KV cache "
+        f"loaded in {time.perf_counter() - began:.1f} s; KV cache "
         f"{model.num_pages * model.kv_bytes_per_page // 2**20} MiB = "
         f"{model.num_pages * options.page_size} tokens; warming up, a few seconds",
     )
-    _warm_up(engine, config)
-    # The objects that loading leaves stay, so full collections need not look at them.
-    gc.collect()
-    gc.freeze()
-    runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
+    with start_times.phase("warm-up"):
+        _warm_up(engine, config)
+        # The objects that loading leaves stay, so full collections need not look at them.
+        gc.collect()
+        gc.freeze()
+    runtime.progress(NAME, f"started in {start_times.summary()}")
     return engine
 
 

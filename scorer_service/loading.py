@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from outrider import start_times
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.model.loader import (
     ModelOptions,
@@ -114,14 +115,16 @@ def load(
         build_first()
         model = load_with(TRIAL_PAGES)
         if group is None or group.ranks.leads:  # nobody needs more memory than the leader
-            size_cache(memory, model, limits, progress)
+            with start_times.phase("memory"):
+                size_cache(memory, model, limits, progress)
     else:
         build_first()
         model = load_given()
     if group is not None:
         progress("a model on several ranks: every step runs eagerly")
         return model, None, []
-    captured = capture_steps(model, limits, progress)
+    with start_times.phase("steps"):
+        captured = capture_steps(model, limits, progress)
     claim_activations(
         model,
         sample,

@@ -16,6 +16,7 @@ from typing import Final, Protocol, cast
 
 import torch
 
+from outrider import start_times
 from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
@@ -74,7 +75,7 @@ class InProcessProposer:
     def build(self) -> None:
         """Load the method. Raises `ConfigError` and `UnsupportedModelError`."""
         threads = torch.get_num_threads()
-        with naming_flag():
+        with start_times.phase("draft"), naming_flag():
             self._proposer, self._tokenizer_hash = self._build()
         torch.set_num_threads(threads)  # the engine's
         self._queue = DraftQueue(self._proposer)

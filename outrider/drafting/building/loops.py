@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from outrider import start_times
 from outrider.drafting.ahead.outcomes import NUM_RANKS
 from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
@@ -139,7 +140,8 @@ def loop_capture(
             say(f"captured {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB")
 
     try:
-        yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress)
+        with start_times.phase("draft loops"):
+            yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The captured draft loops do not fit into the device's memory: lower "

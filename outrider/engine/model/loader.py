@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.distributed import DistributedConfig
 
+from outrider import start_times
 from outrider.engine.attention.base import ATTENTION_NAME
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.ops import LlamaOps, TorchOps
@@ -81,7 +82,8 @@ def load_model(
     cannot be used, and `UnsupportedModelError` for a model that this engine would not run exactly.
     """
     eos_token_ids = read_eos_token_ids(folder)
-    model = _read(folder, dtype, device, group)
+    with start_times.phase("weights"):
+        model = _read(folder, dtype, device, group)
     return build_paged_model(
         model, options, name=folder.name, eos_token_ids=eos_token_ids, group=group
     )
@@ -108,13 +110,14 @@ def build_paged_model(
     length = _bounded_length(model, options.max_model_len, name)
     reference = None
     if options.self_test:
-        reference = eager_reference(
-            model,
-            page_size=options.page_size,
-            num_pages=options.num_pages,
-            max_model_len=length,
-            sharded=group is not None,
-        )
+        with start_times.phase("self-test"):
+            reference = eager_reference(
+                model,
+                page_size=options.page_size,
+                num_pages=options.num_pages,
+                max_model_len=length,
+                sharded=group is not None,
+            )
     fused = options.fused and fits(model)
     pools = KVPools(
         options.num_pages + 1,  # the last one is the scratch page
@@ -150,7 +153,8 @@ def build_paged_model(
             return PagedModel(step, pools, backend, info)
         paged = LeadingModel(group, step, pools, backend, info)
     if reference is not None:
-        check_against(paged, reference)
+        with start_times.phase("self-test"):
+            check_against(paged, reference)
     return paged
 
 

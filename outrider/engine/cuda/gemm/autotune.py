@@ -25,6 +25,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from outrider import start_times
 from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
@@ -78,7 +79,7 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
     chain = timed(uses, int8=int8)
     if not chain:
         return
-    with _one_at_a_time():
+    with start_times.phase("tilings"), _one_at_a_time():
         began = time.perf_counter()
         _compile(chain, run)
         for rows in CANDIDATES:
