@@ -10,6 +10,7 @@ import torch
 
 from outrider import start_times
 from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.loader import (
     ModelOptions,
     count_pages,
@@ -51,6 +52,8 @@ def load(
     asked = options.hidden_features
     features = None if asked is None else read_features(folder, asked)
 
+    reader: DeviceReader | None = None
+
     @fitting("The model", options.kv_cache_memory)
     def load_with(num_pages: int) -> PagedModel:
         try:
@@ -66,6 +69,7 @@ def load(
                 dtype=dtype,
                 device=device,
                 group=group,
+                reader=reader,
             )
         except RuntimeError as error:
             if group is None or isinstance(error, torch.OutOfMemoryError):
@@ -108,17 +112,21 @@ def load(
         "then it compiles and chooses kernels, measures the largest steps and captures graphs: "
         "about half a minute at a first start, less later"
     )
+    memory = None
     if options.kv_cache_memory is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)
         if group is not None:
             memory.limit = group.least(memory.limit)
-        build_first()
+    if group is None:
+        with fitting("The model", options.kv_cache_memory):
+            reader = DeviceReader(folder, device)  # beside what is built first
+    build_first()
+    if memory is not None:
         model = load_with(TRIAL_PAGES)
         if group is None or group.ranks.leads:  # nobody needs more memory than the leader
             with start_times.phase("memory"):
                 size_cache(memory, model, limits, progress)
     else:
-        build_first()
         model = load_given()
     if group is not None:
         progress("a model on several ranks: every step runs eagerly")

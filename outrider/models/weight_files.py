@@ -6,11 +6,12 @@ It needs no torch, so a service refuses a broken folder before it loads any libr
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.errors import ConfigError
 from outrider.models.files import read_json
@@ -39,6 +40,7 @@ class StoredTensor:
     file: str
     dtype: str
     shape: tuple[int, ...]
+    start: int  # of its bytes in the file
 
 
 def check_is_folder(folder: Path) -> None:
@@ -182,10 +184,17 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         fields = json.loads(raw)
         fields.pop("__metadata__", None)
         tensors = {
-            name: StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            name: StoredTensor(
+                path.name,
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                8 + length + int(entry["data_offsets"][0]),
+            )
             for name, entry in fields.items()
         }
         end = max((int(entry["data_offsets"][1]) for entry in fields.values()), default=0)
+        for entry in fields.values():
+            _check_size(entry)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} has a broken header: download it again.") from error
     if 8 + length + end != size:
@@ -193,6 +202,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             f"{path} has {size} bytes, its header asks for {8 + length + end}: download it again."
         )
     return tensors
+
+
+def _check_size(entry: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a tensor of floats that has more or fewer bytes than numbers."""
+    start, end = map(int, entry["data_offsets"])
+    if entry["dtype"] in _FLOATS:
+        size = int(entry["dtype"].lstrip("BF")) // 8 * math.prod(map(int, entry["shape"]))
+        if start < 0 or end - start != size:
+            raise ValueError(f"{end - start} bytes, not {size}")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 import textwrap
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import ConfigError
 from outrider.models.weight_files import COMPUTED, PREDICTION, listed
@@ -40,9 +41,16 @@ def read_config(folder: Path) -> Any:
         ) from error
 
 
-def read_model(folder: Path, config: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
+def read_model(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    tensors: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> nn.Module:
     """Read the weights of a folder that `check_folder` accepted.
 
+    `tensors` are those of its files where they are at hand; the model keeps them on their device.
     `options` go to `from_pretrained`. Raises `ConfigError` that names the tensors which are
     missing, unused, of another shape than config.json says, or not finite.
     """
@@ -52,9 +60,16 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype, **options: Any) ->
     verbosity = log.get_verbosity()
     log.set_verbosity(log.CRITICAL)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
+        source: Any = folder
+        from_pretrained, fitting = AutoModelForCausalLM.from_pretrained, config
+        if tensors:
+            # The classes for any model take no tensors in place of a folder.
+            source, from_pretrained, fitting = None, *_class_of(config)
+            device = next(iter(tensors.values())).device
+            options |= {"state_dict": tensors, "device_map": {"": device}}
+        model, report = from_pretrained(
+            source,
+            config=fitting,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
@@ -90,6 +105,14 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype, **options: Any) ->
     return model  # type: ignore[no-any-return]
 
 
+def _class_of(config: Any) -> tuple[Callable[..., Any], Any]:
+    """Return `from_pretrained` of a config's class, and the config that the class takes."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = found[0] if isinstance(found, tuple | list) else found
+    text = config.get_text_config(decoder=True)
+    return model_class.from_pretrained, (text if model_class.config_class is type(text) else config)
+
+
 def check_finite(model: nn.Module, folder: Path) -> None:
     """Raise `ConfigError` naming weights that hold NaN or infinity."""
     bad = [name for name, weight in model.named_parameters() if not is_finite(weight)]
@@ -104,7 +127,7 @@ def not_finite(folder: Path, *names: str) -> ConfigError:
     )
 
 
-def is_finite(weight: torch.Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
     """Return whether a weight holds neither NaN nor infinity."""
     # A sum is one pass without a mask as large as the weight; finite weights may overflow it.
     return bool(weight.sum(dtype=torch.float64).isfinite()) or bool(weight.isfinite().all())

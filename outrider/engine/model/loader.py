@@ -22,6 +22,7 @@ from outrider.engine.model.checkpoint import (
     read_model,
 )
 from outrider.engine.model.config_sizes import caches_latents, head_dim, layer_configs, num_kv_heads
+from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.pack import prepack_linears
 from outrider.engine.model.paged_model import ModelInfo, PagedModel, Step
@@ -72,9 +73,11 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device = CPU,
     group: RankGroup | None = None,
+    reader: DeviceReader | None = None,
 ) -> PagedModel:
     """Read a Hugging Face folder (config.json, safetensors) and make it ready to run.
 
+    `reader` may already be reading the weights to the device.
     Given a `group`, load this rank's shard. All ranks load at the same time with the same
     arguments, and then all but the leader `follow`, which includes the leader's self-test.
 
@@ -83,7 +86,7 @@ def load_model(
     """
     eos_token_ids = read_eos_token_ids(folder)
     with start_times.phase("weights"):
-        model = _read(folder, dtype, device, group)
+        model = _read(folder, dtype, device, group, reader)
     return build_paged_model(
         model, options, name=folder.name, eos_token_ids=eos_token_ids, group=group
     )
@@ -194,9 +197,18 @@ def check_config(folder: Path) -> Any:
 
 
 def _read(
-    folder: Path, dtype: torch.dtype, device: torch.device, group: RankGroup | None
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None,
+    reader: DeviceReader | None,
 ) -> nn.Module:
     config = check_config(folder)
+    if group is None and device.type == "cuda":
+        reader = reader or DeviceReader(folder, device)
+        model = read_model(folder, config, dtype, reader.tensors())
+        check_finite(model, folder)
+        return model
     shards: dict[str, Any] = {}
     if group is not None:
         check_shardable(config, group.ranks.size)

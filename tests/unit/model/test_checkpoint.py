@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.engine.model import device_reader
 from outrider.engine.model.checkpoint import check_finite, read_config, read_model
+from outrider.engine.model.device_reader import DeviceReader
 from outrider.errors import ConfigError
 from outrider.models.weight_files import check_folder
 
@@ -43,9 +45,11 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _read(folder: Path) -> torch.nn.Module:
+def _read(folder: Path, *, by_threads: bool = False) -> torch.nn.Module:
     check_folder(folder)
-    model = read_model(folder, read_config(folder), torch.float32)
+    config = read_config(folder)
+    tensors = DeviceReader(folder, torch.device("cpu")).tensors() if by_threads else None
+    model = read_model(folder, config, torch.float32, tensors)
     check_finite(model, folder)
     return model
 
@@ -71,10 +75,14 @@ def _nan(tensors: dict[str, Tensor]) -> None:
     tensors[DOWN][0, 0] = float("nan")
 
 
-def test_checkpoint_that_is_whole_is_read(folder: Path) -> None:
+@pytest.mark.parametrize("by_threads", [False, True])
+def test_checkpoint_that_is_whole_is_read(
+    folder: Path, by_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_reader, "_CHUNK_BYTES", 100)  # cuts numbers apart
     tensors = check_folder(folder)
     assert tensors[DOWN].shape == (16, 16)
-    model = _read(folder)
+    model = _read(folder, by_threads=by_threads)
     stored = load_file(folder / "model.safetensors")
     for name, weight in model.named_parameters():
         assert torch.equal(weight, stored[name])
@@ -105,9 +113,21 @@ def test_checkpoint_with_other_tensors_than_its_config_is_refused_by_name(
     folder: Path, change: Callable[[dict[str, Tensor]], Any], config: dict[str, Any], said: str
 ) -> None:
     _change(folder, change, **config)
-    with pytest.raises(ConfigError, match=said) as caught:
-        _read(folder)
-    assert "\n" not in caught.value.message
+    for by_threads in (False, True):
+        with pytest.raises(ConfigError, match=said) as caught:
+            _read(folder, by_threads=by_threads)
+        assert "\n" not in caught.value.message
+
+
+def test_reader_of_a_file_that_became_shorter_names_it(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = check_folder(folder)
+    whole = path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_reader, "check_folder", lambda _: tensors)
+        path.write_bytes(whole[:-100])
+        with pytest.raises(ConfigError, match=r"model\.safetensors became shorter"):
+            DeviceReader(folder, torch.device("cpu")).tensors()
 
 
 @pytest.mark.parametrize(
