@@ -1,11 +1,14 @@
 """The CUDA products of few rows against plain torch."""
 
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.models.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
-from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm import hopper, kept_tilings
 from outrider.engine.cuda.gemm.autotune import Chain, Kind, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
 from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight
@@ -186,6 +189,38 @@ def test_chain_whose_best_tilings_depend_on_each_other_finds_them(
     said = Chain(chain, 2, TritonOps().product).choose()
     assert (gate.choices, down.choices) == ({2: other}, {})
     assert said.startswith("14 us, all by cuBLAS 20: ")
+
+
+def test_kept_tilings_are_read_for_the_same_products_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: _Device("H100", 132))
+    gate, down = Kind("gated", 512, 256), Kind("added", 256, 256)
+    candidates = {(gate, 1): (Gemv(64, 8), Gemv(128, 4)), (down, 1): (Gemv(64, 8),)}
+    products, chosen = [gate, down], {(gate, 1): Gemv(128, 4), (down, 1): None}
+    assert kept_tilings.load(products, candidates) is None
+    kept_tilings.keep(products, candidates, chosen)
+    assert kept_tilings.load(products, candidates) == chosen
+    others = {**candidates, (down, 1): (Gemv(128, 4),)}
+    assert kept_tilings.load(products, others) is None
+    assert kept_tilings.load([gate, gate, down], candidates) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda: _Device("H200", 132))
+        assert kept_tilings.load(products, candidates) is None
+    (path,) = [each for each in tmp_path.rglob("*") if each.is_file()]
+    for broken in (b"", b"\xff", b"[]", b"{}", path.read_bytes().replace(b"128", b"129")):
+        path.write_bytes(broken)
+        assert kept_tilings.load(products, candidates) is None
+        assert "cannot be read" in caplog.text
+        caplog.clear()
+    kept_tilings.keep(products, candidates, chosen)
+    assert kept_tilings.load(products, candidates) == chosen
+
+
+class _Device(NamedTuple):
+    name: str
+    multi_processor_count: int
 
 
 @pytest.mark.skipif(not ON_GPU, reason="compiles for a device")

@@ -1,4 +1,4 @@
-"""Choose the kernels for products of few rows by timing them at start-up.
+"""Choose the kernels for products of few rows by timing them at a first start.
 
 Every candidate runs as in a step: captured in a graph, between the products before and after it,
 over the weights of one layer after another, so that weights come from memory and not from a cache.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from outrider import start_times
-from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm import hopper, kept_tilings
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
 from outrider.engine.cuda.gemm.tilings import HopperTiles, Tiling
@@ -39,8 +39,8 @@ Run = Callable[[Use, Tensor, Tensor], Tensor]
 """Computes the outputs of x [rows, in]; may write to its [rows, out]."""
 
 _COLD_BYTES = 2**29  # of weights in a chain, at least, so that a cache holds few of them
-_EACH = 8  # products of each kind in a chain, at least
-_REPEATS = 20
+_EACH = 3  # products of each kind in a chain, at least
+_REPEATS = 10
 _GAIN = 0.002  # of the chain's time, that a candidate must save; less is noise
 _NEAR = 0.03  # a tiling that is slower by this share may win beside other tilings
 _PATIENCE_S = 120.0  # for other processes that measure
@@ -81,15 +81,29 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
         return
     with start_times.phase("tilings"), _one_at_a_time():
         began = time.perf_counter()
-        _compile(chain, run)
-        for rows in CANDIDATES:
-            if not any(linear.candidates(rows) for _, linear in chain):
-                continue
-            logger.info("products of %d rows: %s", rows, Chain(chain, rows, run).choose())
+        first = {Kind.of(use, linear): linear for use, linear in chain}
+        products = [Kind.of(use, linear) for use, linear in chain]
+        tried = {
+            (kind, rows): x.candidates(rows) for kind, x in first.items() for rows in CANDIDATES
+        }
+        if (kept := kept_tilings.load(products, tried)) is not None:
+            for (kind, rows), tiling in kept.items():
+                first[kind].choose(rows, tiling)
+        else:
+            _choose(chain, run)
+            chosen = {(kind, rows): first[kind].choices.get(rows) for kind, rows in tried}
+            kept_tilings.keep(products, tried, chosen)
     all_rows = range(1, max(CANDIDATES) + 1)  # eager steps have any number of logits
     hopper.load(_variants(chain, all_rows), chain[0][1].weight.device)
     torch.cuda.empty_cache()
     logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+
+
+def _choose(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
+    _compile(chain, run)
+    for rows in CANDIDATES:
+        if any(linear.candidates(rows) for _, linear in chain):
+            logger.info("products of %d rows: %s", rows, Chain(chain, rows, run).choose())
 
 
 def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
@@ -203,10 +217,7 @@ class Chain:
 
     def _take(self, kind: Kind, tiling: Tiling | None) -> None:
         """Compute this kind with a tiling from now on, or by cuBLAS."""
-        choices = self._first[kind][1].choices
-        choices.pop(self._most, None)
-        if tiling is not None:
-            choices[self._most] = tiling
+        self._first[kind][1].choose(self._most, tiling)
 
     def choose(self) -> str:
         """Take the best tilings and describe them.

@@ -74,6 +74,12 @@ class FewRowsLinear(PackedLinear):
         """Return the tilings to try for up to so many rows, a key of `CANDIDATES`."""
         return candidates(rows, int8=self._int8 is not None)
 
+    def choose(self, rows: int, tiling: Tiling | None) -> None:
+        """Take a tiling, or None for cuBLAS, for up to so many rows, a key of `CANDIDATES`."""
+        self.choices.pop(rows, None)
+        if tiling is not None:
+            self.choices[rows] = tiling
+
     def choice(self, rows: int) -> Tiling | None:
         """Return the tiling for this number of rows, or None for cuBLAS.
 
