@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine.cuda.sampling import choose_and_verify, sample
-from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.capture import CudaGraphs, Work, compile_together, replay_seconds
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
@@ -90,6 +90,24 @@ def size_cache(
     for line in ("memory:", *budget.lines()):
         say(line)
     model.resize(budget.num_pages)
+
+
+def compile_steps(model: PagedModel, limits: StepLimits) -> None:
+    """Run a step of each kind, so that all kernels are compiled at once, before any capture."""
+    if not (model.capturable and model.layered):  # modules may keep state while they run
+        return
+    works: list[Work] = []
+
+    def note(work: Work) -> Work:
+        works.append(work)
+        return work
+
+    if prefill := limits.prefill_buckets(model):
+        PrefillGraphs(model, prefill[-1:], capture=note)  # all sizes have the same kernels
+    DecodeGraphs(
+        model, limits.buckets(), capture=note, choose_and_verify=choose_and_verify, sample=sample
+    )
+    compile_together(works)
 
 
 def capture_steps(

@@ -96,7 +96,7 @@ def load(
     # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.sampling import sample
     from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
-    from scorer_service.device import StepLimits, capture_steps, size_cache
+    from scorer_service.device import StepLimits, capture_steps, compile_steps, size_cache
 
     progress = partial(runtime.progress, "scorer")
     if device.index is not None:
@@ -121,13 +121,14 @@ def load(
         with fitting("The model", options.kv_cache_memory):
             reader = DeviceReader(folder, device)  # beside what is built first
     build_first()
-    if memory is not None:
-        model = load_with(TRIAL_PAGES)
-        if group is None or group.ranks.leads:  # nobody needs more memory than the leader
-            with start_times.phase("memory"):
-                size_cache(memory, model, limits, progress)
-    else:
-        model = load_given()
+    model = load_given() if memory is None else load_with(TRIAL_PAGES)
+    if group is None:
+        with start_times.phase("compiling"):
+            compile_steps(model, limits)
+    # Nobody needs more memory than the leader.
+    if memory is not None and (group is None or group.ranks.leads):
+        with start_times.phase("memory"):
+            size_cache(memory, model, limits, progress)
     if group is not None:
         progress("a model on several ranks: every step runs eagerly")
         return model, None, []

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.support.models.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
 from outrider.engine.cuda.gemm import hopper, kept_tilings
-from outrider.engine.cuda.gemm.autotune import Chain, Kind, _compile, _variants, timed
+from outrider.engine.cuda.gemm.autotune import Chain, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
-from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight
+from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight, Kind
 from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Tiling
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.graphs.capture import CudaGraphs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
-from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.capture import CudaGraphs, compile_together, replay_seconds
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
@@ -113,12 +114,14 @@ def capture_loops(
         say("CUDA graphs cannot capture this attention: every forward runs eagerly")
         return None
     with loop_capture(shapes, model.device, say) as capture:
-        forwards = None
-        if model.layered:
-            buckets = make_prefill_buckets(model.max_model_len, max_sessions)
-            forwards = PrefillGraphs(
-                model, buckets, capture=capture.capture, seconds=replay_seconds
-            )
+        if not model.layered:  # its modules keep state while they run, so they run one at a time
+            return DraftModelLoops(model, replace(capture, rehearse=lambda _: None))
+        forwards = PrefillGraphs(
+            model,
+            make_prefill_buckets(model.max_model_len, max_sessions),
+            capture=capture.capture,
+            seconds=replay_seconds,
+        )
         return DraftModelLoops(model, capture, forwards)
 
 
@@ -141,7 +144,7 @@ def loop_capture(
 
     try:
         with start_times.phase("draft loops"):
-            yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress)
+            yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress, compile_together)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The captured draft loops do not fit into the device's memory: lower "

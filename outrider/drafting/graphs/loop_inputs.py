@@ -26,8 +26,8 @@ from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.shared_prefix import SharedPrefix
 from outrider.params import SamplingParams
 
-# Columns of a row's header; the tokens to catch up follow.
-_START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)
+# Columns of a row's header; the tokens to catch up follow. Zeros are valid in all of them.
+_START, _LAST, _SOURCE, _TARGET, _SAMPLING = range(5)
 _TEMPERATURE, _, _, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)  # then top_p and min_p
 _TOKENS = _KEYS + 2
 
@@ -86,7 +86,7 @@ class LoopRows:
 
     tokens: Tensor  # int64 [rows, query_len]: to catch up
     start: Tensor  # int64 [rows]: their first position
-    counts: Tensor  # int64 [rows]: how many of them are no padding
+    last: Tensor  # int64 [rows]: the number of the last one that is no padding
     sampling: SamplingBatch  # for the token after the catch-up
     source: Tensor  # int64 [rows]: pages to copy first
     target: Tensor  # int64 [rows]
@@ -109,7 +109,7 @@ class LoopInputs:
         self._ints = self._staging.array("ints")
         self._device = self._staging.device("ints")
         # Constants are made here, because all work of a loop adds to the time of its launch.
-        most = max(max(s.rows * s.width, s.query_len, s.num_fed) for s in shapes)
+        most = max(max(s.rows * s.width, s.query_len, 1 + s.num_fed) for s in shapes)
         self._numbers = torch.arange(max(most, self._table_width), device=device)
         self._starts = {
             (shape.rows, each): row_starts(shape.rows, each, device)
@@ -138,10 +138,10 @@ class LoopInputs:
             tokens = row.token_ids
             count = len(tokens)
             columns = self._sampling_columns(params)
-            rows += (row.start, count, *pair, *columns, *tokens, *padding[count])
+            rows += (row.start, count - 1, *pair, *columns, *tokens, *padding[count])
         padding_row = (0,) * (_TOKENS - _SAMPLING + shape.query_len)
         for pair in pairs[len(slices) :]:
-            rows += (0, 1, *pair, *padding_row)
+            rows += (0, 0, *pair, *padding_row)
         # Packing and appending is faster than writing into parts of an array.
         ints = array("i", pack(f"{len(rows)}i", *rows))
         for row in slices:
@@ -151,6 +151,11 @@ class LoopInputs:
         ints.extend(no_page * (num_pages * (shape.rows - len(slices))))
         self._ints[: len(ints)] = ints
         self._staging.send("ints", len(ints))
+
+    def clear(self) -> None:
+        """Write zeros, which are valid rows of any shape: greedy, and on the scratch page."""
+        self._ints.fill(0)
+        self._staging.send("ints", len(self._ints))
 
     def follow(self, shape: LoopShape, count: int, verify_output: Tensor) -> None:
         """Enqueue the update by which the first `count` rows go on from a step's output.
@@ -166,25 +171,25 @@ class LoopInputs:
         tokens = verify_output[:count, 1:].gather(1, chosen.clamp(max=last))
         rows[:, _TOKENS : _TOKENS + 2] = tokens.masked_fill(chosen > accepted[:, None], 0)
         rows[:, _START] += kept - line
-        rows[:, _COUNT] = accepted + 1 - kept
+        rows[:, _LAST] = accepted - kept
 
     def rows(self, shape: LoopShape) -> LoopRows:
         """Return the buffer's rows but for their pages. May be captured."""
         ints = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)
         header, floats = ints.to(torch.int64), ints.view(torch.float32)
-        start, counts = header[:, _START], header[:, _COUNT]
+        start, last = header[:, _START], header[:, _LAST]
         temperature, top_p, min_p = floats[:, _TEMPERATURE:_TOP_K].t().contiguous()
         return LoopRows(
             tokens=header[:, _TOKENS:],
             start=start,
-            counts=counts,
+            last=last,
             sampling=SamplingBatch(
                 temperature=temperature,
                 top_k=header[:, _TOP_K].contiguous(),
                 top_p=top_p,
                 min_p=min_p,
                 seed=(header[:, _KEYS:_TOKENS] & 0xFFFFFFFF).contiguous(),
-                position=start + counts + (self._lead - 1),
+                position=start + last + self._lead,
                 all_greedy=False,
                 any_greedy=True,
                 any_sorted=shape.cut,
@@ -211,14 +216,14 @@ class LoopInputs:
             cu_seqlens_q=starts,
             seq_lens=seq_lens,
             block_table=table,
-            logits_index=starts[:-1] + (rows.counts - 1),
+            logits_index=starts[:-1] + rows.last,
             query_lens=(query_len,) * shape.rows,
             context_lens=(self._table_width * page_size,) * shape.rows,
             page_size=page_size,
             recorded=True,
             shared=shared,
         )
-        fed = rows.start + rows.counts + self._numbers[: shape.num_fed, None]
+        fed = rows.start + rows.last + self._numbers[1 : 1 + shape.num_fed, None]
         return LoopBatches(
             catch_up=catch_up,
             sampling=rows.sampling,

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import torch
@@ -16,6 +17,10 @@ Capture = Callable[[Work], Work]
 
 A capture runs `work` once or more. All that `work` reads and writes must stay where it is.
 """
+Rehearse = Callable[[Sequence[Work]], None]
+"""Runs works in any order, or at once, so that their captures find all kernels compiled."""
+
+_THREADS = 8  # that compile; memory holds what as many works compute at once
 
 
 class CudaGraphs:
@@ -44,6 +49,23 @@ class CudaGraphs:
         ):
             work()
         return graph.replay
+
+
+def compile_together(works: Sequence[Work]) -> None:
+    """Run works in threads, because compilers run in parallel; a `Rehearse` for CUDA.
+
+    All work is enqueued on the current stream. What fails is left to the capture.
+    """
+    stream = torch.cuda.current_stream()
+
+    def run(work: Work) -> None:
+        with contextlib.suppress(Exception), torch.cuda.stream(stream):
+            work()
+
+    with ThreadPoolExecutor(_THREADS, "compile") as pool:
+        wait([pool.submit(run, work) for work in works])
+    stream.synchronize()
+    torch.cuda.empty_cache()
 
 
 class HostEvent:

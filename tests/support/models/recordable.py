@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ def rerun(work: Work) -> Work:
     """A `Capture` for a device that runs each operation at once; runs the work once, as CUDA."""
     work()
     return work
+
+
+def run_each(works: Sequence[Work]) -> None:
+    """A `Rehearse` for the same."""
+    for work in works:
+        work()
 
 
 class Counted:

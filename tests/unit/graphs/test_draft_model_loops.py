@@ -24,7 +24,12 @@ from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
 from outrider.params import SamplingParams
 from tests.support.models.by_tensors import by_tensors
-from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
+from tests.support.models.recordable import (
+    RecordableHashModel,
+    recordable_llama,
+    rerun,
+    run_each,
+)
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -52,7 +57,9 @@ def drafter_of(
             cut=cut,
         )
     ]
-    return DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER), forwards)
+    # Every loop runs over zeros once, too.
+    capture = LoopCapture(shapes, rerun, TORCH_SAMPLER, rehearse=run_each)
+    return DraftModelLoops(model, capture, forwards)
 
 
 class Rows:

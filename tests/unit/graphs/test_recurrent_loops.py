@@ -30,7 +30,7 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import eagle_checkpoints, mtp_checkpoints
-from tests.support.models.recordable import Counted, MetaAttention, rerun_strictly
+from tests.support.models.recordable import Counted, MetaAttention, rerun_strictly, run_each
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
@@ -89,7 +89,8 @@ def proposer_of(head: RecurrentHead, tree_width: int, capture: Capture | None) -
             prefill_budget=20,
             tree_width=tree_width,
         ),
-        None if capture is None else LoopCapture(shapes, capture, TORCH_SAMPLER),
+        # Every loop runs over zeros once, too.
+        None if capture is None else LoopCapture(shapes, capture, TORCH_SAMPLER, rehearse=run_each),
     )
     return RecurrentProposer(drafter, method="eagle", name="tiny")
 

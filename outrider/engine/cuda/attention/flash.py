@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from outrider.engine.cuda.attention.triton import TritonPagedAttention
 from outrider.engine.kv_cache.pools import LayerPool
 
 _TILE_QUERIES = 64  # query tokens times heads per key head in one program
+_one_at_a_time = threading.Lock()  # a call may compile, at start in several threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +60,19 @@ class Flash4Attention:
 
         batch = self._batch
         window = params.sliding_window
-        out, _ = flash_attn_varlen_func(
-            query.flatten(1, 2),
-            pool.keys,
-            pool.values,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            seqused_k=batch.seq_lens,
-            max_seqlen_q=self._max_query_len,
-            page_table=batch.block_table,
-            softmax_scale=params.scaling,
-            causal=True,
-            window_size=(None if window is None else window - 1, None),
-            learnable_sink=params.sinks,
-            softcap=params.softcap or 0.0,
-        )
+        with _one_at_a_time:
+            out, _ = flash_attn_varlen_func(
+                query.flatten(1, 2),
+                pool.keys,
+                pool.values,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                seqused_k=batch.seq_lens,
+                max_seqlen_q=self._max_query_len,
+                page_table=batch.block_table,
+                softmax_scale=params.scaling,
+                causal=True,
+                window_size=(None if window is None else window - 1, None),
+                learnable_sink=params.sinks,
+                softcap=params.softcap or 0.0,
+            )
         return out.view(*query.shape[:3], out.shape[-1])  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider import start_times
 from outrider.engine.cuda.gemm import hopper, kept_tilings
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
-from outrider.engine.cuda.gemm.linear import FewRowsLinear
+from outrider.engine.cuda.gemm.linear import FewRowsLinear, Kind
 from outrider.engine.cuda.gemm.tilings import HopperTiles, Tiling
 from outrider.engine.cuda.launch import graph_us
 from outrider.engine.layers.ops import Use
@@ -46,27 +46,6 @@ _NEAR = 0.03  # a tiling that is slower by this share may win beside other tilin
 _PATIENCE_S = 120.0  # for other processes that measure
 _TOLERANCE = 0.02  # of the largest output, for bfloat16 sums in another order
 _INT8_TOLERANCE = 0.05  # and for weights rounded to int8
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Uses of equal shape, which share their tilings."""
-
-    name: str
-    outputs: int
-    inner: int
-
-    @classmethod
-    def of(cls, use: Use, linear: FewRowsLinear) -> Kind:
-        """Return the kind of this use of this layer."""
-        if use.norm is None:
-            name = "alone" if use.alone else "added"
-        else:
-            name = "gated" if use.gated else "normed"
-        return cls(name, linear.out_features, linear.in_features)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.outputs}x{self.inner}"
 
 
 @torch.inference_mode()

@@ -17,17 +17,18 @@ import torch
 import triton
 from triton.runtime.cache import get_cache_manager
 
+from outrider.engine.cuda.gemm.linear import Kind
 from outrider.engine.cuda.gemm.tilings import Tiling
 
 logger = logging.getLogger(__name__)
 
 _FILE = "tilings.json"
-Choices = Mapping[tuple[object, int], Tiling | None]
+Choices = Mapping[tuple[Kind, int], Tiling | None]
 """Tilings by kind and by most rows; None is cuBLAS."""
-Candidates = Mapping[tuple[object, int], Sequence[Tiling]]
+Candidates = Mapping[tuple[Kind, int], Sequence[Tiling]]
 
 
-def load(products: Iterable[object], candidates: Candidates) -> Choices | None:
+def load(products: Iterable[Kind], candidates: Candidates) -> Choices | None:
     """Return what was kept for these products, one of the candidates each; None if nothing was.
 
     A file that cannot be read counts as none.
@@ -49,7 +50,7 @@ def load(products: Iterable[object], candidates: Candidates) -> Choices | None:
         return None
 
 
-def keep(products: Iterable[object], candidates: Candidates, choices: Choices) -> None:
+def keep(products: Iterable[Kind], candidates: Candidates, choices: Choices) -> None:
     """Keep choices for later starts, at once or not at all."""
     named = {_name(place): tiling and str(tiling) for place, tiling in choices.items()}
     try:
@@ -58,12 +59,12 @@ def keep(products: Iterable[object], candidates: Candidates, choices: Choices) -
         logger.warning("The tilings cannot be kept for later starts: %s", error)
 
 
-def _name(place: tuple[object, int]) -> str:
+def _name(place: tuple[Kind, int]) -> str:
     kind, rows = place
     return f"{kind}, {rows} rows"
 
 
-def _key(products: Iterable[object], candidates: Candidates) -> str:
+def _key(products: Iterable[Kind], candidates: Candidates) -> str:
     device = torch.cuda.get_device_properties()
     parts = [
         *(device.name, device.multi_processor_count, torch.version.cuda),

@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
 from outrider.engine.cuda.gemm.tilings import OUTPUTS, Product, Tiling
 from outrider.engine.layers.linear import PackedLinear
+from outrider.engine.layers.ops import Use
 
 _QUANTIZED_AT_ONCE = 4096  # rows of a weight, to bound the memory of temporary tensors
 
@@ -125,3 +126,24 @@ class FewRowsLinear(PackedLinear):
             return self.weight, self.weight
         assert self._int8 is not None
         return self._int8.numbers, self._int8.scales
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Uses of equal shape, which share their tilings."""
+
+    name: str
+    outputs: int
+    inner: int
+
+    @classmethod
+    def of(cls, use: Use, linear: FewRowsLinear) -> Kind:
+        """Return the kind of this use of this layer."""
+        if use.norm is None:
+            name = "alone" if use.alone else "added"
+        else:
+            name = "gated" if use.gated else "normed"
+        return cls(name, linear.out_features, linear.in_features)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.outputs}x{self.inner}"
