@@ -16,6 +16,7 @@ from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.signals import end_at_sigterm
+from scorer_service import prefetch
 
 _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
@@ -169,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal, and return the exit code."""
     try:
         args = resolve(argv)
+        prefetch.begin(args["model"], args["device"])
         check_target(args["model"])
         check_files(args["in_process_proposer"])
     except ConfigError as error:
