@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     exit_with_parent = flags.pop("exit_with_parent")
     try:
         flags["scorers"] = parse_entries(flags.pop("scorer"))
-        flags["cors_origins"] = tuple(flags["cors_origins"])
+        for repeated in ("cors_origins", "served_model_aliases"):
+            flags[repeated] = tuple(flags[repeated])
         flags["deployment"] = take_deployment(flags)
         config = GatewayConfig(**flags)
     except ConfigError as error:
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         ("host", str, "address to listen on"),
         ("http_port", port, "0: any free port"),
         ("grpc_port", port, "0: any free port"),
-        ("metrics_port", port, "/metrics while it drains, too; 0: any free port; unset: none"),
+        ("metrics_port", port, "/metrics; 0: any free port; unset: on the HTTP port"),
         ("api_key_file", str, "one key per line; without it, anyone may ask"),
         ("max_in_flight", int, "completions at once; more get 429"),
         ("max_body_bytes", int, "larger requests get 413, over gRPC RESOURCE_EXHAUSTED"),
@@ -84,6 +85,19 @@ def _parser() -> argparse.ArgumentParser:
         "https://app.example.com, or * for any; may be given several times; unset: none",
     )
     parser.add_argument(
+        "--served-model-alias",
+        dest="served_model_aliases",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of the served model; may be given several times; unset: none",
+    )
+    parser.add_argument(
+        "--vllm-metrics",
+        action="store_true",
+        help="the scorers' load under vLLM's metric names, at /metrics of the HTTP port, too",
+    )
+    parser.add_argument(
         "--no-playground",
         dest="playground",
         action="store_false",
@@ -93,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("request_timeout", "every request is answered within this time"),
         ("resume_timeout", "how long a request waits for a scorer to continue on"),
+        (
+            "hold_timeout",
+            "how long a new request waits while no scorer serves, where scorers are "
+            "scaled to zero: health then needs none; unset: --resume-timeout, and it does",
+        ),
         ("start_timeout", "how long the start waits for a scorer"),
         ("dns_refresh_seconds", "how often the names in --scorer are looked up"),
     ):

@@ -24,6 +24,10 @@ class Admission:
         self._grace_end: float | None = None  # loop time, while draining
 
     @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @property
     def draining(self) -> bool:
         return self._grace_end is not None
 

@@ -16,12 +16,18 @@ class GeneratorConfig:
 
     served_model_name: str = "default"
     """The name clients ask for."""
+    served_model_aliases: tuple[str, ...] = ()
+    """Further names that clients may ask for."""
     max_in_flight: int = 256
     """Completions at once; more are refused with CapacityError."""
     request_timeout_s: float = 600.0
     """Every request has its answer, or a DeadlineError, within this time."""
     resume_timeout_s: float = 15.0
     """Seconds that a request whose scorer died waits for another one."""
+    hold_timeout_s: float | None = None
+    """Seconds that a new request waits while no scorer serves, since they are scaled to zero; the
+    gateway then starts and stays healthy without any. None: `resume_timeout_s`, and it does not.
+    """
     default_max_tokens: int = 256
     """For requests that set none; less where the context ends sooner."""
     ends_at_context: bool = False
@@ -42,8 +48,9 @@ class GatewayConfig(GeneratorConfig):
     http_port: int = 0
     grpc_port: int = 0
     metrics_port: int | None = None
-    """For metrics until the process ends; `http_port` has them until it drains. None: there alone.
-    """
+    """For metrics until the process ends, and there alone. None: `http_port` has them."""
+    vllm_metrics: bool = False
+    """True: `http_port` has the scorers' load under vLLM's names, for routers that read them."""
     api_key_file: str | None = None
     """One key per line. None: anyone may ask."""
     cors_origins: tuple[str, ...] = ()
@@ -70,8 +77,9 @@ class GatewayConfig(GeneratorConfig):
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError("--seed must be an unsigned 64-bit number.")
-        for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
+        for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s", "hold_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
                 flag = name.removesuffix("_s").replace("_", "-")
                 raise ConfigError(f"--{flag} must be a positive number of seconds.")
         check_refresh(self.dns_refresh_s)

@@ -64,11 +64,27 @@ class Generator:
         self.intake = Intake(config, tokenizer, pool)
         self.telemetry = telemetry
         self._metrics = GatewayMetrics(telemetry.registry)
+        held_s = config.hold_timeout_s
+        self._metrics.hold.set(held_s or 0)
+        self._hold_timeout_s = config.resume_timeout_s if held_s is None else held_s
         self._replayer = Replayer(
-            pool, telemetry, config.resume_timeout_s, self._metrics.retries.inc
+            pool,
+            telemetry,
+            config.resume_timeout_s,
+            self._hold_timeout_s,
+            self._metrics.retries.inc,
         )
         self._metrics.scorers.set_function(lambda: len(pool.serving))
         self.admission = Admission(config.max_in_flight, self._metrics)
+
+    async def ready(self) -> None:
+        """Hold a request until a scorer has told what fits. Raises `UnavailableError`."""
+        await self.pool.known(self._hold_timeout_s)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether a request that comes now will be answered, as far as one can know."""
+        return bool(self.pool.serving) or self.config.hold_timeout_s is not None
 
     async def generate(
         self, request: GenerationRequest, deadline: float, metadata: Metadata | None = None

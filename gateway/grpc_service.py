@@ -48,6 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async with self._generator.admission.until(deadline):
                 self._generator.intake.check_model(request.model)
                 with self._generator.admission.admitted(1):
+                    await self._generator.ready()
                     work = await self._prepare(request, tenant)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
                     async with aclosing(chunks):
@@ -65,12 +66,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._check_key(context)
         except Exception as error:
             await abort(context, error)
-        model = generation_pb2.Model(
-            id=self._generator.config.served_model_name,
-            max_model_len=self._generator.pool.max_model_len,
-            vocab_size=self._generator.pool.vocab_size,
+        config, pool = self._generator.config, self._generator.pool
+        return generation_pb2.ListModelsResponse(
+            models=[
+                generation_pb2.Model(
+                    id=name, max_model_len=pool.max_model_len, vocab_size=pool.vocab_size
+                )
+                for name in (config.served_model_name, *config.served_model_aliases)
+            ]
         )
-        return generation_pb2.ListModelsResponse(models=[model])
 
     def _check_key(self, context: Context) -> str:
         """Return the tenant."""

@@ -86,9 +86,11 @@ class Intake:
 
     def check_model(self, name: str | None) -> None:
         """Raise `ModelNotFoundError`; no name, or "default", is the model that is served."""
-        if name not in (None, "", "default", self._config.served_model_name):
+        config = self._config
+        known = (config.served_model_name, *config.served_model_aliases)
+        if name not in (None, "", "default", *known):
             raise ModelNotFoundError(
-                f"The model {name!r} is not served here; {self._config.served_model_name!r} is."
+                f"The model {name!r} is not served here; {config.served_model_name!r} is."
             )
 
     def default_seed(self) -> int:

@@ -37,6 +37,11 @@ class GatewayMetrics:
             "Scorers that this gateway can send requests to.",
             registry=registry,
         )
+        self.hold = Gauge(
+            f"{METRIC_PREFIX}gateway_hold_seconds",
+            "How long a request is held while no scorer serves; 0: it needs one at once.",
+            registry=registry,
+        )
         self._requests = Counter(
             f"{METRIC_PREFIX}gateway_requests",
             "Completions by how they ended: ok, cancelled or an error's reason.",

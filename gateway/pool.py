@@ -46,6 +46,13 @@ class Pool(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    async def known(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` until `max_model_len` and `vocab_size` are known.
+
+        Raises `UnavailableError`.
+        """
+        ...
+
     async def pick(
         self,
         prompt_token_ids: Sequence[int],

@@ -60,11 +60,13 @@ class Replayer:
         pool: Pool,
         telemetry: Telemetry,
         resume_timeout_s: float,
+        hold_timeout_s: float,
         on_retry: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._telemetry = telemetry
         self._resume_timeout_s = resume_timeout_s
+        self._hold_timeout_s = hold_timeout_s
         self._on_retry = on_retry
 
     async def stream(
@@ -79,8 +81,9 @@ class Replayer:
         failures = 0
         full: frozenset[ScorerClient] = frozenset()
         give_up: float | None = None  # set by the first failure since the last token
+        held_until = min(deadline, _now() + self._hold_timeout_s)
         while True:
-            patience = self._patience(deadline) if give_up is None else give_up
+            patience = held_until if give_up is None else give_up
             scorer = await self._pool.pick(request.prompt_token_ids, full, patience - _now())
             message = _continuation(request, committed)
             try:

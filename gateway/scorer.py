@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -81,6 +82,13 @@ class Scorer:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return info
+
+    async def refresh_load(self) -> None:
+        """Read its queue and cache again; what cannot be read stays as it was."""
+        with contextlib.suppress(OutriderError):
+            load = await self.fetch_info()
+            for field in ("running_requests", "waiting_requests", "total_pages", "free_pages"):
+                setattr(self.info, field, getattr(load, field))
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Request under way have `grace_s` seconds left; none may be begun."""

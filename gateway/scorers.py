@@ -7,6 +7,7 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from gateway.pool import ScorerClient
 from gateway.scorer import CLOSE_GRACE_S, Scorer
@@ -19,6 +20,7 @@ _PROBE_UP_S, _PROBE_DOWN_S = 1.0, 0.2
 _AFFINITY_TOKENS = 16  # a page: what a scorer can have in its prefix cache
 _AFFINITY_SLACK = 4  # requests more than the least busy before affinity gives way to load
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class ScorerPool:
@@ -45,12 +47,16 @@ class ScorerPool:
         self._last_info = scorer_pb2.GetScorerInfoResponse()  # while nobody is known
         self._misfits: dict[str, ConfigError] = {}
 
+    def follow(self) -> None:
+        """Begin to watch the scorers."""
+        self._following = asyncio.create_task(self._follow())
+
     async def start(self, timeout_s: float) -> None:
         """Return once a scorer serves.
 
         Raises `ConfigError` if one does not fit, or if none serves within `timeout_s`.
         """
-        self._following = asyncio.create_task(self._follow())
+        self.follow()
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.serving and not self._misfits:
@@ -91,6 +97,13 @@ class ScorerPool:
         known = [s.info.vocab_size for s in self.scorers if s.info.vocab_size]
         return min(known, default=self._last_info.vocab_size)
 
+    async def known(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` until a scorer has told its sizes.
+
+        Raises `UnavailableError`.
+        """
+        await self._until(lambda: self.max_model_len, timeout_s)
+
     async def pick(
         self,
         prompt_token_ids: Sequence[int],
@@ -102,16 +115,21 @@ class ScorerPool:
         Rendezvous hashing ranks the scorers for prompts with the same first page: the first that is
         not clearly busier than the least busy one. Raises `UnavailableError`.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not (candidates := set(self.serving) - excluded):
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise UnavailableError("No scorer can be reached. Try again soon.") from error
+        candidates = await self._until(lambda: set(self.serving) - excluded, timeout_s)
         page = array("I", prompt_token_ids[:_AFFINITY_TOKENS]).tobytes()
         most = min(scorer.in_flight for scorer in candidates) + _AFFINITY_SLACK
         idle_enough = [scorer for scorer in candidates if scorer.in_flight <= most]
         return min(idle_enough, key=lambda scorer: _rendezvous(scorer.target, page))
+
+    async def _until(self, condition: Callable[[], _T], timeout_s: float) -> _T:
+        """Return what `condition` says once it is truthy. Raises `UnavailableError`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (found := condition()):
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise UnavailableError("No scorer can be reached. Try again soon.") from error
+        return found
 
     def mark_down(self, scorer: ScorerClient) -> None:
         """Send no requests to a scorer that one could not reach, until a probe succeeds."""
@@ -144,6 +162,8 @@ class ScorerPool:
             healthy = await scorer.probe()
             if healthy and not scorer.serving:  # new or restarted: maybe another model
                 healthy = await self._admit(scorer)
+            elif healthy:
+                await scorer.refresh_load()
             self._set_serving(scorer, healthy)
             await asyncio.sleep(_PROBE_UP_S if healthy else _PROBE_DOWN_S)
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 
 from gateway.api_keys import ApiKeys
 from gateway.config import GatewayConfig
@@ -16,6 +17,7 @@ from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
 from gateway.http_connection import PatientProtocol
 from gateway.openai.http import create_app
+from gateway.scorer_load import ScorerLoad
 from gateway.scorers import ScorerPool
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
@@ -24,7 +26,7 @@ from outrider.rpc.runtime import progress
 from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.tasks import in_thread
-from outrider.rpc.telemetry import Telemetry
+from outrider.rpc.telemetry import METRIC_PREFIX, Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
 
 _FORCE_S = 1  # for what the grace's end has ended to be sent; whole seconds: uvicorn's type
@@ -46,20 +48,27 @@ class Gateway:
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, str]:
-        """Comes up; returns the addresses. Raises `ConfigError`."""
+        """Open every port, then wait for a scorer unless requests are held for one.
+
+        Metrics and health answer from the beginning. Returns the addresses. Raises `ConfigError`.
+        """
         config = self._config
         api_keys = ApiKeys.load(config.api_key_file)
         tokenizer = await asyncio.wrap_future(in_thread(lambda: _tokenizer(config.model)))
         self._socket = _bind(config.host, config.http_port)
-        progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
-        self._pool = ScorerPool(
+        self._pool = pool = ScorerPool(
             Targets(config.scorers, config.dns_refresh_s),
             lambda info: check_scorer(info, tokenizer),
             config.deployment.tls,
         )
-        await self._pool.start(config.start_timeout_s)
-        self._generator = generator = Generator(config, tokenizer, self._pool, self._telemetry)
-
+        self._generator = generator = Generator(config, tokenizer, pool, self._telemetry)
+        load = ScorerLoad(pool, generator.admission)
+        self._telemetry.registry.register(load.collector(METRIC_PREFIX + "gateway_"))
+        metrics = (
+            {}
+            if config.metrics_port is None
+            else {"metrics": self._telemetry.serve_metrics(config.host, config.metrics_port)}
+        )
         servicer = GenerationServicer(generator, api_keys)
         self._grpc = GrpcServer(
             join_address(config.host, config.grpc_port),
@@ -71,17 +80,10 @@ class Gateway:
             limits=ClientLimits(config.max_body_bytes, config.request_timeout_s),
         )
         grpc_port = await self._grpc.start()
-        metrics = (
-            {}
-            if config.metrics_port is None
-            else {"metrics": self._telemetry.serve_metrics(config.host, config.metrics_port)}
-        )
-        await self._grpc.set_serving(True)
-        self._health = asyncio.create_task(self._follow_health(self._grpc, self._pool))
-
+        await self._grpc.set_serving(generator.accepting, process=True)
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(generator, config, api_keys),
+                create_app(generator, config, api_keys, self._public_metrics(load)),
                 http=PatientProtocol,
                 log_config=None,
                 log_level="warning",
@@ -95,11 +97,28 @@ class Gateway:
             self._socket.listen(2048)  # from here on nobody is refused
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
         http_port = self._socket.getsockname()[1]
+        if config.hold_timeout_s is None:
+            progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
+            await pool.start(config.start_timeout_s)
+        else:
+            pool.follow()
+        self._health = asyncio.create_task(self._follow_health(self._grpc, pool, generator))
         return {
             "http": f"http://{join_address(config.host, http_port)}",
             "grpc": join_address(config.host, grpc_port),
             **metrics,
         }
+
+    def _public_metrics(self, load: ScorerLoad) -> CollectorRegistry | None:
+        """Return what /metrics of the HTTP port shows; None: there is none."""
+        config, vllm = self._config, CollectorRegistry()
+        if config.metrics_port is None:
+            vllm = self._telemetry.registry
+        elif not config.vllm_metrics:
+            return None
+        if config.vllm_metrics:
+            vllm.register(load.collector("vllm:", config.served_model_name))
+        return vllm
 
     async def stop(self) -> None:
         """Streams under way get the grace to end; then they are ended with an error.
@@ -125,14 +144,16 @@ class Gateway:
             self._socket.close()
         self._telemetry.shutdown()
 
-    async def _follow_health(self, server: GrpcServer, pool: ScorerPool) -> None:
-        """Say in the gRPC health of the service, as /health does, if a scorer is within reach.
+    async def _follow_health(
+        self, server: GrpcServer, pool: ScorerPool, generator: Generator
+    ) -> None:
+        """Say in the gRPC health of the service, as /health does, if requests are answered.
 
         The process as a whole stays SERVING, since a restart brings no scorer back.
         """
         while True:
             changed = pool.changed
-            await server.set_serving(bool(pool.serving), process=False)
+            await server.set_serving(generator.accepting, process=True)
             await changed.wait()
 
     async def wait_failed(self) -> None:

@@ -58,6 +58,8 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     num_speculative_tokens: int
     """K where a request names none."""
+    page_size: int = 0
+    """Tokens in a page of the KV cache."""
     features: FeatureSpec | None = None
     """Captured hidden states, which proposers may ask for."""
     device: str = ""

@@ -116,6 +116,7 @@ class ScorerCore:
             dtype=options.dtype,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
+            page_size=options.page_size,
             features=info.features,
             device=device_id(options.device) if options.ranks is None else "",
         )

@@ -164,6 +164,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             running_requests=snapshot.running,
             waiting_requests=snapshot.waiting,
             total_pages=snapshot.total_pages,
+            page_size=served.page_size,
             free_pages=snapshot.free_pages,
             features=features_to_proto(served.features),
             proposers=[

@@ -16,6 +16,9 @@ from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.job import Job, collect, run_job
 from gateway.openai.responses import event
 
+_SILENCE_S = 15.0
+"""Proxies end connections on which nothing came for a minute, as usual."""
+_KEEP_ALIVE = b": waiting\n\n"
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -55,8 +58,9 @@ class Answer(Response):
 
         async def start_stream() -> None:
             nonlocal started
-            started = True
-            await _start_stream(send)
+            if not started:
+                started = True
+                await _start_stream(send)
 
         try:
             async with self._generator.admission.until(self._deadline):
@@ -81,13 +85,20 @@ class Answer(Response):
         send: Send,
         start: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """Send the events; the status waits for the first chunk, as early errors have their own."""
+        """Send the events; the status waits for the first chunk, as early errors have their own.
+
+        It waits for `_SILENCE_S` at most: then comments keep proxies from ending the connection.
+        """
         shaper = self._job.shaper
         shown: dict[int, int] = {}  # characters of each choice's text
         endings: dict[int, Ending] = {}
-        async for index, chunk in chunks:
-            if not shown:
-                await start()
+
+        async def beat() -> None:
+            await start()
+            await _send_piece(send, _KEEP_ALIVE, more=True)
+
+        async for index, chunk in _with_beats(chunks, beat):
+            await start()
             data = b"" if index in shown else shaper.opening(index)
             data += shaper.piece(index, chunk, shown.get(index, 0))
             shown[index] = shown.get(index, 0) + len(chunk.text)
@@ -100,6 +111,22 @@ class Answer(Response):
             if data:
                 await _send_piece(send, data, more=True)
         await _send_piece(send, b"", more=False)
+
+
+async def _with_beats(
+    chunks: AsyncGenerator[tuple[int, Chunk], None], beat: Callable[[], Coroutine[Any, Any, None]]
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """Yield the chunks, and call `beat` every `_SILENCE_S` until the first one has come."""
+    coming = asyncio.ensure_future(anext(chunks))
+    try:
+        while not (await asyncio.wait({coming}, timeout=_SILENCE_S))[0]:
+            await beat()
+        yield coming.result()
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+    async for chunk in chunks:
+        yield chunk
 
 
 async def _start_stream(send: Send) -> None:

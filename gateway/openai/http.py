@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -28,11 +29,17 @@ from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
 from gateway.playground import playground
 from outrider.errors import InvalidRequestError
+from outrider.rpc.exposition import encode
 
 
-def create_app(generator: Generator, config: GatewayConfig, api_keys: ApiKeys) -> Starlette:
-    """Return the ASGI application over a started generator."""
-    return _OpenAI(generator, config, api_keys).app
+def create_app(
+    generator: Generator,
+    config: GatewayConfig,
+    api_keys: ApiKeys,
+    metrics: CollectorRegistry | None,
+) -> Starlette:
+    """Return the ASGI application over a generator; /metrics shows `metrics`, if any."""
+    return _OpenAI(generator, config, api_keys, metrics).app
 
 
 class _CloseWhileDraining:
@@ -55,7 +62,13 @@ class _CloseWhileDraining:
 
 
 class _OpenAI:
-    def __init__(self, generator: Generator, config: GatewayConfig, api_keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        config: GatewayConfig,
+        api_keys: ApiKeys,
+        metrics: CollectorRegistry | None,
+    ) -> None:
         self._generator = generator
         self._config = config
         self._api_keys = api_keys
@@ -70,7 +83,7 @@ class _OpenAI:
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/{model:path}", self._guarded(self._model)),
                 Route("/health", self._health),
-                Route("/metrics", self._metrics),
+                *([] if metrics is None else [Route("/metrics", _metrics(metrics))]),
                 *([Route("/", playground)] if config.playground else []),
             ],
             exception_handlers={HTTPException: _http_error},
@@ -115,19 +128,24 @@ class _OpenAI:
         body = parse(kind, await self._body(request))
         generator.intake.check_model(body.model)
         with admit(body, generator) as places:
+            await generator.ready()
             job = await make_job(body, generator, tenant)
             return Answer(generator, job, deadline, places.pop_all(), stream=bool(body.stream))
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        config = self._config
+        names = (config.served_model_name, *config.served_model_aliases)
+        return JSONResponse({"object": "list", "data": [*map(self._model_card, names)]})
 
     async def _model(self, request: Request, _tenant: str, _deadline: float) -> Response:
-        self._generator.intake.check_model(request.path_params["model"])
-        return JSONResponse(self._model_card())
+        name = request.path_params["model"]
+        self._generator.intake.check_model(name)
+        known = name in self._config.served_model_aliases
+        return JSONResponse(self._model_card(name if known else self._config.served_model_name))
 
-    def _model_card(self) -> dict[str, object]:
+    def _model_card(self, name: str) -> dict[str, object]:
         return {
-            "id": self._generator.config.served_model_name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "outrider",
@@ -136,18 +154,13 @@ class _OpenAI:
 
     async def _health(self, _request: Request) -> Response:
         serving, known = len(self._generator.pool.serving), len(self._generator.pool.scorers)
+        accepting = self._generator.accepting
         body = {
-            "status": "ok" if serving else "unavailable",
+            "status": "ok" if serving else "holding" if accepting else "unavailable",
             "scorers_serving": serving,
             "scorers": known,
         }
-        return JSONResponse(body, 200 if serving else 503)
-
-    async def _metrics(self, request: Request) -> Response:
-        text, content_type = self._generator.telemetry.metrics_text(
-            request.headers.get("accept", "")
-        )
-        return Response(text, headers={"Content-Type": content_type})
+        return JSONResponse(body, 200 if accepting else 503)
 
     async def _body(self, request: Request) -> bytes:
         """Read the body. Raises `BodyTooLargeError` as soon as it is known to be too large."""
@@ -163,6 +176,14 @@ class _OpenAI:
         if too_large:
             raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
         return bytes(body)
+
+
+def _metrics(registry: CollectorRegistry) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def endpoint(request: Request) -> Response:
+        text, content_type = encode(registry, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
+
+    return endpoint
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -290,6 +290,29 @@ def capacity() -> Dashboard:
                     width=12,
                 ),
             ),
+            "Scorers as the gateways see them": (
+                Graph(
+                    "Requests",
+                    "By gateway: in its scorers' batches, and waiting there or held for a scorer.",
+                    "short",
+                    tuple(
+                        Series(f"max (outrider:gateway_num_requests_{name}{{{HERE}}})", name)
+                        for name in ("running", "waiting")
+                    ),
+                ),
+                Graph(
+                    "KV cache in use",
+                    "Of all scorers that a gateway reaches.",
+                    "percentunit",
+                    (Series(f"max (outrider:gateway_kv_cache_usage_perc{{{HERE}}})", "in use"),),
+                ),
+                Graph(
+                    "Holding",
+                    "How long a request is held while no scorer serves; 0: it needs one at once.",
+                    "s",
+                    (Series(f"max (outrider:gateway_hold_seconds{{{HERE}}})", "at most"),),
+                ),
+            ),
             "Processes": (
                 Graph(
                     "Versions",

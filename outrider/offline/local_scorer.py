@@ -42,6 +42,9 @@ class LocalPool:
     def serving(self) -> tuple[ScorerClient, ...]:
         return self.scorers if self._worker.running else ()
 
+    async def known(self, _timeout_s: float) -> None:
+        """Its sizes are."""
+
     async def pick(
         self, _prompt: Sequence[int], _excluded: frozenset[ScorerClient], _timeout_s: float
     ) -> ScorerClient:

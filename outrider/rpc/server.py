@@ -93,15 +93,16 @@ class GrpcServer:
         self._servers = servers
         return port
 
-    async def set_serving(self, serving: bool, *, process: bool = True) -> None:
-        """Set the answer to health checks: of the services, and of the `process` as a whole."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in (*([""] if process else []), *self._service_names):
-            await self._health.set(name, status)
+    async def set_serving(self, serving: bool, *, process: bool | None = None) -> None:
+        """Set the answers to health checks: of the services, and of the process as a whole.
+
+        That is the services' unless `process` says another.
+        """
+        statuses = dict.fromkeys(self._service_names, serving)
+        statuses[""] = serving if process is None else process
+        for name, well in statuses.items():
+            status = "SERVING" if well else "NOT_SERVING"
+            await self._health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new RPCs at once, and cancel the running ones after `grace_s` seconds.

@@ -57,7 +57,7 @@ class GetScorerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetScorerInfoResponse(_message.Message):
-    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers", "features")
+    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers", "features", "page_size")
     SCORER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class GetScorerInfoResponse(_message.Message):
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     scorer_id: str
     model: str
     served_model_name: str
@@ -88,7 +89,8 @@ class GetScorerInfoResponse(_message.Message):
     free_pages: int
     proposers: _containers.RepeatedCompositeFieldContainer[AttachedProposer]
     features: _draft_pb2.FeatureSpec
-    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ..., features: _Optional[_Union[_draft_pb2.FeatureSpec, _Mapping]] = ...) -> None: ...
+    page_size: int
+    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ..., features: _Optional[_Union[_draft_pb2.FeatureSpec, _Mapping]] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class AttachedProposer(_message.Message):
     __slots__ = ("proposer_id", "method", "model", "sessions", "set_aside")

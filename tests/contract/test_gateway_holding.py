@@ -1,0 +1,173 @@
+"""A gateway without scorers: what it answers, whom it holds, and what it shows of their load."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import grpc
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.config import GatewayConfig
+from gateway.openai import answer
+from gateway.service import Gateway
+from outrider.cli.ports import free_port
+from outrider.rpc.channel import open_channel
+from outrider.rpc.deployment import Deployment
+from outrider.rpc.telemetry import configure
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.support.services.fake_scorer import Script, serving
+from tests.support.services.gateway import fake_scorer, model_folder, running_gateway, tokens
+from tests.support.waiting import until
+
+TEXT = "hello world"
+
+
+async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_metrics() -> None:
+    http, metrics, health, scorer = (free_port() for _ in range(4))
+    gateway = Gateway(
+        GatewayConfig(
+            scorers=(f"127.0.0.1:{scorer}",),
+            model=str(model_folder()),
+            http_port=http,
+            metrics_port=metrics,
+            deployment=Deployment(drain_grace_s=0.1, health_port=health),
+        ),
+        configure("test"),
+    )
+    starting = asyncio.create_task(gateway.start())
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
+            async with asyncio.timeout(20):
+                while (answered := await _try(client, "/health")) is None:
+                    await asyncio.sleep(0.02)  # noqa: ASYNC110
+            assert answered.status_code == 503
+            shown = await client.get(f"http://127.0.0.1:{metrics}/metrics")
+            assert "outrider:gateway_scorers_serving 0.0\n" in shown.text
+            assert (await client.get("/metrics")).status_code == 404  # not where clients are
+            async with open_channel(f"127.0.0.1:{health}") as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                process = await stub.Check(health_pb2.HealthCheckRequest())
+            assert process.status == health_pb2.HealthCheckResponse.SERVING
+            assert not starting.done()
+            asked = asyncio.create_task(
+                client.post("/v1/completions", json={"prompt": "x"}, timeout=20)
+            )
+            async with serving(fake_scorer(Script(tokens(TEXT))), scorer):
+                await starting
+                assert (await asked).json()["choices"][0]["text"] == TEXT
+                assert (await client.get("/health")).status_code == 200
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await gateway.stop()
+
+
+async def _try(client: httpx.AsyncClient, path: str) -> httpx.Response | None:
+    try:
+        return await client.get(path)
+    except httpx.ConnectError:
+        return None
+
+
+async def test_requests_when_scorers_are_at_zero_are_held_until_one_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answer, "_SILENCE_S", 0.05)
+    scorer, port = fake_scorer(Script(tokens(TEXT))), free_port()
+    scorer.target = f"127.0.0.1:{port}"
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(
+            running_gateway(scorer, hold_timeout_s=20.0, max_in_flight=2)
+        )
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.http))
+        assert (await client.get("/health")).json()["status"] == "holding"
+
+        async def streamed() -> str:
+            body = {"prompt": "x", "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body, timeout=20) as stream:
+                return "".join([text async for text in stream.aiter_text()])
+
+        held = asyncio.create_task(streamed())
+        channel = await stack.enter_async_context(open_channel(gateway.grpc))
+        rpc = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+            generation_pb2.GenerateRequest(text="x")
+        )
+        reading = asyncio.create_task(_text(rpc))
+        await until(lambda: gateway.metric("gateway_num_requests_waiting") == 2)
+        with pytest.raises(openai.RateLimitError):  # the queue has a bound
+            await gateway.client.completions.create(model="default", prompt="x")
+        await stack.enter_async_context(serving(scorer, port))
+        assert TEXT.split()[0] in await held
+        assert await reading == TEXT
+        # Again at zero: the sizes are known now, and a stream is kept alive while it waits.
+        assert scorer.server is not None
+        await scorer.server.set_serving(False)
+        await until(lambda: gateway.metric("gateway_scorers_serving") == 0)
+        again = asyncio.create_task(streamed())
+        await asyncio.sleep(0.3)
+        await scorer.server.set_serving(True)
+        text = await again
+    assert text.startswith(": waiting\n\n")
+    assert "data: [DONE]" in text
+
+
+async def _text(call: grpc.aio.UnaryStreamCall) -> str:  # type: ignore[type-arg]
+    return "".join([response.text async for response in call])
+
+
+async def test_held_request_past_its_time_is_refused_with_retry_after() -> None:
+    scorer = fake_scorer(Script(tokens(TEXT)))
+    scorer.target = f"127.0.0.1:{free_port()}"
+    async with running_gateway(scorer, hold_timeout_s=0.2) as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.completions.create(model="default", prompt="x")
+    assert caught.value.status_code == 503
+    assert caught.value.response.headers["retry-after"]
+
+
+LOAD = {"running_requests": 3, "waiting_requests": 2, "total_pages": 100, "free_pages": 25}
+
+
+async def test_gateway_shows_load_of_its_scorers_under_its_own_names_and_vllms() -> None:
+    scorers = [fake_scorer(Script(tokens(TEXT)), name, page_size=16, **LOAD) for name in ("a", "b")]
+    async with running_gateway(
+        *scorers, metrics_port=0, vllm_metrics=True, served_model_name="org/m"
+    ) as gateway:
+        await until(lambda: gateway.metric("gateway_scorers_serving") == 2)
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            public = (await client.get("/metrics")).text
+        ours = {
+            name: gateway.metric(f"gateway_{name}")
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        }
+        scorers[0].info.waiting_requests = 9  # as asked with the next probe
+        await until(lambda: gateway.metric("gateway_num_requests_waiting") == 11)
+    assert ours == {
+        "num_requests_running": 6,
+        "num_requests_waiting": 4,
+        "kv_cache_usage_perc": 0.75,
+    }
+    for line in (
+        'vllm:num_requests_running{model_name="org/m"} 6.0\n',
+        'vllm:num_requests_waiting{model_name="org/m"} 4.0\n',
+        'vllm:kv_cache_usage_perc{model_name="org/m"} 0.75\n',
+        'vllm:cache_config_info{block_size="16",model_name="org/m",num_gpu_blocks="200"} 1.0\n',
+    ):
+        assert line in public
+    assert "outrider:" not in public
+
+
+async def test_served_model_under_an_alias_is_listed_and_answers() -> None:
+    async with running_gateway(
+        Script(tokens(TEXT)), served_model_name="org/m", served_model_aliases=("m",)
+    ) as gateway:
+        assert [card.id async for card in gateway.client.models.list()] == ["org/m", "m"]
+        assert (await gateway.client.models.retrieve("m")).id == "m"
+        done = await gateway.client.completions.create(model="m", prompt="x")
+        assert done.choices[0].text == TEXT
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.completions.create(model="n", prompt="x")
