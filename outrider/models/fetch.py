@@ -1,18 +1,23 @@
 """Downloads a model before the service that needs it: `python -m outrider.models.fetch NAME`.
 
 An init container runs this, so that the service itself starts without the network and the token.
+What a broken download has fetched is kept for the next try.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 
 from outrider.errors import ConfigError
 from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
 from outrider.signals import end_at_sigterm
+
+_PAUSE_S = 10.0
+_LATER = (408, 429)  # HTTP: the client was too slow, or asks too much
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +32,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="TARGET",
         help="MODEL is a draft module: fetch it in any format, and of its target what both share",
     )
+    parser.add_argument(
+        "--retry-seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to try again while the network or the hub fails",
+    )
     args = parser.parse_args(argv)
     end_at_sigterm()
-    try:
-        if args.module_of is not None:
-            print(*resolve_module(args.model, "draft", args.module_of), sep="\n")
-        else:
-            print(resolve_model(args.model, "target", tokenizer_only=args.tokenizer_only))
-    except ConfigError as error:
-        print(f"fetch: {error.message}", file=sys.stderr)
-        return 2
-    return 0
+    give_up = time.monotonic() + args.retry_seconds
+    while True:
+        try:
+            if args.module_of is not None:
+                print(*resolve_module(args.model, "draft", args.module_of), sep="\n")
+            else:
+                print(resolve_model(args.model, "target", tokenizer_only=args.tokenizer_only))
+            return 0
+        except ConfigError as error:
+            print(f"fetch: {error.message}", file=sys.stderr, flush=True)
+            if not _passes(error) or time.monotonic() + _PAUSE_S > give_up:
+                return 2
+            time.sleep(_PAUSE_S)
+
+
+def _passes(error: ConfigError) -> bool:
+    """Return whether the failure may pass: not where the hub has answered that it refuses."""
+    cause: BaseException | None = error
+    while cause := cause.__cause__ or cause.__context__:
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
+        if 400 <= status < 500 and status not in _LATER:
+            return False
+    return isinstance(error.__cause__, OSError)
 
 
 if __name__ == "__main__":

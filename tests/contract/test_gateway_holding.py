@@ -42,8 +42,8 @@ async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_met
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
             async with asyncio.timeout(20):
-                while (answered := await _try(client, "/health")) is None:
-                    await asyncio.sleep(0.02)  # noqa: ASYNC110
+                while (answered := await _try(client, "/health")) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
             assert answered.status_code == 503
             shown = await client.get(f"http://127.0.0.1:{metrics}/metrics")
             assert "outrider:gateway_scorers_serving 0.0\n" in shown.text

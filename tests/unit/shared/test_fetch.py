@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.errors import ConfigError
+from outrider.models import fetch as fetching
+
 COMMIT = "0123456789012345678901234567890123456789"
 FILES = {
     "config.json": b"{}",
@@ -145,10 +148,31 @@ def test_fetch_module_comes_with_shared_weights(tmp_path: Path) -> None:
 
 def test_fetch_missing_model_prints_one_line(tmp_path: Path) -> None:
     with hub() as endpoint:
-        done = fetch(tmp_path, "org/other", HF_ENDPOINT=endpoint)
+        # Trying again would bring nothing.
+        done = fetch(tmp_path, "org/other", "--retry-seconds", "3600", HF_ENDPOINT=endpoint)
     assert done.returncode == 2
     assert done.stderr.startswith("fetch: org/other is not a folder here")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("seconds", "code"), [("60", 0), ("0", 2)])
+def test_fetch_with_a_broken_network_tries_again_while_it_may(
+    seconds: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [OSError("connection reset"), OSError("name resolution")]
+
+    def resolve(*_: object, **__: object) -> Path:
+        if broken:
+            raise ConfigError("no network") from broken.pop()
+        return Path("/cache/model")
+
+    monkeypatch.setattr(fetching, "resolve_model", resolve)
+    monkeypatch.setattr(fetching, "end_at_sigterm", lambda: None)
+    monkeypatch.setattr(fetching, "_PAUSE_S", 0.001)
+    assert fetching.main(["org/model", "--retry-seconds", seconds]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ("" if code else "/cache/model\n")
+    assert printed.err == "fetch: no network\n" * (1 if code else 2)
 
 
 @contextmanager
