@@ -1,0 +1,111 @@
+"""A request's committed tokens and the draft at hand for it, in any engine."""
+
+from __future__ import annotations
+
+from outrider.counts import sum_rounds
+from outrider.draft_tree import DraftTree
+from outrider.params import TokenIds
+from outrider.policy.row import Drafting
+from outrider.rounds import USEFUL, BlockFate, Counters
+from outrider.types import MethodCounts, Request, RequestStats
+
+
+class DraftedRow:
+    """A request that an engine decodes, with its drafts; implements `outrider.policy.base.Row`.
+
+    `token_ids` is prompt plus committed output.
+    """
+
+    def __init__(self, request: Request, *, max_len: int, drafting: Drafting) -> None:
+        self.request = request
+        self.session_id = request.session_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_len = max_len  # committed tokens it can reach
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.draft: DraftTree | None = None  # None if nothing is left below the node
+        self.draft_node = -1  # the node of `draft` that the last committed token reached
+        self.draft_base = -1  # base_len of the last block that was kept
+        self.draft_method = ""  # what drafted that block
+        self.drafting = drafting
+        self.counters = Counters()
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
+        """Walk a block by what was committed since, and keep it if something is left below.
+
+        A block from an older base than the present draft's does not replace it, nor does a smaller
+        one from the same: branches arrive after the chain that they belong to.
+        """
+        if not 0 <= block.base_len <= len(self.token_ids):
+            return BlockFate.INVALID
+        since = self.token_ids[block.base_len :]
+        node = block.descend(since)
+        if node is None:
+            return BlockFate.LATE if block.is_outrun(since) else BlockFate.WRONG
+        if block.is_leaf(node):
+            return BlockFate.LATE
+        if self.draft is None or (block.base_len, len(block.token_ids)) >= (
+            self.draft_base,
+            len(self.draft.token_ids),
+        ):
+            self.draft, self.draft_node, self.draft_base = block, node, block.base_len
+            self.draft_method = method
+        return USEFUL
+
+    def walk(self, base_len: int, emitted: TokenIds, drafted: int) -> bool:
+        """Walk the draft by committed tokens; True if a guess for the next round was wrong.
+
+        A guess is what a proposer that runs ahead drafted past this round, in which `drafted`
+        tokens were verified. Without one the next draft can only be late, not wrong.
+        """
+        draft = self.draft
+        if draft is None:
+            return False
+        node = draft.descend(emitted, self.draft_node)
+        if node is not None and not draft.is_leaf(node):
+            self.draft_node = node
+            return False
+        self.draft = None
+        if node is not None or not self.drafting.runs_ahead:
+            return False
+        size = len(draft.token_ids)
+        has_branches = size > drafted and size > self.drafting.num_draft_tokens
+        return has_branches and self.draft_base >= base_len
+
+    def stats(self) -> RequestStats:
+        """Return the request's account so far."""
+        c = self.counters
+        sums = sum_rounds(c.rounds)
+        return RequestStats(
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            iter_count=c.iter_count,
+            rounds=c.rounds.total(),
+            drafted=sums.drafted,
+            accepted=sums.accepted,
+            accepted_per_pos=tuple(sums.by_position[i] for i in range(len(sums.by_position))),
+            k_histogram=tuple(sums.by_k[k] for k in range(max(sums.by_k, default=-1) + 1)),
+            hits=c.fates["hit"],
+            misses_late=c.fates["late"],
+            misses_wrong=c.fates["wrong"],
+            waits=c.waits,
+            wait_ms=c.wait_s * 1e3,
+            fallback_rounds=c.fallback_rounds,
+            queue_ms=c.queue_s * 1e3,
+            prefill_ms=c.prefill_s * 1e3,
+            propose_ms=c.propose_s * 1e3,
+            score_ms=c.score_s * 1e3,
+            network_ms=c.network_s * 1e3,
+            cached_prompt_tokens=c.cached_prompt_tokens,
+            proposer_ids=tuple(c.proposer_ids),
+            preemptions=c.preemptions,
+            rounds_after_hit=sum(c.after_hit),
+            hits_after_hit=c.after_hit[True],
+            rounds_after_miss=sum(c.after_miss),
+            hits_after_miss=c.after_miss[True],
+            verification=self.request.speculation.verification.rule,
+            by_method=tuple(MethodCounts(name, *counts) for name, counts in c.by_method.items()),
+        )

@@ -1,0 +1,1 @@
+"""vLLM as an engine: remote proposers and coupled sampling inside its worker processes."""

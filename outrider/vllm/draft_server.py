@@ -1,0 +1,201 @@
+"""The servers of a hosted draft side, on an event loop and thread of their own.
+
+Proposers dial them as they dial any scorer. The sessions, the registry of proposers and the
+transport are a scorer's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
+from outrider.config import SPECULATION_POLICIES
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.policy.base import Policy
+from outrider.policy.fixed import FixedPolicy
+from outrider.rpc.deployment import Deployment, add_deployment_flags, port, take_deployment
+from outrider.rpc.runtime import prepare_grpc
+from outrider.rpc.targets import join_address
+from outrider.types import Request, StepEvents
+from outrider.vllm.draft_host import DraftHost, Listener, LockstepPolicy
+
+prepare_grpc()
+
+if TYPE_CHECKING:
+    from scorer_service.config import ServedModel
+
+POLICIES: Final[dict[str, Callable[[int], Policy]]] = {
+    "adaptive": LockstepPolicy,
+    "fixed": partial(FixedPolicy, max_wait_s=1.0),
+    "off": lambda _: FixedPolicy(0),
+}
+_START_S, _STOP_S = 30.0, 1.0
+_SWITCH_S: Final = 0.0005
+"""Time for which vLLM's thread may keep the event loop from reading a draft that came."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The plug-in's flags, with the names and meanings of a scorer's."""
+
+    host: str
+    port: int
+    data_port: int
+    metrics_port: int
+    listen_unix: str | None
+    scorer_id: str
+    speculation_policy: str
+    deployment: Deployment
+
+    @staticmethod
+    def parse(flags: str, rank: int = 0) -> ServerOptions:
+        """Read a line of flags; data-parallel rank `rank` listens that much above the ports.
+
+        Raises `ConfigError`.
+        """
+        p = _Parser(prog='--additional-config \'{"outrider": "FLAGS"}\'', add_help=False)
+        p.add_argument("--host", default="127.0.0.1")
+        p.add_argument("--port", type=port, default=7001)
+        p.add_argument("--data-port", type=port, default=7002)
+        p.add_argument("--metrics-port", type=port, default=0)
+        p.add_argument("--listen-unix")
+        p.add_argument("--scorer-id")
+        p.add_argument("--speculation-policy", choices=SPECULATION_POLICIES, default="adaptive")
+        add_deployment_flags(p)
+        given = vars(p.parse_args(shlex.split(flags)))
+        given["deployment"] = take_deployment(given)
+        given["scorer_id"] = given["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
+        for name in ("port", "data_port", "metrics_port"):
+            given[name] += 2 * rank if given[name] else 0
+        return ServerOptions(**given)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+class DraftServer(Listener):
+    """Serves proposers for a `DraftHost` from `start` to `stop`."""
+
+    def __init__(self, host: DraftHost, options: ServerOptions) -> None:
+        self._host = host
+        self._options = options
+        self._served: ServedModel | None = None
+        self._hub: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._started: Future[dict[str, str]] = Future()
+        self._thread = threading.Thread(target=self._run, name="outrider-drafts", daemon=True)
+
+    # The stepping thread.
+
+    def start(self, served: ServedModel) -> dict[str, str]:
+        """Listen, and return the addresses. Raises `ConfigError` for a port that is taken."""
+        self._served = served
+        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        self._thread.start()
+        return self._started.result(_START_S)
+
+    def stop(self) -> None:
+        """Say goodbye to proposers, and end the thread."""
+        if self._loop is not None and self._stopping is not None:
+            self._post(self._stopping.set)
+            self._thread.join(2 * _STOP_S)
+
+    def opened(self, request: Request, traceparent: str) -> None:
+        self._post(self._hub.submit, request, traceparent)
+
+    def stepped(self, events: StepEvents) -> None:
+        self._post(self._hub.on_events, events)
+
+    def _post(self, call: Callable[..., object], *args: object) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(call, *args)
+
+    # The event loop's thread.
+
+    def _run(self) -> None:
+        import uvloop
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            if self._started.done():
+                _log.exception("the draft side ended: requests go on without drafts")
+            else:
+                self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        from outrider.rpc.data_connection import DataPort
+        from outrider.rpc.server import GrpcServer
+        from outrider.rpc.telemetry import configure
+        from scorer_service.config import DraftLimits
+        from scorer_service.hub import Hub
+        from scorer_service.metrics import ScorerMetrics
+        from scorer_service.servicer import (
+            SERVICE_NAME,
+            ScorerServicer,
+            Serving,
+            add_to_server,
+        )
+
+        class Servicer(ScorerServicer):
+            async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+                raise InvalidRequestError("send requests to vLLM's own server")
+                yield
+
+        options, served = self._options, self._served
+        assert served is not None
+        telemetry = configure("outrider-scorer")
+        servicer = Servicer(telemetry)
+        deployment = options.deployment
+        server = GrpcServer(
+            join_address(options.host, options.port),
+            partial(add_to_server, servicer),
+            [SERVICE_NAME],
+            unix_path=options.listen_unix,
+            health_address=deployment.health_address(options.host),
+            tls=deployment.tls,
+        )
+        data = DataPort(
+            options.host, options.data_port, unix_path=options.listen_unix, tls=deployment.tls
+        )
+        grpc_port, data_port = await server.start(), await data.start()
+        metrics = telemetry.serve_metrics(options.host, options.metrics_port)
+        engine = cast("Any", self._host)  # all of an `EngineWorker` that a hub uses
+        limits = DraftLimits(max_sessions=1 << 16)
+        scorer_metrics = ScorerMetrics(telemetry.registry, served.served_model_name)
+        self._hub = hub = Hub(engine, served, limits, scorer_metrics)
+        servicer.begin(Serving(engine, hub, served, cast("Any", None), data))
+        await server.set_serving(True)
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._host.listener = self
+        self._started.set_result(
+            {
+                "grpc": join_address(options.host, grpc_port),
+                "data": join_address(options.host, data_port),
+                "metrics": metrics,
+            }
+        )
+        await self._stopping.wait()
+        self._host.listener = Listener()
+        await servicer.drain(0.0)
+        await server.stop(_STOP_S)
+        await data.stop()
+        telemetry.shutdown()

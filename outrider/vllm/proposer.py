@@ -1,0 +1,169 @@
+"""The class that vLLM's `custom_class` method takes: drafts come from proposers that dial in.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class",
+        "model": "outrider.vllm.proposer.RemoteProposer", "num_speculative_tokens": 4}'
+
+It lives in each worker process. Tensor-parallel rank 0 hosts the draft side and decides; the others
+get its decision. No fault in here reaches vLLM: a step without drafts is slower, and right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.params import VerificationRule
+from outrider.types import RequestStats
+from outrider.vllm import adapter
+from outrider.vllm.draft_host import DraftHost
+from outrider.vllm.draft_server import POLICIES, DraftServer, ServerOptions
+from outrider.vllm.requests import read_request
+
+_MAX_LOGGED = 16
+_log = logging.getLogger(__name__)
+
+
+class RemoteProposer:
+    """Implements vLLM's interface of a custom proposer."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Read the plug-in's flags. Raises `ConfigError`."""
+        self._served = served = adapter.read_config(vllm_config)
+        self._options = ServerOptions.parse(served.flags, served.data_parallel_rank)
+        self._runner: Any = None
+        self._host: DraftHost | None = None  # on tensor-parallel rank 0
+        self._server: DraftServer | None = None
+        self._rule = VerificationRule.REJECTION
+        self._num_faults = 0
+        self.info: dict[str, str] = {}
+        """The draft side's addresses and the verification rule."""
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Load nothing; find the model runner, which calls this while it loads the target."""
+        runner = adapter.find_runner(self)
+        if runner is not None:
+            self.bind(runner)
+
+    def bind(self, runner: Any) -> None:
+        """Begin to follow a model runner, once. Raises `ConfigError` for a port that is taken."""
+        from outrider.vllm.coupled import couple
+
+        if self._runner is not None:
+            return
+        adapter.log_with_vllm()
+        self._runner, served = runner, self._served
+        self._rule = couple(runner, served.seed)
+        self.info = {"verification": self._rule.value}
+        if adapter.tensor_parallel_rank() > 0:
+            return
+        policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)
+        self._host = host = DraftHost(
+            served.num_speculative_tokens, served.max_model_len, served.max_num_seqs, policy=policy
+        )
+        self._server = DraftServer(host, self._options)
+        self.info |= self._server.start(served_model(served, self._options, str(runner.device)))
+        adapter.watch_steps(runner, self._begin, self._launched)
+        _log.info("proposers may dial %s; sampling is %s", self.info["grpc"], self._rule.value)
+
+    def stop(self) -> None:
+        """Say goodbye to proposers."""
+        if self._server is not None:
+            self._server.stop()
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        **_: Any,
+    ) -> list[list[int]]:
+        """Return draft tokens of each row of the batch, after what the step emitted for it."""
+        num_rows = len(sampled_token_ids)
+        drafts: list[list[int]] = [[]] * num_rows
+        if self._host is not None:
+            try:
+                self._follow(self._host, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                drafts = self._host.choose_drafts(self._runner.input_batch.req_ids)
+            except Exception:
+                self._log_fault("drafts were not chosen")
+                drafts = [[]] * num_rows
+        if self._runner is None:
+            return drafts
+        return adapter.shared_drafts(drafts, num_rows, self._served.num_speculative_tokens)
+
+    def take_stats(self, name: str) -> RequestStats | None:
+        """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""
+        return None if self._host is None else self._host.take_stats(name)
+
+    def _follow(
+        self,
+        host: DraftHost,
+        sampled: Sequence[Sequence[int]],
+        lengths: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+    ) -> None:
+        names = self._runner.input_batch.req_ids
+        ends = lengths[: len(names)].tolist()
+        for row, (name, tokens, end) in enumerate(zip(names, sampled, ends, strict=True)):
+            known = host.length(name)
+            if tokens and known is not None and known + len(tokens) != end:
+                # vLLM has another text than was followed: begin again with that.
+                host.reopen(name, token_ids[row, : end - len(tokens)].tolist())
+        host.commit(names, sampled)
+
+    def _begin(self, plan: adapter.StepPlan) -> None:
+        host = self._host
+        assert host is not None
+        try:
+            host.begin_step(plan.finished, plan.scheduled, plan.verified)
+            coupled = self._rule is VerificationRule.COUPLED
+            for new in plan.new:
+                made = read_request(new, host.next_session_id(), self._served, coupled=coupled)
+                if made is not None:
+                    request, extras, stop_ids = made
+                    host.open(new.req_id, request, stop_ids, extras.traceparent)
+        except Exception:
+            self._log_fault("a step was not noted")
+
+    def _launched(self) -> None:
+        assert self._host is not None
+        try:
+            self._host.account()
+        except Exception:
+            self._log_fault("a step was not counted")
+
+    def _log_fault(self, what: str) -> None:
+        self._num_faults += 1
+        if self._num_faults <= _MAX_LOGGED:
+            _log.exception("%s; requests go on", what)
+
+
+def served_model(served: adapter.Served, options: ServerOptions, device: str) -> Any:
+    """Return the `ServedModel` that proposers are checked against."""
+    from outrider.device import device_id
+    from outrider.models.resolve import resolve_model
+    from outrider.models.tokenizer import hash_if_any
+    from scorer_service.config import ServedModel
+
+    try:
+        tokenizer_hash = hash_if_any(Path(resolve_model(served.tokenizer, "target")))
+    except Exception as error:
+        _log.warning("the tokenizer was not read, so proposers' is not compared: %s", error)
+        tokenizer_hash = ""
+    return ServedModel(
+        scorer_id=options.scorer_id,
+        model=served.model,
+        served_model_name=served.served_model_name,
+        tokenizer_hash=tokenizer_hash,
+        vocab_size=served.vocab_size,
+        max_model_len=served.max_model_len,
+        dtype=served.dtype,
+        eos_token_ids=frozenset(),
+        num_speculative_tokens=served.num_speculative_tokens,
+        device=device_id(device if ":" in device or device == "cpu" else f"{device}:0"),
+    )

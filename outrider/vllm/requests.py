@@ -1,0 +1,120 @@
+"""A request of vLLM as the draft side knows it, and the fields that clients may add to it.
+
+vLLM carries them in `SamplingParams.extra_args`, which its HTTP API calls `vllm_xargs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outrider.methods import METHOD_ALIASES, METHODS
+from outrider.params import (
+    Advice,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+    VerificationRule,
+)
+from outrider.types import Request
+from outrider.vllm import adapter
+
+_PREFIX: Final = "outrider_"
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a request says to the draft side only."""
+
+    speculation: SpeculationParams
+    tenant: str = ""
+    traceparent: str = ""
+
+    def to_args(self) -> dict[str, Any]:
+        """Return the entries of `extra_args` that `of` reads."""
+        params, advice = self.speculation, self.speculation.advice
+        fields = {
+            "num_speculative_tokens": params.num_speculative_tokens if params.enabled else 0,
+            "methods": list(params.methods),
+            "advice": list(advice.token_ids),
+            "advice_edit": int(advice.edit),
+            "advice_match": [advice.min_token_match, advice.max_token_match],
+            "references": [list(tokens) for tokens in advice.references],
+            "tenant": self.tenant,
+            "traceparent": self.traceparent,
+        }
+        return {_PREFIX + name: value for name, value in fields.items() if value is not None}
+
+    @staticmethod
+    def of(extra_args: Mapping[str, Any] | None) -> Extras:
+        """Read them. Raises `InvalidRequestError`, `TypeError` or `ValueError`."""
+        given = {k[len(_PREFIX) :]: v for k, v in (extra_args or {}).items() if k[:9] == _PREFIX}
+        k, methods = given.get("num_speculative_tokens"), given.get("methods") or ()
+        names = methods.split(",") if isinstance(methods, str) else methods
+        names = tuple(METHOD_ALIASES.get(name.strip(), name.strip()) for name in names)
+        low, high = given.get("advice_match") or (2, 2)
+        advice = Advice(
+            token_ids=tuple(map(int, given.get("advice") or ())),
+            edit=bool(given.get("advice_edit")),
+            min_token_match=int(low),
+            max_token_match=int(high),
+            references=tuple(tuple(map(int, each)) for each in given.get("references") or ()),
+        )
+        speculation = SpeculationParams(
+            enabled=k is None or int(k) > 0,
+            methods=tuple(name for name in names if name in METHODS),
+            num_speculative_tokens=None if k is None else int(k),
+            advice=advice,
+        )
+        return Extras(speculation, str(given.get("tenant", "")), str(given.get("traceparent", "")))
+
+
+def read_request(
+    new: Any, session_id: int, served: adapter.Served, *, coupled: bool
+) -> tuple[Request, Extras, frozenset[int | None]] | None:
+    """Return a `NewRequestData` as a request, its extras and its stop tokens.
+
+    None for a request that nobody can draft for: it has embeddings for a prompt. Where vLLM's own
+    rejection rule decides, a proposer drafts greedily, as that rule takes a draft for certain.
+    """
+    params, prompt = new.sampling_params, new.prompt_token_ids
+    if params is None or not prompt:
+        return None
+    try:
+        extras = Extras.of(params.extra_args)
+    except Exception:  # a client's mistake costs its drafts only
+        extras = Extras(SpeculationParams(enabled=False))
+    asked = extras.speculation
+    limit, rule = served.num_speculative_tokens, VerificationRule.COUPLED
+    if asked.num_speculative_tokens is not None:
+        limit = min(limit, asked.num_speculative_tokens)
+    temperature = params.temperature
+    if not coupled:
+        temperature, rule = 0.0, VerificationRule.REJECTION
+    request = Request(
+        session_id=session_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(
+            temperature=min(2.0, temperature),
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            seed=adapter.seed_of(new.req_id, params.seed, served.seed),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=min(10.0, params.repetition_penalty),
+        ),
+        stop=StopParams(
+            max_tokens=params.max_tokens or served.max_model_len, ignore_eos=params.ignore_eos
+        ),
+        speculation=SpeculationParams(
+            enabled=asked.enabled,
+            methods=asked.methods,
+            num_speculative_tokens=limit,
+            verification=Verification(rule),
+            advice=asked.advice,
+        ),
+        tenant=extras.tenant,
+    )
+    return request, extras, frozenset(params.stop_token_ids or ()) | {params.eos_token_id}
