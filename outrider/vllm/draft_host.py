@@ -17,18 +17,18 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from outrider.draft_port import MAX_BLOCKS_AT_ONCE, DraftOffer, PostedBlock
+from outrider.draft_tree import DraftTree
 from outrider.errors import InternalError
 from outrider.features import FeatureSpec, FeatureWindow
 from outrider.params import TokenIds
-from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Policy, R, Ready, StepDone
+from outrider.policy.base import DraftMode, Policy, StepDone
 from outrider.policy.drafted_row import DraftedRow
 from outrider.policy.tracker import ArrivedBlock, DraftTracker
-from outrider.rounds import BlockFate, chain_round, token_kinds
+from outrider.rounds import BlockFate, Round, chain_round, token_kinds
 from outrider.types import (
     Commit,
     EngineSnapshot,
@@ -39,26 +39,14 @@ from outrider.types import (
     StepTimings,
 )
 
+_NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
 _log = logging.getLogger(__name__)
 
 
-class LockstepPolicy(AdaptivePolicy):
-    """Every step has all rows: it waits for drafts while all rows together gain by that."""
-
-    def choose_rows(
-        self, ready: list[R], waiting: Sequence[R], num_prefilling: int, now: float
-    ) -> Ready[R]:
-        if not waiting:
-            return Ready(ready, now)
-        num_rows = len(ready) + len(waiting) + num_prefilling
-        step_s = self.measured.costs.round_s(self.num_speculative_tokens)
-        wake_at = max([row.drafting.round.deadline for row in waiting])
-        if step_s and len(waiting) < num_rows:  # of rows that all wait, each one's patience decides
-            gain = sum([row.drafting.measured.gain for row in waiting])
-            since = min([row.drafting.round.looked_at or now for row in waiting])
-            wake_at = min(wake_at, since + step_s * gain / num_rows)
-        return Ready([], wake_at) if now < wake_at else Ready([*ready, *waiting], now)
+_Emitted = tuple["HostedRow", bool, int, Round, bool, str, str]
+"""What a step emitted for a row, to be counted later: the row; whether it is its first output; how
+many tokens are output; the round; whether a guess for the next one was wrong; who drafted, how."""
 
 
 class HostedRow(DraftedRow):
@@ -76,13 +64,10 @@ class HostedRow(DraftedRow):
 
     def trim(self, tokens: Sequence[int]) -> tuple[TokenIds, FinishReason | None]:
         """Return what is output of tokens that a step emitted, and why the request ends, if so."""
-        room = self.max_len - len(self.token_ids)
-        for i, token in enumerate(tokens):
-            if token in self.stop_ids:
-                return tuple(tokens[:i]), FinishReason.STOP
-        if len(tokens) >= room:
-            return tuple(tokens[:room]), FinishReason.LENGTH
-        return tuple(tokens), None
+        output, room = tuple(tokens), self.max_len - len(self.token_ids)
+        if not self.stop_ids.isdisjoint(output):
+            return output[: [t in self.stop_ids for t in output].index(True)], FinishReason.STOP
+        return (output, None) if len(output) < room else (output[:room], FinishReason.LENGTH)
 
 
 class Listener:
@@ -102,11 +87,14 @@ class _Step:
     began: float = 0.0
     num_tokens: int = 0
     num_prefilling: int = 0
-    rows: Sequence[HostedRow] = ()  # that decode
-    launched: Sequence[HostedRow] = ()  # of the rows before, those that go on
-    decoded: bool = False  # no row of it processed a prompt
-    tokens: int = 0  # committed
-    timings: StepTimings | None = None
+    ended: float = 0.0
+    rows: list[HostedRow] = field(default_factory=list)  # that emitted tokens, and go on
+    emitted: list[_Emitted] = field(default_factory=list)  # that is not counted yet
+    counted: bool = True
+    noted: list[_Emitted] | None = None  # the last `emitted` that the tracker knows
+    num_early_blocks: int = 0  # that came before its result, and are not counted yet
+    launched: list[HostedRow] = field(default_factory=list)  # of the rows, those that go on
+    timings: StepTimings | None = None  # None: it is accounted for
 
 
 class _NoHiddenStates:
@@ -131,12 +119,12 @@ class DraftHost:
         max_model_len: int,
         max_num_seqs: int,
         *,
-        policy: Policy | None = None,
+        policy: Policy,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.features = _NoHiddenStates()
         self.listener = Listener()
-        self.tracker = DraftTracker(policy or LockstepPolicy(num_speculative_tokens))
+        self.tracker = DraftTracker(policy)
         self._k = num_speculative_tokens
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -145,6 +133,9 @@ class DraftHost:
         self._by_session: dict[int, HostedRow] = {}
         self._last_session = 0
         self._step = _Step()
+        self._uncounted: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
+        self._untold: StepEvents | None = None
+        self._stale: set[str] = set()  # rows whose text is not trusted
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
         self._wakeup = threading.Condition()
         # Under the condition's lock:
@@ -223,7 +214,9 @@ class DraftHost:
         verified: Mapping[str, Sequence[int]],
     ) -> None:
         """Note what vLLM is about to run: tokens, and draft tokens among them, by request."""
-        step = self._step
+        step, finished = self._step, list(finished)
+        if finished:
+            self._settle()
         for name in finished:
             self._close(name)
         step.launched = [row for row in step.rows if row.name in scheduled]
@@ -238,32 +231,116 @@ class DraftHost:
                 if row.name not in scheduled and not row.ended:
                     self.tracker.preempted(row)
 
+    def commit(self, names: Sequence[str], emitted: Sequence[Sequence[int]]) -> None:
+        """Commit what the step emitted for its rows; nothing for one within its prompt.
+
+        The caller saw to it that each row's text is vLLM's: see `length`. What is not needed for
+        the next drafts is left to `account`.
+        """
+        step = self._step
+        self._take_messages(0.0)  # so that a draft is walked once
+        step.num_early_blocks = len(self._uncounted)
+        step.ended = now = self._clock()
+        step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
+        commits: list[Commit] = []
+        for name, tokens in zip(names, emitted, strict=True):
+            row = self._rows.get(name)
+            if row is None or row.ended:
+                continue
+            if not tokens:
+                step.num_prefilling += 1
+                continue
+            base_len, drafted, d = len(row.token_ids), row.num_verified, row.drafting
+            accepted = min(len(tokens) - 1, drafted)
+            output, finish_reason = row.trim(tokens)
+            proposer_id, method = d.proposer.proposer_id or "", row.draft_method
+            row.token_ids += output
+            row.num_verified = 0
+            wrong = row.walk(base_len, output, drafted)
+            round_, num_output = chain_round(drafted, accepted), len(output)
+            first = base_len == row.num_prompt_tokens
+            step.emitted.append((row, first, num_output, round_, wrong, proposer_id, method))
+            kinds = token_kinds(round_.tried, min(accepted, num_output), num_output)
+            commits.append(
+                Commit(row.session_id, base_len, output, kinds, d.num_draft_tokens, finish_reason)
+            )
+            if finish_reason is None:
+                step.rows.append(row)
+            else:
+                row.ended = True
+        forward_ms = (now - step.began) * 1e3
+        step.timings = StepTimings(
+            0.0, forward_ms, 0.0, 0.0, 0.0, len(step.emitted), step.num_tokens
+        )
+        on_demand = self.tracker.policy.mode is DraftMode.ON_DEMAND
+        self._untold = StepEvents(tuple(commits), (), step.timings, on_demand=on_demand)
+
+    def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
+        """Return the draft tokens of each row's next round, after waiting for them if that pays."""
+        self._take_messages(0.0)
+        rows = self._step.rows
+        if any(row.draft is None for row in rows):
+            self._wait_for_drafts(rows)
+        drafts = dict.fromkeys(names, _NO_DRAFT)
+        for row in rows:
+            if row.draft is not None:
+                drafts[row.name] = self._draft(row, row.draft)
+        self._tell()  # last, since the event loop would take the interpreter at once
+        return list(drafts.values())
+
+    def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
+        self._note_rounds()
+        while True:
+            now = self._clock()
+            ready = self.tracker.choose_rows(rows, self._step.num_prefilling, now)
+            if ready.rows or ready.wake_at <= now:
+                return
+            self._tell()
+            self._take_messages(ready.wake_at - now)
+
+    def _draft(self, row: HostedRow, draft: DraftTree) -> list[int]:
+        # The last token needs no draft.
+        room = row.max_len - len(row.token_ids) - 1
+        return list(
+            draft.first_path(min(row.drafting.num_draft_tokens, self._k, room), row.draft_node)
+        )
+
+    def _tell(self) -> None:
+        events, self._untold = self._untold, None
+        if events is not None:
+            self.listener.stepped(events)
+
     def account(self) -> None:
         """Count the step that ended, while the device works on the next one."""
         step, tracker = self._step, self.tracker
+        self._settle()
         launched = [(row, row.num_verified) for row in step.launched if not row.ended]
         opened = tracker.launched(launched, step.began) if launched else []
         if step.timings is None:
             return
-        policy, counts = tracker.policy, tracker.counts
-        counts.output_tokens += step.tokens
+        policy, counts, num_rows = tracker.policy, tracker.counts, len(step.emitted)
+        tokens = sum([num_output for _, _, num_output, *_ in step.emitted])
+        counts.output_tokens += tokens
         counts.way = policy.mode.value
-        if step.decoded:
-            plain_s = policy.measured.costs.steps.estimate(len(step.rows))
-            counts.plain_s += plain_s * step.tokens / max(1, len(step.rows))
-        drafting = [row.drafting for row in step.rows]
-        temperatures = [row.request.sampling.temperature for row in step.rows]
+        decoded = num_rows > 0 and not step.num_prefilling
+        if decoded and not any(first for _, first, *_ in step.emitted):
+            costs = policy.measured.costs
+            costs.observe_step(num_rows, step.timings.num_tokens, step.timings.forward_ms * 1e-3)
+            counts.plain_s += costs.steps.estimate(num_rows) * tokens / num_rows
+        rows = [row for row, *_ in step.emitted]
+        drafting = [row.drafting for row in rows]
+        temperatures = [row.request.sampling.temperature for row in rows]
         ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
         policy.step_done(
             StepDone(
                 num_running=max(1, len(self._rows)),
-                num_rows=len(step.rows),
-                tokens=step.tokens,
+                num_rows=num_rows,
+                tokens=tokens,
                 at=step.began,
                 drafted=sum([drafted > 0 for _, drafted in launched]),
-                comparable=step.decoded and bool(ids),
+                comparable=decoded and bool(ids),
                 answered=sum([d.awaited.blocks > 0 for d in drafting]),
-                temperature=sum(temperatures) / max(1, len(temperatures)),
+                temperature=sum(temperatures) / max(1, num_rows),
                 proposer_ids=ids,
                 may_run_ahead=any(d.proposer.runs_ahead for d in drafting),
             )
@@ -276,125 +353,80 @@ class DraftHost:
             counts=tracker.take_counts(),
             on_demand=policy.mode is DraftMode.ON_DEMAND,
         )
-        step.timings = None
+        step.timings, step.emitted = None, []
         self.listener.stepped(events)
 
-    def commit(self, names: Sequence[str], emitted: Sequence[Sequence[int]]) -> None:
-        """Commit what the step emitted for its rows; nothing for one within its prompt.
+    def _settle(self) -> None:
+        """Count the rounds of the last step, once."""
+        step = self._step
+        if self._note_rounds() and step.rows:
+            self.tracker.choose_rows(step.rows, step.num_prefilling, step.ended)
+        self._count_blocks()
+        if not step.counted:
+            step.counted = True
+            for emitted in step.emitted:
+                self._count(emitted)
 
-        The caller saw to it that each row's text is vLLM's: see `length`.
-        """
-        now, step = self._clock(), self._step
-        seconds = now - step.began
-        rows: list[HostedRow] = []
-        commits: list[Commit] = []
-        step.tokens, step.num_prefilling, first = 0, 0, False
-        for name, tokens in zip(names, emitted, strict=True):
-            row = self._rows.get(name)
-            if row is None or row.ended:
-                continue
-            if not tokens:
-                step.num_prefilling += 1
-                continue
-            first |= len(row.token_ids) == row.num_prompt_tokens
-            commits.append(self._commit(row, tokens, seconds, now))
-            rows.append(row)
-        step.decoded = bool(rows) and not first and not step.num_prefilling
-        if step.decoded:
-            costs = self.tracker.policy.measured.costs
-            costs.observe_step(len(rows), step.num_tokens, seconds)
-        step.tokens = sum([len(commit.token_ids) for commit in commits])
-        step.timings = timings = StepTimings(
-            0.0, seconds * 1e3, 0.0, 0.0, 0.0, len(rows), step.num_tokens
-        )
-        on_demand = self.tracker.policy.mode is DraftMode.ON_DEMAND
-        self.listener.stepped(StepEvents(tuple(commits), (), timings, on_demand=on_demand))
-        step.rows = rows
+    def _note_rounds(self) -> bool:
+        """Tell the tracker of the last step's rounds; False if it knows them."""
+        step = self._step
+        if step.noted is step.emitted:
+            return False
+        step.noted = step.emitted
+        later = self._uncounted[step.num_early_blocks :]
+        del self._uncounted[step.num_early_blocks :]
+        self._count_blocks()
+        self._uncounted = later
+        for row, _, _, round_, wrong, *_ in step.emitted:
+            self.tracker.round_done(row, round_, wrong, step.ended)
+        return True
 
-    def _commit(self, row: HostedRow, tokens: Sequence[int], seconds: float, now: float) -> Commit:
-        base_len, drafted = len(row.token_ids), row.num_verified
-        accepted = min(len(tokens) - 1, drafted)
-        output, finish_reason = row.trim(tokens)
-        row.token_ids += output
-        wrong = row.walk(base_len, output, drafted)
-        round_ = chain_round(drafted, accepted)
-        kept, counters, counts = min(accepted, len(output)), row.counters, self.tracker.counts
-        first = base_len == row.num_prompt_tokens
-        if output:
-            counters.count_round(drafted, kept, row.draft_method)
+    def _count(self, emitted: _Emitted) -> None:
+        row, first, num_output, round_, _, proposer_id, method = emitted
+        counters, counts = row.counters, self.tracker.counts
+        seconds = self._step.timings.forward_ms * 1e-3 if self._step.timings else 0.0
+        drafted, kept = round_.drafted, min(round_.accepted, num_output)
+        if num_output:
+            counters.count_round(drafted, kept, method)
             if drafted or not first:
                 counts.rounds[drafted, kept] += 1
             if drafted:
-                proposer_id = row.drafting.proposer_id or ""
                 counts.drafted_by[proposer_id] += drafted
                 counts.accepted_by[proposer_id] += kept
         if first:
-            counters.prefill_s = now - row.started_at
+            counters.prefill_s = self._step.ended - row.started_at
         else:
             counters.score_s += seconds
             counts.score_s += seconds
-        self.tracker.round_done(row, round_, wrong, now)
-        row.num_verified = 0
-        row.ended = finish_reason is not None
-        return Commit(
-            row.session_id,
-            base_len,
-            output,
-            token_kinds(round_.tried, kept, len(output)),
-            0 if row.ended else row.drafting.num_draft_tokens,
-            finish_reason,
-            self._keep_stats(row) if row.ended else None,
-        )
-
-    def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
-        """Return the draft tokens of each row's next round, after waiting for them if that pays."""
-        self._take_messages(0.0)
-        rows = [row for row in self._step.rows if not row.ended]
-        while rows:
-            now = self._clock()
-            ready = self.tracker.choose_rows(rows, self._step.num_prefilling, now)
-            if ready.rows or ready.wake_at <= now:
-                break
-            self._take_messages(ready.wake_at - now)
-        drafts: list[list[int]] = []
-        for name in names:
-            row = self._rows.get(name)
-            drafts.append([] if row is None or row.ended else self._draft(row))
-        return drafts
-
-    def _draft(self, row: HostedRow) -> list[int]:
-        draft, most = row.draft, min(row.drafting.num_draft_tokens, self._k)
-        most = min(most, row.max_len - len(row.token_ids) - 1)  # the last token needs no draft
-        if draft is None or most <= 0 or row.drafting.round.committed_at == 0.0:
-            return []
-        return list(draft.first_path(most, row.draft_node))
 
     def length(self, name: str) -> int | None:
         """Return how many tokens of a request are known; None if the request is not."""
         row = self._rows.get(name)
-        return None if row is None else len(row.token_ids)
+        return None if row is None else -1 if name in self._stale else len(row.token_ids)
+
+    def distrust(self) -> None:
+        """Take all rows' texts for wrong, after a fault: they are to be reopened."""
+        self._stale.update(self._rows)
+        self._uncounted, self._untold, self._step = [], None, _Step(began=self._clock())
 
     def take_stats(self, name: str) -> RequestStats | None:
-        """Return the account of a request that ended, once; of one that runs as far as it is."""
+        """Return the account of a request; of one that vLLM has forgotten, once."""
+        self._settle()
         row = self._rows.get(name)
-        if row is not None and not row.ended:
-            return row.stats()
-        return self._ended.pop(name, None)
-
-    def _keep_stats(self, row: HostedRow) -> RequestStats:
-        self._ended[row.name] = stats = row.stats()
-        if len(self._ended) > _KEPT_STATS:
-            self._ended.popitem(last=False)
-        return stats
+        return self._ended.pop(name, None) if row is None else row.stats()
 
     def _close(self, name: str) -> None:
         row = self._rows.pop(name, None)
+        self._stale.discard(name)
         if row is None:
             return
         del self._by_session[row.session_id]
         self._step.rows = [each for each in self._step.rows if each is not row]
+        self._ended[name] = stats = row.stats()
+        if len(self._ended) > _KEPT_STATS:
+            self._ended.popitem(last=False)
         if not row.ended:  # by a stop string, or aborted
-            row.ended, stats = True, self._keep_stats(row)
+            row.ended = True
             end = Commit(row.session_id, len(row.token_ids), (), (), 0, FinishReason.STOP, stats)
             self.listener.stepped(StepEvents((end,), (), None))
 
@@ -419,10 +451,17 @@ class DraftHost:
         if row.drafting.proposer_id != block.proposer_id:
             return
         fate = row.take_block(block.tree, block.method)
-        if fate is not BlockFate.INVALID:
+        if fate is BlockFate.INVALID:
+            return
+        self._uncounted.append((row, block, fate))
+        if fate is not BlockFate.USEFUL and self._step.noted is self._step.emitted:
+            self._count_blocks()  # whether the row waits depends on it
+
+    def _count_blocks(self) -> None:
+        arrived, self._uncounted = self._uncounted, []
+        for row, block, fate in arrived:
             at = self._clock() if block.arrived_at is None else block.arrived_at
-            draft_s = block.draft_us * 1e-6
-            arrived = ArrivedBlock(
-                row, block.tree, fate, block.proposer_id, block.method, draft_s, at
+            made_by, draft_s = block.proposer_id, block.draft_us * 1e-6
+            self.tracker.block_arrived(
+                ArrivedBlock(row, block.tree, fate, made_by, block.method, draft_s, at)
             )
-            self.tracker.block_arrived(arrived)

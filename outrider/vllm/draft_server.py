@@ -23,24 +23,17 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy
 from outrider.rpc.deployment import Deployment, add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import prepare_grpc
 from outrider.rpc.targets import join_address
 from outrider.types import Request, StepEvents
-from outrider.vllm.draft_host import DraftHost, Listener, LockstepPolicy
+from outrider.vllm.draft_host import DraftHost, Listener
 
 prepare_grpc()
 
 if TYPE_CHECKING:
     from scorer_service.config import ServedModel
 
-POLICIES: Final[dict[str, Callable[[int], Policy]]] = {
-    "adaptive": LockstepPolicy,
-    "fixed": partial(FixedPolicy, max_wait_s=1.0),
-    "off": lambda _: FixedPolicy(0),
-}
 _START_S, _STOP_S = 30.0, 1.0
 _SWITCH_S: Final = 0.0005
 """Time for which vLLM's thread may keep the event loop from reading a draft that came."""

@@ -21,10 +21,11 @@ from outrider.params import VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter
 from outrider.vllm.draft_host import DraftHost
-from outrider.vllm.draft_server import POLICIES, DraftServer, ServerOptions
+from outrider.vllm.draft_server import DraftServer, ServerOptions
 from outrider.vllm.requests import read_request
+from outrider.vllm.waiting import POLICIES
 
-_MAX_LOGGED = 16
+_MAX_FAULTS = 16  # then the draft side is given up
 _log = logging.getLogger(__name__)
 
 
@@ -117,8 +118,8 @@ class RemoteProposer:
         host.commit(names, sampled)
 
     def _begin(self, plan: adapter.StepPlan) -> None:
-        host = self._host
-        assert host is not None
+        if (host := self._host) is None:
+            return
         try:
             host.begin_step(plan.finished, plan.scheduled, plan.verified)
             coupled = self._rule is VerificationRule.COUPLED
@@ -131,16 +132,22 @@ class RemoteProposer:
             self._log_fault("a step was not noted")
 
     def _launched(self) -> None:
-        assert self._host is not None
         try:
-            self._host.account()
+            if self._host is not None:
+                self._host.account()
         except Exception:
             self._log_fault("a step was not counted")
 
     def _log_fault(self, what: str) -> None:
         self._num_faults += 1
-        if self._num_faults <= _MAX_LOGGED:
+        if self._host is not None:
+            self._host.distrust()
+        if self._num_faults < _MAX_FAULTS:
             _log.exception("%s; requests go on", what)
+        else:
+            _log.exception("%s; requests go on, without drafts until vLLM is restarted", what)
+            self._host = None
+            self.stop()
 
 
 def served_model(served: adapter.Served, options: ServerOptions, device: str) -> Any:
