@@ -20,6 +20,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.draft_port import MAX_BLOCKS_AT_ONCE, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.errors import InternalError
@@ -61,13 +64,14 @@ class HostedRow(DraftedRow):
         self.started_at = 0.0
         self.num_verified = 0  # draft tokens in the step that runs
         self.ended = False
+        self.stale = False  # the text may not be vLLM's
 
-    def trim(self, tokens: Sequence[int]) -> tuple[TokenIds, FinishReason | None]:
-        """Return what is output of tokens that a step emitted, and why the request ends, if so."""
-        output, room = tuple(tokens), self.max_len - len(self.token_ids)
-        if not self.stop_ids.isdisjoint(output):
-            return output[: [t in self.stop_ids for t in output].index(True)], FinishReason.STOP
-        return (output, None) if len(output) < room else (output[:room], FinishReason.LENGTH)
+    def trim(self, tokens: TokenIds) -> tuple[TokenIds, FinishReason]:
+        """Return what is output of a request's last tokens, and why it ends."""
+        for i, token in enumerate(tokens):
+            if token in self.stop_ids:
+                return tokens[:i], FinishReason.STOP
+        return tokens[: self.max_len - len(self.token_ids)], FinishReason.LENGTH
 
 
 class Listener:
@@ -135,7 +139,6 @@ class DraftHost:
         self._step = _Step()
         self._uncounted: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
         self._untold: StepEvents | None = None
-        self._stale: set[str] = set()  # rows whose text is not trusted
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
         self._wakeup = threading.Condition()
         # Under the condition's lock:
@@ -180,7 +183,7 @@ class DraftHost:
 
     def open(
         self, name: str, request: Request, stop_ids: Collection[int | None], traceparent: str = ""
-    ) -> None:
+    ) -> HostedRow:
         """Begin a request that vLLM names `name`, in place of one of that name."""
         if name in self._rows:
             self._close(name)
@@ -190,18 +193,18 @@ class DraftHost:
         row.started_at = now
         self._rows[name] = self._by_session[request.session_id] = row
         self.listener.opened(request, traceparent)
+        return row
 
-    def reopen(self, name: str, token_ids: Sequence[int]) -> None:
+    def _reopen(self, row: HostedRow, token_ids: Sequence[int]) -> HostedRow:
         """Begin a request again with the text that vLLM has of it, in a session of its own."""
-        row = self._rows[name]
         text = replace(
             row.request,
             session_id=self.next_session_id(),
             prompt_token_ids=tuple(token_ids),
             stop=replace(row.request.stop, max_tokens=max(1, row.max_len - len(token_ids))),
         )
-        _log.warning("the text of %s changed: its proposer begins again", name)
-        self.open(name, text, row.stop_ids)
+        _log.warning("the text of %s changed: its proposer begins again", row.name)
+        return self.open(row.name, text, row.stop_ids)
 
     def next_session_id(self) -> int:
         self._last_session += 1
@@ -231,11 +234,17 @@ class DraftHost:
                 if row.name not in scheduled and not row.ended:
                     self.tracker.preempted(row)
 
-    def commit(self, names: Sequence[str], emitted: Sequence[Sequence[int]]) -> None:
+    def commit(
+        self,
+        names: Sequence[str],
+        emitted: Sequence[Sequence[int]],
+        lengths: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+    ) -> None:
         """Commit what the step emitted for its rows; nothing for one within its prompt.
 
-        The caller saw to it that each row's text is vLLM's: see `length`. What is not needed for
-        the next drafts is left to `account`.
+        `token_ids` [rows, max_model_len] holds the rows' texts with that, of `lengths` [rows]. What
+        is not needed for the next drafts is left to `account`.
         """
         step = self._step
         self._take_messages(0.0)  # so that a draft is walked once
@@ -243,26 +252,31 @@ class DraftHost:
         step.ended = now = self._clock()
         step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
         commits: list[Commit] = []
-        for name, tokens in zip(names, emitted, strict=True):
-            row = self._rows.get(name)
+        ends: list[int] = lengths[: len(names)].tolist()
+        for i, name in enumerate(names):
+            row, tokens = self._rows.get(name), tuple(emitted[i])
             if row is None or row.ended:
                 continue
             if not tokens:
                 step.num_prefilling += 1
                 continue
-            base_len, drafted, d = len(row.token_ids), row.num_verified, row.drafting
-            accepted = min(len(tokens) - 1, drafted)
-            output, finish_reason = row.trim(tokens)
-            proposer_id, method = d.proposer.proposer_id or "", row.draft_method
-            row.token_ids += output
+            base_len, drafted = ends[i] - len(tokens), row.num_verified
+            if row.stale or base_len != len(row.token_ids):
+                row = self._reopen(row, token_ids[i, :base_len].tolist())
+            finish_reason = None
+            if ends[i] >= row.max_len or not row.stop_ids.isdisjoint(tokens):
+                tokens, finish_reason = row.trim(tokens)
+            accepted, num_output = min(len(emitted[i]) - 1, drafted), len(tokens)
+            round_, method, d = chain_round(drafted, accepted), row.draft_method, row.drafting
+            row.token_ids += tokens
             row.num_verified = 0
-            wrong = row.walk(base_len, output, drafted)
-            round_, num_output = chain_round(drafted, accepted), len(output)
+            wrong = row.walk(base_len, tokens, drafted)
             first = base_len == row.num_prompt_tokens
+            proposer_id = d.offered.proposer.proposer_id or ""
             step.emitted.append((row, first, num_output, round_, wrong, proposer_id, method))
             kinds = token_kinds(round_.tried, min(accepted, num_output), num_output)
             commits.append(
-                Commit(row.session_id, base_len, output, kinds, d.num_draft_tokens, finish_reason)
+                Commit(row.session_id, base_len, tokens, kinds, d.num_draft_tokens, finish_reason)
             )
             if finish_reason is None:
                 step.rows.append(row)
@@ -399,14 +413,10 @@ class DraftHost:
             counters.score_s += seconds
             counts.score_s += seconds
 
-    def length(self, name: str) -> int | None:
-        """Return how many tokens of a request are known; None if the request is not."""
-        row = self._rows.get(name)
-        return None if row is None else -1 if name in self._stale else len(row.token_ids)
-
     def distrust(self) -> None:
-        """Take all rows' texts for wrong, after a fault: they are to be reopened."""
-        self._stale.update(self._rows)
+        """Take all rows' texts for wrong, after a fault: they begin again."""
+        for row in self._rows.values():
+            row.stale = True
         self._uncounted, self._untold, self._step = [], None, _Step(began=self._clock())
 
     def take_stats(self, name: str) -> RequestStats | None:
@@ -417,7 +427,6 @@ class DraftHost:
 
     def _close(self, name: str) -> None:
         row = self._rows.pop(name, None)
-        self._stale.discard(name)
         if row is None:
             return
         del self._by_session[row.session_id]

@@ -88,8 +88,9 @@ class RemoteProposer:
         drafts: list[list[int]] = [[]] * num_rows
         if self._host is not None:
             try:
-                self._follow(self._host, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-                drafts = self._host.choose_drafts(self._runner.input_batch.req_ids)
+                names = self._runner.input_batch.req_ids
+                self._host.commit(names, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                drafts = self._host.choose_drafts(names)
             except Exception:
                 self._log_fault("drafts were not chosen")
                 drafts = [[]] * num_rows
@@ -100,22 +101,6 @@ class RemoteProposer:
     def take_stats(self, name: str) -> RequestStats | None:
         """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""
         return None if self._host is None else self._host.take_stats(name)
-
-    def _follow(
-        self,
-        host: DraftHost,
-        sampled: Sequence[Sequence[int]],
-        lengths: NDArray[np.int32],
-        token_ids: NDArray[np.int32],
-    ) -> None:
-        names = self._runner.input_batch.req_ids
-        ends = lengths[: len(names)].tolist()
-        for row, (name, tokens, end) in enumerate(zip(names, sampled, ends, strict=True)):
-            known = host.length(name)
-            if tokens and known is not None and known + len(tokens) != end:
-                # vLLM has another text than was followed: begin again with that.
-                host.reopen(name, token_ids[row, : end - len(tokens)].tolist())
-        host.commit(names, sampled)
 
     def _begin(self, plan: adapter.StepPlan) -> None:
         if (host := self._host) is None:
