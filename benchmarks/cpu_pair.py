@@ -19,7 +19,7 @@ from benchmarks.lib.program import guarded, say
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
 from benchmarks.lib.transformers_peer import DTYPES, TransformersSystem, choose, start_transformers
-from benchmarks.lib.vllm_peer import VllmEngine, VllmSystem
+from benchmarks.lib.vllm_peer import VllmEngine, VllmSystem, draft_model
 from outrider.models.resolve import resolve_model
 
 ALL = frozenset({1, 4, 16})
@@ -221,8 +221,7 @@ class Bench:
                 args.vllm_python,
                 self._target,
                 self._max_model_len,
-                draft,
-                args.num_speculative_tokens,
+                draft_model(draft, args.num_speculative_tokens) if draft else None,
             )
             worker = engine.start(self._log_dir, self._children)
             systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))

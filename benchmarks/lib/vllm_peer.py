@@ -50,20 +50,20 @@ class VllmSystem:
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """Settings of an engine in bfloat16. It speculates if it has a draft model."""
+    """Settings of an engine in bfloat16."""
 
     python: str
     target: Path
     max_model_len: int
-    draft: Path | None = None
-    num_speculative_tokens: int = 0
+    speculation: Mapping[str, object] | None = None  # vLLM's `speculative_config`
     max_num_seqs: int = 16
     options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `LLM`
     env: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, log_dir: Path, children: list[Child]) -> Worker:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
-        name = "vllm-none" if self.draft is None else "vllm-draft-model"
+        speculation = None if self.speculation is None else dict(self.speculation)
+        name = f"vllm-{'none' if speculation is None else speculation['method']}"
         say(f"starting {name}: it compiles first, which takes minutes")
         settings = {
             "model": str(self.target),
@@ -72,17 +72,21 @@ class VllmEngine:
             "max_num_seqs": self.max_num_seqs,
             **self.options,
         }
-        speculation = {
-            "method": "draft_model",
-            "model": str(self.draft),
-            "num_speculative_tokens": self.num_speculative_tokens,
-        }
-        parts = (settings, None if self.draft is None else speculation)
-        command = [self.python, "-m", "benchmarks.lib.vllm_worker", *map(json.dumps, parts)]
+        parts = map(json.dumps, (settings, speculation))
+        command = [self.python, "-m", "benchmarks.lib.vllm_worker", *parts]
         env = {"OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
         child = Child(name, command, log_dir, env={**env, **self.env})
         children.append(child)
         return Worker(child, _START_TIMEOUT_S)
+
+
+def draft_model(draft: Path, num_speculative_tokens: int) -> dict[str, object]:
+    """Return the `speculative_config` of vLLM's own draft model."""
+    return {
+        "method": "draft_model",
+        "model": str(draft),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,12 @@ def start_on_gpu(
 
     `gpu` is CUDA_VISIBLE_DEVICES.
     """
+    draft = resolve_model(args.draft_model, "draft") if method == "draft_model" else None
     engine = VllmEngine(
         place.python,
         resolve_model(args.model, "target"),
         max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
-        draft=resolve_model(args.draft_model, "draft") if method == "draft_model" else None,
-        num_speculative_tokens=args.num_speculative_tokens,
+        speculation=draft_model(draft, args.num_speculative_tokens) if draft else None,
         max_num_seqs=max(concurrencies),
         options={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},
         env=place.env | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),

@@ -1,0 +1,148 @@
+"""Measure vLLM with Outrider's proposers, beside vLLM's own draft model and no speculation.
+
+    python -m benchmarks.vllm_remote --model TARGET --draft-model DRAFT --vllm FOLDER|PYTHON
+        [--gpus 0 1]
+
+TARGET and DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py). The engines
+lie on the first GPU, and Outrider's proposer on the last: with two GPUs it drafts ahead. All
+engines are loaded at once, with KV caches of a fixed size, and measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.lib import prompts, report
+from benchmarks.lib.gpu import gpu_name
+from benchmarks.lib.measure import Cell, Plan, measure
+from benchmarks.lib.processes import Child, python_path, stopping
+from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem, draft_model
+from outrider.models.resolve import resolve_model
+
+_BASE = "vllm none"
+_PORT, _DATA_PORT = 7001, 7002
+_KV_CACHE_BYTES = 6 << 30
+_ROOM = 64  # tokens beside a request's own, for its last draft
+
+
+def parser() -> argparse.ArgumentParser:
+    p = arguments("benchmarks.vllm_remote", __doc__)
+    p.add_argument("--model", required=True, help="target: a folder")
+    p.add_argument("--draft-model", required=True, help="with the target's tokenizer")
+    p.add_argument("--vllm", required=True, help="a folder of vLLM's wheels, or another Python")
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    p.add_argument("--gpus", nargs="+", default=["0"], help="of the engines, of the proposer")
+    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
+    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
+    p.add_argument("--max-tokens", type=int, default=256, help="output tokens of each request")
+    p.add_argument("--max-prompt-tokens", type=int, default=512)
+    p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    p.add_argument("--rounds", type=int, default=3, help="interleaved repetitions")
+    p.add_argument("--waves", type=int, default=2, help="requests of a round for each in flight")
+    p.add_argument("--vllm-memory", type=float, default=0.3, help="part of the GPU, each engine")
+    p.add_argument("--proposer-flags", nargs="+", default=[], help="more of them, after --")
+    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
+    p.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_remote"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if it measured, 2 if it could not run."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    target = resolve_model(args.model, "target")
+    loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping(children):
+        systems = _start(args, target, Path(folder), children)
+        cells: list[Cell] = []
+        for concurrency in args.concurrency:
+            plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
+            for system in systems:  # compiles, and lets the policy learn
+                system.run(loaded.group(0, plan.prompts_per_round), args.max_tokens, concurrency)
+            cells += measure(systems, plan, loaded, args.max_tokens, children, say)
+    setup = {
+        **report.machine(),
+        "gpu": gpu_name(),
+        "command": report.command("benchmarks.vllm_remote"),
+        "prompts": f"{loaded.file} (sha256 {loaded.sha256[:12]})",
+        "max_tokens": args.max_tokens,
+        "notes": [],
+    }
+    found = report.document(cells, lambda _: _BASE, setup)
+    text = report.markdown(found, "vLLM with Outrider's proposers")
+    print(text)
+    report.write(found, text, args.out)
+    return 0
+
+
+def _start(
+    args: argparse.Namespace, target: Path, log_dir: Path, children: list[Child]
+) -> list[VllmSystem]:
+    """Start the engines side by side, then the proposer. Raises `ProcessError`."""
+    place = VllmPlace.find(args.vllm)
+    assert place is not None
+    draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
+    remote = {
+        "method": "custom_class",
+        "model": "outrider.vllm.proposer.RemoteProposer",
+        "num_speculative_tokens": k,
+    }
+    speculations = {
+        _BASE: None,
+        "vllm draft_model": draft_model(draft, k),
+        "vllm + outrider": remote,
+    }
+    options: dict[str, object] = {"skip_tokenizer_init": True}
+    if args.device == "cpu":
+        options["enforce_eager"] = True
+    else:
+        options["gpu_memory_utilization"] = args.vllm_memory
+        options["kv_cache_memory_bytes"] = _KV_CACHE_BYTES
+    ports = f"--port {_PORT} --data-port {_DATA_PORT}"
+
+    def start(name: str) -> VllmSystem:
+        hosted = name == "vllm + outrider"
+        engine = VllmEngine(
+            place.python,
+            target,
+            max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
+            speculation=speculations[name],
+            max_num_seqs=max(args.concurrency),
+            options=options | ({"additional_config": {"outrider": ports}} if hosted else {}),
+            env=place.env | {"CUDA_VISIBLE_DEVICES": args.gpus[0]},
+        )
+        worker = engine.start(log_dir, children)
+        if hosted:
+            children.append(_proposer(args, draft, log_dir))
+        return VllmSystem(name, worker, frozenset(args.concurrency), args.request_timeout)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(start, speculations))
+
+
+def _proposer(args: argparse.Namespace, draft: Path, log_dir: Path) -> Child:
+    """Start a proposer and wait until it drafts for the engine. Raises `ProcessError`."""
+    command = [
+        *(sys.executable, "-P", "-m", "proposer_service", "--exit-with-parent"),
+        *("--scorer", f"127.0.0.1:{_PORT}", "--port", "0", "--method", "draft_model"),
+        *("--model", str(draft), "--dtype", "bfloat16", "--device", args.device),
+        *args.proposer_flags,
+    ]
+    env = python_path() | {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
+    child = Child("proposer", command, log_dir, env=env)
+    child.ready(args.request_timeout)
+    return child
+
+
+if __name__ == "__main__":
+    sys.exit(main())
