@@ -169,10 +169,11 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal, and return the exit code."""
     try:
-        args = resolve(argv)
-        prefetch.begin(args["model"], args["device"])
-        check_target(args["model"])
-        check_files(args["in_process_proposer"])
+        with start_times.phase("imports"):  # of what the checks need
+            args = resolve(argv)
+            prefetch.begin(args["model"], args["device"])
+            check_target(args["model"])
+            check_files(args["in_process_proposer"])
     except ConfigError as error:
         return refuse("scorer", error)
     exit_with_parent = args.pop("exit_with_parent")

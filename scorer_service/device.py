@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider import start_times
+from outrider.engine.cuda.compile import compile_together
 from outrider.engine.cuda.sampling import choose_and_verify, sample
-from outrider.engine.graphs.capture import CudaGraphs, Work, compile_together, replay_seconds
+from outrider.engine.graphs.capture import CudaGraphs, Work, replay_seconds
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
@@ -20,6 +22,7 @@ from outrider.engine.model.memory_budget import (
     DeviceMemory,
     MemoryBudget,
     estimate_graphs,
+    largest_of,
     measure_activations,
 )
 from outrider.engine.model.paged_model import PagedModel
@@ -107,7 +110,9 @@ def compile_steps(model: PagedModel, limits: StepLimits) -> None:
     DecodeGraphs(
         model, limits.buckets(), capture=note, choose_and_verify=choose_and_verify, sample=sample
     )
-    compile_together(works)
+    eager = largest_of(model, limits.max_num_seqs, limits.max_num_batched_tokens)
+    with start_times.phase("compiling"):
+        compile_together([*works, *eager])
 
 
 def capture_steps(

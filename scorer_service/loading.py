@@ -13,6 +13,7 @@ from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.loader import (
     ModelOptions,
+    Prepare,
     count_pages,
     kv_bytes_per_page,
     load_model,
@@ -53,6 +54,7 @@ def load(
     features = None if asked is None else read_features(folder, asked)
 
     reader: DeviceReader | None = None
+    prepare: Prepare | None = None
 
     @fitting("The model", options.kv_cache_memory)
     def load_with(num_pages: int) -> PagedModel:
@@ -70,6 +72,7 @@ def load(
                 device=device,
                 group=group,
                 reader=reader,
+                prepare=prepare,
             )
         except RuntimeError as error:
             if group is None or isinstance(error, torch.OutOfMemoryError):
@@ -120,11 +123,9 @@ def load(
     if group is None:
         with fitting("The model", options.kv_cache_memory):
             reader = DeviceReader(folder, device)  # beside what is built first
+        prepare = partial(compile_steps, limits=limits)
     build_first()
     model = load_given() if memory is None else load_with(TRIAL_PAGES)
-    if group is None:
-        with start_times.phase("compiling"):
-            compile_steps(model, limits)
     # Nobody needs more memory than the leader.
     if memory is not None and (group is None or group.ranks.leads):
         with start_times.phase("memory"):
@@ -134,15 +135,15 @@ def load(
         return model, None, []
     with start_times.phase("steps"):
         captured = capture_steps(model, limits, progress)
-    claim_activations(
-        model,
-        sample,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-    )
-    if captured is None:
-        return model, Runner(model, sample=sample), []
-    return model, captured, captured.trial_times()
+        claim_activations(
+            model,
+            sample,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        if captured is None:
+            return model, Runner(model, sample=sample), []
+        return model, captured, captured.trial_times()
 
 
 def _device(name: str) -> torch.device:

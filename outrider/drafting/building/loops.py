@@ -15,7 +15,7 @@ from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
-from outrider.engine.graphs.capture import CudaGraphs, compile_together, replay_seconds
+from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
@@ -133,6 +133,9 @@ def loop_capture(
 
     Raises `ConfigError` if they do not fit into the device's memory.
     """
+    # Imported here: without CUDA there may be no Triton.
+    from outrider.engine.cuda.compile import compile_together
+
     began = time.perf_counter()
     free = torch.cuda.mem_get_info(device)[0]
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import torch
@@ -19,8 +18,6 @@ A capture runs `work` once or more. All that `work` reads and writes must stay w
 """
 Rehearse = Callable[[Sequence[Work]], None]
 """Runs works in any order, or at once, so that their captures find all kernels compiled."""
-
-_THREADS = 8  # that compile; memory holds what as many works compute at once
 
 
 class CudaGraphs:
@@ -49,23 +46,6 @@ class CudaGraphs:
         ):
             work()
         return graph.replay
-
-
-def compile_together(works: Sequence[Work]) -> None:
-    """Run works in threads, because compilers run in parallel; a `Rehearse` for CUDA.
-
-    All work is enqueued on the current stream. What fails is left to the capture.
-    """
-    stream = torch.cuda.current_stream()
-
-    def run(work: Work) -> None:
-        with contextlib.suppress(Exception), torch.cuda.stream(stream):
-            work()
-
-    with ThreadPoolExecutor(_THREADS, "compile") as pool:
-        wait([pool.submit(run, work) for work in works])
-    stream.synchronize()
-    torch.cuda.empty_cache()
 
 
 class HostEvent:
@@ -103,8 +83,8 @@ def elapsed_seconds(events: Sequence[Event]) -> list[float]:
 
 
 def replay_seconds(work: Work) -> float:
-    """Return how long captured work takes a CUDA device, the shortest of three times."""
-    events = make_events(torch.device("cuda"), 4)
+    """Return how long captured work takes a CUDA device, the shorter of two times."""
+    events = make_events(torch.device("cuda"), 3)
     events[0].record()
     for event in events[1:]:
         work()

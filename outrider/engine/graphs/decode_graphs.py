@@ -123,7 +123,7 @@ class DecodeGraphs:
             for bucket in self._buckets
         )
 
-    def trial_times(self, repeats: int = 3) -> list[tuple[int, int, float]]:
+    def trial_times(self, repeats: int = 2) -> list[tuple[int, int, float]]:
         """Return (rows, tokens, seconds) of every bucket over no context, as a first estimate."""
         times = []
         for bucket in self._buckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from outrider.models.weight_files import check_folder
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+Prepare = Callable[[PagedModel], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,11 @@ def load_model(
     device: torch.device = CPU,
     group: RankGroup | None = None,
     reader: DeviceReader | None = None,
+    prepare: Prepare | None = None,
 ) -> PagedModel:
     """Read a Hugging Face folder (config.json, safetensors) and make it ready to run.
 
-    `reader` may already be reading the weights to the device.
+    `reader` may already be reading the weights to the device. `prepare` may compile kernels.
     Given a `group`, load this rank's shard. All ranks load at the same time with the same
     arguments, and then all but the leader `follow`, which includes the leader's self-test.
 
@@ -88,7 +91,12 @@ def load_model(
     with start_times.phase("weights"):
         model = _read(folder, dtype, device, group, reader)
     return build_paged_model(
-        model, options, name=folder.name, eos_token_ids=eos_token_ids, group=group
+        model,
+        options,
+        name=folder.name,
+        eos_token_ids=eos_token_ids,
+        group=group,
+        prepare=prepare,
     )
 
 
@@ -99,10 +107,12 @@ def build_paged_model(
     name: str = "model",
     eos_token_ids: frozenset[int] = frozenset(),
     group: RankGroup | None = None,
+    prepare: Prepare | None = None,
 ) -> PagedModel:
     """Take over a loaded `transformers` model; `model` must not be used afterwards.
 
     `eos_token_ids` end a text. `group` is the ranks among which `transformers` has sharded it.
+    `prepare` comes before the self-test.
     """
     parts: Any = model.eval()
     check_supported(model)
@@ -155,6 +165,8 @@ def build_paged_model(
         if not group.ranks.leads:
             return PagedModel(step, pools, backend, info)
         paged = LeadingModel(group, step, pools, backend, info)
+    if prepare is not None:
+        prepare(paged)
     if reference is not None:
         with start_times.phase("self-test"):
             check_against(paged, reference)

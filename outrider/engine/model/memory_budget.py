@@ -120,7 +120,7 @@ def measure_activations(
     memory: DeviceMemory, model: PagedModel, *, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
     """Return the bytes that the largest eager steps need, sampling included."""
-    return max(map(memory.peak, _largest_of(model, max_num_seqs, max_num_batched_tokens)))
+    return max(map(memory.peak, largest_of(model, max_num_seqs, max_num_batched_tokens)))
 
 
 @torch.inference_mode()
@@ -133,7 +133,7 @@ def claim_activations(
     is compiled.
     """
     try:
-        for run in _largest_of(model, max_num_seqs, max_num_batched_tokens):
+        for run in largest_of(model, max_num_seqs, max_num_batched_tokens):
             logits = run()[:1]
             for some in (logits, logits.to(model.dtype)):  # of eager and of captured forwards
                 sampler(some, _sampling_of(some))
@@ -175,9 +175,10 @@ def largest_steps(
         yield rows
 
 
-def _largest_of(
+def largest_of(
     model: PagedModel, max_num_seqs: int, max_num_batched_tokens: int
 ) -> Iterator[Callable[[], Tensor]]:
+    """Yield what runs the largest eager steps, and returns their logits."""
     sizes = (max_num_seqs, max_num_batched_tokens, model.max_model_len, model.page_size)
     return (partial(_try_out, model, rows) for rows in largest_steps(*sizes))
 

@@ -154,7 +154,7 @@ class TritonPagedAttention:
             *((unused, unused) if shared is None else (shared.places, shared.pages)),
             *(partial, lse),
         )
-        sizes = (query.stride(0), batch.block_table.stride(0), self._rows)
+        sizes = (query.stride(0), batch.block_table.stride(0), self._rows, splits)
         numbers = (params.sliding_window or 0, params.scaling, params.softcap or 0.0)
         shape = (group, dim, value_dim, batch.page_size)
         extras = (params.sliding_window, params.softcap, params.sinks, trees, rope)
@@ -165,7 +165,7 @@ class TritonPagedAttention:
             *shape,
             *(extra is not None for extra in extras),
             min(16, block_m // triton.next_power_of_2(group)),
-            *(joined, tiles > 1, splits, block_m, tiling.keys, block_dim, block_value_dim),
+            *(joined, tiles > 1, splits > 1, block_m, tiling.keys, block_dim, block_value_dim),
             2 * buffers + 1 if buffers > 1 else 1,
             num_warps=tiling.warps,
             **launch_options(),
@@ -181,7 +181,7 @@ class TritonPagedAttention:
 def _splits(programs: int, most: int) -> int:
     """Return the programs per tile, a power of two that brings `programs` close to `most`.
 
-    It does not depend on the context's length, so that few kernels are compiled.
+    It does not depend on the context's length, so that a captured step keeps it.
     """
     splits = 1
     while splits * 2 * programs <= most and splits < _MAX_SPLITS:

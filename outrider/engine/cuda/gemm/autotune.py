@@ -17,8 +17,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from outrider import start_times
+from outrider.engine.cuda.compile import COMPILERS, compile_together
 from outrider.engine.cuda.gemm import hopper, kept_tilings
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear, Kind
@@ -95,20 +96,18 @@ def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
         alone = copy.copy(linear)
         alone.choices = dict.fromkeys(CANDIDATES, tiling)
         weight = linear.weight
-        with torch.cuda.device(weight.device), torch.inference_mode():
+        with torch.inference_mode():
             x = weight.new_zeros(rows, linear.in_features)
             run(replace(use, linear=alone), x, weight.new_zeros(rows, linear.out_features))
 
     first = {Kind.of(use, linear): (use, linear) for use, linear in chain}
-    with ThreadPoolExecutor(hopper.COMPILERS) as pool:
-        wait(
-            [
-                pool.submit(once, use, linear, rows, tiling)
-                for (use, linear), rows in itertools.product(first.values(), CANDIDATES)
-                for tiling in linear.candidates(rows)
-                if tiling.takes(*linear.weight.shape)
-            ]
-        )
+    works = [
+        partial(once, use, linear, rows, tiling)
+        for (use, linear), rows in itertools.product(first.values(), CANDIDATES)
+        for tiling in linear.candidates(rows)
+        if tiling.takes(*linear.weight.shape)
+    ]
+    compile_together(works, at_once=COMPILERS)
 
 
 def _variants(

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.cuda.compile import COMPILERS
+
 logger = logging.getLogger(__name__)
 
 _LINE = 128  # bytes of a row in one fetch
@@ -25,7 +27,6 @@ _ALIGNED = 1024  # bytes, the alignment of blocks
 _OVERHEAD = 1024 + 256  # bytes per program for the system and for barriers
 _MAX_MAPS = 8192  # tensor maps in the cache
 _MOST_STAGES = 12
-COMPILERS = 16  # at once, at most, because each takes memory
 INNER = 128  # divides the inner dimension
 GROUP_ROWS = 64  # of a weight, per warpgroup
 MOST_SPLITS = 8  # programs of a cluster that every device supports

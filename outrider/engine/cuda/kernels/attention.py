@@ -136,8 +136,8 @@ def _row_of_tile(tile, cu_seqlens_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: t
     return row, tl.load(cu_seqlens_ptr + row) * GROUP // BLOCK_M + row
 
 
-# Other numbers of rows or pages need no compilation.
-@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+# Other numbers of rows, pages or splits need no compilation.
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "splits"])
 def paged_attention_kernel(
     query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart. If NEW, they are not
     # rotated yet, and each token's new keys and values follow: [2 * kv_heads, DIM]
@@ -154,11 +154,12 @@ def paged_attention_kernel(
     positions_ptr,  # int64 [tokens]
     places_ptr,  # int32 [rows]; this and the next are read if ROWS > 1: see `SharedPrefix`
     shared_ptr,  # int32 [rows]
-    out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
-    lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
+    out_ptr,  # [tokens, heads, splits, VALUE_DIM]: each split's own average of values
+    lse_ptr,  # float32 [tokens, heads, splits]: log2 of its sum of weights, read if SPLIT
     query_stride,
     table_stride,
     num_rows,
+    splits,  # programs among which the keys of a tile are divided, read if SPLIT
     window,  # keys a query sees at most, read if HAS_WINDOW
     scale,
     softcap,  # read if HAS_SOFTCAP
@@ -176,8 +177,8 @@ def paged_attention_kernel(
     ROWS: tl.constexpr,  # at most in a tile, a power of two. If more than 1, all rows have equally
     # many queries, which fit one tile, without window and trees
     TILES: tl.constexpr,  # rows may have several tiles, which follow one another on the first
-    # axis, as `_row_of_tile` counts them. ROWS and SPLITS are 1 then
-    SPLITS: tl.constexpr,
+    # axis, as `_row_of_tile` counts them. ROWS is 1 then, and nothing is split
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # at least DIM
@@ -186,14 +187,18 @@ def paged_attention_kernel(
     PDL: tl.constexpr,
 ):
     """Attend to the keys of one split, for one tile of queries and one key head."""
-    split = tl.program_id(0) % SPLITS
+    if not SPLIT:
+        splits = 1
+    split = tl.full([], 0, tl.int32)
+    if SPLIT:
+        split = tl.program_id(0)
     tile = 0
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     row = tl.program_id(2)
     if TILES:
         row, first_tile = _row_of_tile(tl.program_id(0), cu_seqlens_ptr, num_rows, GROUP, BLOCK_M)
-        split, tile = 0, tl.program_id(0) - first_tile
+        tile = tl.program_id(0) - first_tile
     start = tl.load(cu_seqlens_ptr + row)
     query_len = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
@@ -225,7 +230,7 @@ def paged_attention_kernel(
         if HAS_TREES:  # a node's position is the tree's first at least
             first_seen = tl.minimum(first_seen, tl.load(trees_ptr + row) - window + 1)
         first_block = tl.maximum(first_seen, 0) // BLOCK_N
-    share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, SPLITS)
+    share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, splits)
     from_block = first_block + split * share
     to_block = tl.minimum(from_block + share, tl.cdiv(end, BLOCK_N))
 
@@ -267,7 +272,7 @@ def paged_attention_kernel(
         num_new = tl.minimum(to_block * BLOCK_N, seq_len) - old
         if ROWS > 1:
             first_new = 0
-            num_new = queries * (split == SPLITS - 1)
+            num_new = queries * (split == splits - 1)
         for some in range(first_new, num_new, BLOCK_NEW):
             new = some + tl.arange(0, BLOCK_NEW)
             _store_new(
@@ -343,7 +348,7 @@ def paged_attention_kernel(
         )
     if ROWS > 1:
         # The keys that rows do not share, row after row, each as long as the longest.
-        for some in range(0, rows * own * (split == SPLITS - 1), BLOCK_N):
+        for some in range(0, rows * own * (split == splits - 1), BLOCK_N):
             at = some + tl.arange(0, BLOCK_N)
             one = at // own
             key = shared + at % own
@@ -374,7 +379,7 @@ def paged_attention_kernel(
                 BLOCK_VALUE_DIM,
             )
 
-    at = (token * kv_heads * GROUP + head) * SPLITS + split
+    at = (token * kv_heads * GROUP + head) * splits + split
     average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
     tl.store(
@@ -382,7 +387,7 @@ def paged_attention_kernel(
         average,
         mask=in_row[:, None] & (value_column < VALUE_DIM)[None, :],
     )
-    if SPLITS > 1:
+    if SPLIT:
         lse = tl.where(total == 0.0, -float("inf"), highest + tl.log2(total))
         tl.store(lse_ptr + at, lse, mask=in_row)
 

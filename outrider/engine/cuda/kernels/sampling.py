@@ -12,16 +12,17 @@ from outrider.engine.cuda.kernels.noise import gumbel_noise, rank, rough_scores,
 _LOWEST = tl.constexpr(-(2**63))  # below every ranked score
 
 
-@triton.jit
+# Other numbers of rows and positions need no compilation.
+@triton.jit(do_not_specialize=["ahead", "repeat"])
 def noised_kernel(
-    logits_ptr,  # [n * REPEAT, vocab]
+    logits_ptr,  # [n * repeat, vocab]
     temperature_ptr,  # float32 [n]; 0: no noise
     keys_ptr,  # int64 [n, 2]
     position_ptr,  # int64 [n]
-    out_ptr,  # float32 [n * REPEAT, vocab]
+    out_ptr,  # float32 [n * repeat, vocab]
     vocab,
     ahead,  # a row samples the token this far after its position
-    REPEAT: tl.constexpr,  # adjacent rows with the same noise
+    repeat,  # adjacent rows with the same noise
     BLOCK: tl.constexpr,
 ):
     """Add temperature times noise to a block of logits."""
@@ -29,40 +30,42 @@ def noised_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     scores = tl.load(logits_ptr + row * vocab + token, mask=inside, other=0.0).to(tl.float32)
-    temperature = tl.load(temperature_ptr + row // REPEAT)
+    params = tl.program_id(0) // repeat
+    temperature = tl.load(temperature_ptr + params)
     if temperature != 0.0:
-        position = tl.load(position_ptr + row // REPEAT) + ahead
-        noise = gumbel_noise(keys_ptr + 2 * (row // REPEAT), position, token)
+        position = tl.load(position_ptr + params) + ahead
+        noise = gumbel_noise(keys_ptr + 2 * params, position, token)
         scores += temperature * noise.to(tl.float32)
     tl.store(out_ptr + row * vocab + token, scores, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["repeat", "ahead"])
 def choose_block_kernel(
     logits_ptr,  # [n, vocab]
-    temperature_ptr,  # float32 [n / REPEAT]; 0: greedy
-    keys_ptr,  # int64 [n / REPEAT, 2]
+    temperature_ptr,  # float32 [n / repeat]; 0: greedy
+    keys_ptr,  # int64 [n / repeat, 2]
     position_ptr,  # int64 [n]
     best_ptr,  # float32 [n, blocks]: the best score of each block, exact if greedy, else rough
     token_ptr,  # int32 [n, blocks]: the lowest token with it
     logits_stride,
     vocab,
-    REPEAT: tl.constexpr,  # adjacent rows with the same temperature and keys
-    AHEAD: tl.constexpr,  # a row samples the token this far after its position
+    repeat,  # adjacent rows with the same temperature and keys
+    ahead,  # a row samples the token this far after its position
     BLOCK: tl.constexpr,
     ASM: tl.constexpr,  # on a device, not interpreted
 ):
     """Find the best score of a block of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row // REPEAT)
+    params = tl.program_id(0) // repeat
+    temperature = tl.load(temperature_ptr + params)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
     scores = logits.to(tl.float32)
     if temperature != 0.0:
-        position = tl.load(position_ptr + row) + AHEAD
-        keys_ptr += 2 * (row // REPEAT)
+        position = tl.load(position_ptr + row) + ahead
+        keys_ptr += 2 * params
         scores = rough_scores(logits, temperature, keys_ptr, position, token, ASM)
         scores = tl.where(inside, scores, -float("inf"))
     best = tl.max(scores, axis=0)

@@ -149,10 +149,10 @@ def _best_above(
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["repeat", "ahead"])
 def choose_row_kernel(
     logits_ptr,  # [n, vocab]
-    temperature_ptr,  # float32 [n / REPEAT], as the next four: see `SamplingBatch`
+    temperature_ptr,  # float32 [n / repeat], as the next four: see `SamplingBatch`
     top_k_ptr,  # int64
     top_p_ptr,  # float32
     min_p_ptr,  # float32
@@ -164,8 +164,8 @@ def choose_row_kernel(
     logits_stride,
     vocab,
     blocks,
-    REPEAT: tl.constexpr,  # as for `choose_block_kernel`
-    AHEAD: tl.constexpr,
+    repeat,  # as for `choose_block_kernel`
+    ahead,
     BLOCKS: tl.constexpr,  # at least blocks
     BLOCK: tl.constexpr,  # tokens of each of them
     LANES: tl.constexpr,  # tokens at a time
@@ -178,7 +178,7 @@ def choose_row_kernel(
     less than top_p of the mass.
     """
     row = tl.program_id(0).to(tl.int64)
-    params = row // REPEAT
+    params = tl.program_id(0) // repeat
     best_ptr += row * blocks
     temperature = tl.load(temperature_ptr + params)
     if temperature == 0.0:
@@ -187,7 +187,7 @@ def choose_row_kernel(
         return
     logits_ptr += row * logits_stride
     keys_ptr += 2 * params
-    position = tl.load(position_ptr + row) + AHEAD
+    position = tl.load(position_ptr + row) + ahead
     token = _best_of_blocks(
         best_ptr,
         logits_ptr,

@@ -1,0 +1,42 @@
+"""Compile the kernels of several works at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+
+import torch
+
+COMPILERS = min(16, os.cpu_count() or 1)
+"""So many run at once, at most: each takes memory."""
+
+
+def compile_together(works: Sequence[Callable[[], object]], at_once: int = 8) -> None:
+    """Run works in threads, so that their kernels are compiled in parallel, each one once.
+
+    Memory must hold what `at_once` works compute. All work is enqueued on the current stream. What
+    fails is left to whoever runs it again.
+    """
+    import triton  # here, since only CUDA brings it
+
+    stream = torch.cuda.current_stream()
+    left = iter(works)
+
+    def run(compiling: AbstractContextManager[object]) -> None:
+        with compiling, torch.cuda.stream(stream):
+            for work in left:  # each thread takes the next one
+                with contextlib.suppress(Exception):
+                    work()
+
+    with (
+        ThreadPoolExecutor(COMPILERS, "compiler") as compilers,
+        ThreadPoolExecutor(at_once, "compile") as pool,
+    ):
+        # Kernels are told apart by their keys, so that no two threads compile the same.
+        compiling = triton.AsyncCompileMode(compilers, ignore_errors=True)
+        wait([pool.submit(run, compiling) for _ in range(at_once)])
+    stream.synchronize()
+    torch.cuda.empty_cache()
