@@ -95,10 +95,11 @@ def size_cache(
     model.resize(budget.num_pages)
 
 
-def compile_steps(model: PagedModel, limits: StepLimits) -> None:
+def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], None]) -> None:
     """Run a step of each kind, so that all kernels are compiled at once, before any capture."""
     if not (model.capturable and model.layered):  # modules may keep state while they run
         return
+    say("compiling the kernels of all steps: some 5 s at a first start, a second later")
     works: list[Work] = []
 
     def note(work: Work) -> Work:

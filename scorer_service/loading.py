@@ -112,8 +112,8 @@ def load(
         trees=features is not None,
     )
     progress(
-        "then it compiles and chooses kernels, measures the largest steps and captures graphs: "
-        "about half a minute at a first start, less later"
+        "then it compiles and chooses kernels, tests the model and captures graphs: about half a "
+        "minute at a first start, ten seconds later"
     )
     memory = None
     if options.kv_cache_memory is None:
@@ -123,7 +123,7 @@ def load(
     if group is None:
         with fitting("The model", options.kv_cache_memory):
             reader = DeviceReader(folder, device)  # beside what is built first
-        prepare = partial(compile_steps, limits=limits)
+        prepare = partial(compile_steps, limits=limits, say=progress)
     build_first()
     model = load_given() if memory is None else load_with(TRIAL_PAGES)
     # Nobody needs more memory than the leader.

@@ -136,6 +136,7 @@ def loop_capture(
     # Imported here: without CUDA there may be no Triton.
     from outrider.engine.cuda.compile import compile_together
 
+    say("compiling the draft's loops: some 5 s at a first start, a second later")
     began = time.perf_counter()
     free = torch.cuda.mem_get_info(device)[0]
 

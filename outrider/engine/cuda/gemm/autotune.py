@@ -76,10 +76,11 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
     all_rows = range(1, max(CANDIDATES) + 1)  # eager steps have any number of logits
     hopper.load(_variants(chain, all_rows), chain[0][1].weight.device)
     torch.cuda.empty_cache()
-    logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+    logger.info("chose kernels for few rows in %.1f s", time.perf_counter() - began)
 
 
 def _choose(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
+    logger.info("measuring products of few rows: some 10 s, which later starts do not take")
     _compile(chain, run)
     for rows in CANDIDATES:
         if any(linear.candidates(rows) for _, linear in chain):
