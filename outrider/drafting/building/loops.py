@@ -115,7 +115,7 @@ def capture_loops(
         return None
     with loop_capture(shapes, model.device, say) as capture:
         if not model.layered:  # its modules keep state while they run, so they run one at a time
-            return DraftModelLoops(model, replace(capture, rehearse=lambda _: None))
+            return DraftModelLoops(model, replace(capture, precompile=lambda _: None))
         forwards = PrefillGraphs(
             model,
             make_prefill_buckets(model.max_model_len, max_sessions),

@@ -25,7 +25,7 @@ from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest, noised, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.buckets import CapturedBuckets
-from outrider.engine.graphs.capture import Capture, Rehearse, Work, make_events
+from outrider.engine.graphs.capture import Capture, Precompile, Work, make_events
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import SamplingParams
 
@@ -69,7 +69,7 @@ class LoopCapture:
     capture: Capture
     sampler: DraftSampler
     on_progress: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
-    rehearse: Rehearse = lambda works: None  # noqa: ARG005
+    precompile: Precompile = lambda works: None  # noqa: ARG005
 
 
 class CapturedLoops:
@@ -93,7 +93,7 @@ class CapturedLoops:
         self._output = _Output(size, inputs.device)
         self._find = lru_cache(maxsize=4096)(self._smallest)
         inputs.clear()
-        capture.rehearse([self._work(shape, body) for shape in shapes])
+        capture.precompile([self._work(shape, body) for shape in shapes])
         done = 0
 
         def captured(shape: LoopShape) -> Work:

@@ -16,8 +16,8 @@ Capture = Callable[[Work], Work]
 
 A capture runs `work` once or more. All that `work` reads and writes must stay where it is.
 """
-Rehearse = Callable[[Sequence[Work]], None]
-"""Runs works in any order, or at once, so that their captures find all kernels compiled."""
+Precompile = Callable[[Sequence[Work]], None]
+"""Runs works in any order, or at once, so that captures find all kernels compiled."""
 
 
 class CudaGraphs:

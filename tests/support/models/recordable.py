@@ -27,7 +27,7 @@ def rerun(work: Work) -> Work:
 
 
 def run_each(works: Sequence[Work]) -> None:
-    """A `Rehearse` for the same."""
+    """A `Precompile` for the same."""
     for work in works:
         work()
 

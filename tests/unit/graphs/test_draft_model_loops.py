@@ -58,7 +58,7 @@ def drafter_of(
         )
     ]
     # Every loop runs over zeros once, too.
-    capture = LoopCapture(shapes, rerun, TORCH_SAMPLER, rehearse=run_each)
+    capture = LoopCapture(shapes, rerun, TORCH_SAMPLER, precompile=run_each)
     return DraftModelLoops(model, capture, forwards)
 
 

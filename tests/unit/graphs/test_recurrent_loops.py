@@ -90,7 +90,9 @@ def proposer_of(head: RecurrentHead, tree_width: int, capture: Capture | None) -
             tree_width=tree_width,
         ),
         # Every loop runs over zeros once, too.
-        None if capture is None else LoopCapture(shapes, capture, TORCH_SAMPLER, rehearse=run_each),
+        None
+        if capture is None
+        else LoopCapture(shapes, capture, TORCH_SAMPLER, precompile=run_each),
     )
     return RecurrentProposer(drafter, method="eagle", name="tiny")
 
