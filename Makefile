@@ -4,9 +4,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 K8S_STAMP := .venv/k8s/.installed
 BROWSER_STAMP := .venv/.browser
+VLLM_STAMP := .venv/vllm/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-browser picture check k8s dashboards models bench proto
+.PHONY: help demo test test-fast test-browser test-vllm picture check k8s dashboards models bench proto
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +30,9 @@ check: $(STAMP) ## lint, format, types, imports, protos
 
 test-browser: $(BROWSER_STAMP) ## the page at / in a real browser; needs chromium
 	$(BIN)/pytest -m browser tests/e2e/test_playground.py
+
+test-vllm: $(VLLM_STAMP) ## the plug-in inside vLLM's CPU build: ten minutes to install, once
+	OMP_NUM_THREADS=1 PYTHONPATH=. .venv/vllm/bin/python -m pytest -m vllm tests/vllm
 
 picture: $(BROWSER_STAMP) ## docs/images/playground.png, from a run of the embedded models
 	$(BIN)/python -m tests.support.playground_picture docs/images/playground.png
@@ -61,6 +65,10 @@ $(BROWSER_STAMP): pyproject.toml | $(STAMP)
 	  { echo "Install chromium first; on Debian: apt-get install chromium" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]' -c constraints.txt
 	touch $(BROWSER_STAMP)
+
+$(VLLM_STAMP): tests/vllm/install.sh
+	PYTHON=$(PYTHON) tests/vllm/install.sh $(CURDIR)/.venv/vllm
+	touch $(VLLM_STAMP)
 
 $(K8S_STAMP): k8s/tools.sh k8s/requirements.txt | $(STAMP)
 	@echo "Installing helm, hadolint, checkov and validators into .venv/k8s, once."

@@ -1,0 +1,102 @@
+"""A vLLM engine in this process, and proposers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider.models
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+TARGET = Path(outrider.models.__file__).parent / "data" / "target"
+PLUGIN = {
+    "method": "custom_class",
+    "model": "outrider.vllm.proposer.RemoteProposer",
+    "num_speculative_tokens": 4,
+}
+
+
+class Engine:
+    """An `LLM` with the plug-in."""
+
+    def __init__(self) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            str(TARGET),
+            speculative_config=PLUGIN,
+            additional_config={"outrider": "--port 0 --data-port 0"},
+            worker_cls="outrider.vllm.worker.CPUWorker",
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=16,
+            kv_cache_memory_bytes=256 << 20,
+        )
+        [self.info] = self.llm.collective_rpc("outrider_info")
+
+    def texts(self, prompts: list[str], **params: Any) -> list[tuple[int, ...]]:
+        """Return the tokens of each prompt's answer; prompt i is sampled with seed i."""
+        from vllm import SamplingParams
+
+        given = [SamplingParams(seed=seed, **params) for seed in range(len(prompts))]
+        outputs = self.llm.generate(prompts, given, use_tqdm=False)
+        assert all(output.finished for output in outputs)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    def drafted(self) -> tuple[int, int]:
+        """Return how many tokens were drafted and accepted for the last requests."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        host = core.model_executor.driver_worker.worker.model_runner.drafter._host
+        ended = list(host._ended.values())
+        host._ended.clear()
+        return sum(s.drafted for s in ended), sum(s.accepted for s in ended)
+
+    @contextlib.contextmanager
+    def proposer(self, *flags: str) -> Iterator[subprocess.Popen[str]]:
+        with proposer(self.info["grpc"], *flags) as process:
+            self.wait_attached(1)
+            yield process
+        self.wait_attached(0)
+
+    def wait_attached(self, number: int) -> None:
+        import urllib.request
+
+        for _ in range(200):
+            page = urllib.request.urlopen(self.info["metrics"]).read().decode()
+            lines = [x for x in page.splitlines() if x.startswith("outrider:proposers_attached{")]
+            if sum(float(line.split()[-1]) for line in lines) == number:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"there are not {number} proposers")
+
+
+@contextlib.contextmanager
+def proposer(scorer: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a proposer until the block ends."""
+    command = [sys.executable, "-m", "proposer_service", "--scorer", scorer, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready ")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    return Engine()
