@@ -62,6 +62,8 @@ class ServedModel:
     """Tokens in a page of the KV cache."""
     features: FeatureSpec | None = None
     """Captured hidden states, which proposers may ask for."""
+    no_features: str = "start it with --hidden-features {states}"
+    """The advice for who needs hidden states where none are captured."""
     device: str = ""
     """The device's name, as proposers name theirs. Empty: several devices, or unknown."""
 

@@ -157,5 +157,8 @@ def served_model(served: adapter.Served, options: ServerOptions, device: str) ->
         dtype=served.dtype,
         eos_token_ids=frozenset(),
         num_speculative_tokens=served.num_speculative_tokens,
+        no_features="vLLM hands none to remote proposers. Use vLLM's own method in its "
+        "--speculative-config (eagle, eagle3, mtp, medusa), or a draft_model, suffix or ngram "
+        "proposer",
         device=device_id(device if ":" in device or device == "cpu" else f"{device}:0"),
     )

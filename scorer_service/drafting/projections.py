@@ -11,11 +11,11 @@ from outrider.errors import DeadlineError, InvalidRequestError, ProposerRefusedE
 from outrider.features import FeatureSpec
 from outrider.rpc.feature_codec import features_from_proto
 from outrider.v1 import draft_pb2
-from scorer_service.config import DraftLimits
+from scorer_service.config import DraftLimits, ServedModel
 
 
 def check_features(
-    hello: draft_pb2.Hello, captured: FeatureSpec | None, limits: DraftLimits
+    hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits
 ) -> FeatureSpec | None:
     """Return the hidden states that a proposer needs, None for none.
 
@@ -24,11 +24,11 @@ def check_features(
     """
     if not hello.HasField("features"):
         return None
-    spec = features_from_proto(hello.features)
+    spec, captured = features_from_proto(hello.features), served.features
     if captured is None:
+        advice = served.no_features.format(states=",".join(spec.states))
         raise _refusal(
-            f"{hello.method} needs hidden states, and this scorer captures none: start it with "
-            f"--hidden-features {','.join(spec.states)}"
+            f"{hello.method} needs hidden states, and this scorer captures none: {advice}"
         )
     if spec.hidden_size != captured.hidden_size:
         raise _refusal(

@@ -60,7 +60,7 @@ class ProposerRegistry:
         `ProposerRefusedError` or `InvalidRequestError`.
         """
         check_hello(hello, self.served)
-        features = check_features(hello, self.served.features, self.limits)
+        features = check_features(hello, self.served, self.limits)
         former = self._proposers.get(hello.proposer_id)
         if former is None and len(self._proposers) >= self.limits.max_proposers:
             raise ProposerRefusedError(

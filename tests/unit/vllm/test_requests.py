@@ -1,0 +1,48 @@
+"""Fields of a request that reach the draft side through vLLM, and the plug-in's flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.params import Advice, SpeculationParams
+from outrider.vllm import adapter
+from outrider.vllm.draft_server import ServerOptions
+from outrider.vllm.requests import Extras
+
+
+def test_extras_survive_their_way_through_extra_args() -> None:
+    advice = Advice((1, 2), edit=True, min_token_match=3, max_token_match=5, references=((7,),))
+    for speculation in (
+        SpeculationParams(methods=("suffix",), num_speculative_tokens=3, advice=advice),
+        SpeculationParams(),
+    ):
+        extras = Extras(speculation, tenant="t", traceparent="00-1-2-03")
+        assert Extras.of(extras.to_args()) == extras
+    assert not Extras.of(Extras(SpeculationParams(enabled=False)).to_args()).speculation.enabled
+
+
+def test_extras_of_a_plain_client_are_read() -> None:
+    extras = Extras.of({"outrider_methods": "prompt, suffix", "another": 1})
+    assert extras.speculation == SpeculationParams(methods=("suffix",))
+    assert Extras.of(None) == Extras(SpeculationParams())
+    assert not Extras.of({"outrider_num_speculative_tokens": 0}).speculation.enabled
+
+
+def test_flags_are_a_scorers() -> None:
+    options = ServerOptions.parse("--port 7100 --scorer-id s --drain-grace-seconds 3", rank=2)
+    assert (options.port, options.data_port, options.metrics_port) == (7104, 7006, 0)
+    assert (options.scorer_id, options.deployment.drain_grace_s) == ("s", 3.0)
+
+
+@pytest.mark.parametrize("flags", ["--prot 1", "--port x", "--tls-key missing"])
+def test_flags_that_are_wrong_are_refused_by_name(flags: str) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        ServerOptions.parse(flags)
+
+
+def test_seed_without_one_differs_by_request_and_not_by_process() -> None:
+    assert adapter.seed_of("a", 7, 0) == 7
+    assert adapter.seed_of("a", -1, 0) == 2**64 - 1
+    assert adapter.seed_of("a", None, 0) == adapter.seed_of("a", None, 0)
+    assert adapter.seed_of("a", None, 0) != adapter.seed_of("b", None, 0)
