@@ -26,6 +26,10 @@ from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
 
 _MAX_FAULTS = 16  # then the draft side is given up
+NO_FEATURES = (
+    "vLLM hands none to remote proposers. Use vLLM's own method in its --speculative-config "
+    "(eagle, eagle3, mtp, medusa), or a draft_model, suffix or ngram proposer"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -157,8 +161,6 @@ def served_model(served: adapter.Served, options: ServerOptions, device: str) ->
         dtype=served.dtype,
         eos_token_ids=frozenset(),
         num_speculative_tokens=served.num_speculative_tokens,
-        no_features="vLLM hands none to remote proposers. Use vLLM's own method in its "
-        "--speculative-config (eagle, eagle3, mtp, medusa), or a draft_model, suffix or ngram "
-        "proposer",
+        no_features=NO_FEATURES,
         device=device_id(device if ":" in device or device == "cpu" else f"{device}:0"),
     )

@@ -36,10 +36,13 @@ class VllmSteps(Listener):
     """Requests that vLLM runs in lock step; it verifies what the plug-in drafts."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b")
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        names: tuple[str, ...] = ("a", "b"),
+        max_wait_s: float = MAX_WAIT_S,
     ) -> None:
         monkeypatch.setattr(adapter, "shared_drafts", lambda drafts, *_: drafts)
-        self.host = DraftHost(K, CONTEXT, 8, policy=LockstepFixedPolicy(K, max_wait_s=MAX_WAIT_S))
+        self.host = DraftHost(K, CONTEXT, 8, policy=LockstepFixedPolicy(K, max_wait_s=max_wait_s))
         self.host.listener = self
         metrics = ScorerMetrics(CollectorRegistry(), "m")
         self.hub = Hub(cast("Any", self.host), SERVED, DraftLimits(), metrics)
