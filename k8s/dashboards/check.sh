@@ -9,4 +9,5 @@ for tool in prometheus promtool; do
 done
 promtool check config k8s/dashboards/prometheus.yaml # and the rules
 promtool test rules k8s/dashboards/alerts_test.yaml
+"$python" -m pytest -q tests/k8s/test_signals.py
 exec "$python" -m k8s.dashboards.live

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +14,7 @@ ALL = (
     "gateway.autoscaling.enabled=true",
     "scorer.autoscaling.enabled=true",
     "proposers.draft.autoscaling.enabled=true",
+    "monitoring.serviceMonitor.enabled=true",
 )
 SCALED = {"outrider-gateway", "outrider-scorer", "outrider-proposer-draft"}
 EXPORTED = set(re.findall(r"`(outrider:\w+)`", (helm.ROOT / "docs/operations.md").read_text()))
@@ -24,60 +24,72 @@ def is_exported(series: str) -> bool:
     return series in EXPORTED or re.sub("_(total|sum|count)$", "", series) in EXPORTED
 
 
-def adapter_rules() -> list[dict[str, Any]]:
-    rules = yaml.safe_load((helm.ROOT / "k8s/prometheus-adapter.yaml").read_text())["rules"]
-    return [*rules["custom"], *rules["external"]]
+def check_query(query: str, jobs: set[str]) -> None:
+    """It reads series that are exported, of jobs that the ServiceMonitor scrapes."""
+    read = selectors(query)
+    assert read
+    for selector in read:
+        assert is_exported(selector.metric)
+        labels = {matcher.label: matcher.value for matcher in selector.matchers}
+        assert labels["namespace"] == "llm"
+        assert labels["job"] in jobs
+        assert labels.get("pool", "draft") == "draft"
 
 
-def test_keda_queries_name_exported_metrics_of_rendered_services() -> None:
+def jobs_of(manifests: list[helm.Manifest]) -> set[str]:
+    (monitor,) = (m["spec"] for m in manifests if m["kind"] == "ServiceMonitor")
+    services = [m["metadata"]["labels"] for m in manifests if m["kind"] == "Service"]
+    return {labels[monitor["jobLabel"]] for labels in services if monitor["jobLabel"] in labels}
+
+
+def test_keda_queries_name_exported_metrics_of_scraped_jobs() -> None:
     manifests = helm.render(*ALL, "autoscaling.engine=keda")
-    services = {m["metadata"]["name"] for m in manifests if m["kind"] == "Service"}
     scaled = [m for m in manifests if m["kind"] == "ScaledObject"]
     assert {m["metadata"]["name"] for m in scaled} == SCALED
     for trigger in (trigger for m in scaled for trigger in m["spec"]["triggers"]):
-        for selector in selectors(trigger["metadata"]["query"]):
-            assert is_exported(selector.metric)
-            labels = {matcher.label: matcher.value for matcher in selector.matchers}
-            assert labels["namespace"] == "llm"
-            assert labels["service"] in services
-            assert labels.get("pool", "draft") == "draft"
+        check_query(trigger["metadata"]["query"], jobs_of(manifests))
+        assert trigger["metricType"] == "AverageValue"  # else KEDA has no fallback
         assert float(trigger["metadata"]["threshold"]) > 0
 
 
-def test_horizontal_autoscalers_name_metrics_of_the_adapter() -> None:
-    given = {rule["name"]["as"] for rule in adapter_rules()}
+def test_horizontal_autoscalers_ask_for_what_rules_record_and_the_adapter_gives() -> None:
     manifests = helm.render(*ALL)
+    (adapter,) = yaml.safe_load((helm.ROOT / "k8s/prometheus-adapter.yaml").read_text())["rules"][
+        "external"
+    ]
+    rules = helm.only(manifests, "PrometheusRule", "outrider-autoscaling")["spec"]["groups"][0]
+    recorded = set()
+    for rule in rules["rules"]:
+        assert rule["record"] == adapter["seriesQuery"].partition("{")[0]
+        check_query(rule["expr"], jobs_of(manifests))
+        assert rule["labels"]["namespace"] == "llm"
+        recorded.add((rule["labels"]["scaler"], rule["labels"]["signal"]))
     scaled = [m for m in manifests if m["kind"] == "HorizontalPodAutoscaler"]
     assert {m["metadata"]["name"] for m in scaled} == SCALED
-    asked = {
-        metric[metric["type"].lower()]["metric"]["name"]
-        for scaler in scaled
-        for metric in scaler["spec"]["metrics"]
+    asked = set()
+    for scaler in scaled:
+        for metric in scaler["spec"]["metrics"]:
+            wanted = metric["external"]["metric"]
+            assert wanted["name"] == adapter["name"]["as"]
+            labels = wanted["selector"]["matchLabels"]
+            assert labels["scaler"] == scaler["metadata"]["name"]
+            asked.add((labels["scaler"], labels["signal"]))
+    assert asked == recorded
+
+
+@pytest.mark.parametrize(("most", "target"), [(None, "96"), (64, "48"), (3, "3")])
+def test_scorers_without_a_target_grow_at_three_quarters_of_their_batch(
+    most: int | None, target: str
+) -> None:
+    sets = () if most is None else (f"scorer.flags.max-num-seqs={most}",)
+    spec = helm.only(helm.render(*ALL, *sets), "HorizontalPodAutoscaler", "outrider-scorer")["spec"]
+    targets = {
+        metric["external"]["metric"]["selector"]["matchLabels"]["signal"]: metric["external"][
+            "target"
+        ]["averageValue"]
+        for metric in spec["metrics"]
     }
-    assert asked == given
-    (late,) = (
-        metric["external"]["metric"]["selector"]["matchLabels"]
-        for metric in helm.only(manifests, "HorizontalPodAutoscaler", "outrider-proposer-draft")[
-            "spec"
-        ]["metrics"]
-        if metric["type"] == "External"
-    )
-    assert late == {"namespace": "llm", "service": "outrider-scorer", "pool": "draft"}
-
-
-@pytest.mark.parametrize("rule", adapter_rules(), ids=lambda rule: rule["name"]["as"])
-def test_adapter_queries_name_exported_metrics(rule: dict[str, Any]) -> None:
-    series = rule["seriesQuery"].partition("{")[0]
-    query = (
-        rule["metricsQuery"]
-        .replace("<<.Series>>", series)
-        .replace("<<.LabelMatchers>>", 'namespace="llm"')
-        .replace("<<.GroupBy>>", "namespace")
-    )
-    read = selectors(query) + selectors(rule["seriesQuery"])
-    assert len(read) > 1
-    for selector in read:
-        assert is_exported(selector.metric)
+    assert targets == {"requests": target, "open": target, "kv": "0.85"}
 
 
 def test_workloads_when_autoscaled_set_no_replicas() -> None:
@@ -99,10 +111,20 @@ def test_metrics_ports_of_every_service_are_scraped() -> None:
             for endpoint in monitor["endpoints"]
         }
         ports = {port["name"] for port in service["spec"]["ports"]}
-        metrics = {name for name in ports if name.startswith("metrics")} or {"http"}
+        metrics = {name for name in ports if name.startswith("metrics")}
         assert metrics == scraped & ports
+        assert not metrics & ports or not {"http"} & ports  # none where clients are
 
 
-def test_alerts_when_rendered_equal_the_file() -> None:
+def test_alerts_when_rendered_are_of_their_release_alone() -> None:
     rules = helm.only(helm.render("monitoring.rules.enabled=true"), "PrometheusRule", "outrider")
-    assert rules["spec"] == yaml.safe_load((helm.CHART / "files/alerts.yaml").read_text())
+    file = yaml.safe_load((helm.CHART / "files/alerts.yaml").read_text())
+    jobs = 'namespace="llm",job=~"outrider-(gateway|scorer|proposer-.+)"'
+    for group, same in zip(rules["spec"]["groups"], file["groups"], strict=True):
+        for rule, written in zip(group["rules"], same["rules"], strict=True):
+            assert rule == written | {"expr": written["expr"].replace('job=~".*"', jobs)}
+            for selector in selectors(rule["expr"]):
+                found = {matcher.label: matcher.value for matcher in selector.matchers}
+                assert found["namespace"] == "llm", rule
+                assert re.fullmatch(found["job"], "outrider-proposer-draft")
+                assert not re.fullmatch(found["job"], "outrider-b-scorer")

@@ -17,12 +17,19 @@ from outrider.methods import METHODS
 from scorer_service import __main__ as scorer_main
 from tests.support.kubernetes import helm
 
-ONE_GPU = helm.EXAMPLES / "one-gpu.yaml"
+ONE_GPU = helm.EXAMPLES / "h100-llama-eagle3.yaml"
 EMBEDDED_EAGLE3 = "2,4,7"  # the layers that its config.json names
 
 
+def no_pool(*sets: str) -> tuple[str, ...]:
+    """Without the default pool, which fits the embedded target alone, where there is another."""
+    given = any("model.name=" in text for text in sets)
+    pool = any("proposers.draft" in text for text in sets)
+    return ("proposers.draft=null",) if given and not pool else ()
+
+
 def scorer_pod(*sets: str) -> dict[str, Any]:
-    scorer = helm.only(helm.render(*sets), "StatefulSet", "outrider-scorer")
+    scorer = helm.only(helm.render(*sets, *no_pool(*sets)), "StatefulSet", "outrider-scorer")
     found: dict[str, Any] = scorer["spec"]["template"]["spec"]
     return found
 
@@ -92,12 +99,15 @@ def test_in_process_draft_model_is_fetched_before_start() -> None:
         pod = scorer_pod(*sets)
         inits = pod.get("initContainers", [])
         offline = {"name": "HF_HUB_OFFLINE", "value": "1"} in pod["containers"][0]["env"]
-        policy = helm.only(helm.render(*sets), "NetworkPolicy", "outrider-scorer")["spec"]
+        policy = helm.only(helm.render(*sets, *no_pool(*sets)), "NetworkPolicy", "outrider-scorer")[
+            "spec"
+        ]
         hub = {"ports": [{"port": 443}]} in policy["egress"]
         token = "hub-token" in {volume["name"] for volume in pod["volumes"]}
         seen = ["hub-token" in {m["name"] for m in init["volumeMounts"]} for init in inits]
         assert {offline, hub, token, *seen} == {bool(inits)}
-        return [init["args"] for init in inits]
+        assert {init["args"][-1] for init in inits} <= {"--retry-seconds=1800"}
+        return [init["args"][:-1] for init in inits]
 
     own = "scorer.inProcess"
     draft = (f"{own}.method=draft_model", f"{own}.model=org/draft")
@@ -146,7 +156,7 @@ def test_pools_with_in_process_drafter_are_rendered() -> None:
         ("method=suffix,scorer.inProcess.dtype=float32", "method suffix reads no model"),
         ("model=org/draft", "scorer.inProcess.method is empty"),
         ("flags.threads=2", "scorer.inProcess.method is empty"),
-        ("method=ngram,scorer.tensorParallel.size=2", "over 2 GPUs (scorer.tensorParallel) cannot"),
+        ("method=ngram,scorer.engine=vllm", "scorer.inProcess is the native engine's"),
         ("method=medusa,scorer.hiddenFeatures=eagle3", "medusa of scorer.inProcess reads final"),
         ("method=eagle3,scorer.hiddenFeatures=final", "eagle3 of scorer.inProcess reads eagle3"),
         ("method=mtp,scorer.inProcess.flags.device=cpu", "the chart sets --device itself"),
@@ -156,7 +166,7 @@ def test_pools_with_in_process_drafter_are_rendered() -> None:
     ],
 )
 def test_in_process_values_that_cannot_work_are_refused(wrong: str, message: str) -> None:
-    done = helm.template(f"scorer.inProcess.{wrong}")
+    done = helm.template(f"scorer.inProcess.{wrong}", *no_pool(wrong))
     assert done.returncode != 0
     assert message in done.stderr
 

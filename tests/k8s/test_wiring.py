@@ -14,6 +14,7 @@ EVERYTHING = (
     "proposers.draft.model=org/draft",
     "proposers.lookup.method=ngram",
     "proposers.beside.placement=sidecar",
+    "proposers.beside.model=org/beside",
     "proposers.within.placement=sidecar",
     "proposers.within.method=ngram",
     "otel.endpoint=http://collector.monitoring:4319",
@@ -75,18 +76,19 @@ def test_selectors_of_services_and_budgets_match_their_pods(manifests: list[helm
     for manifest in manifests:
         name, spec = manifest["metadata"]["name"], manifest["spec"]
         if manifest["kind"] == "Service":
-            assert chosen(manifests, spec["selector"]) == {name}
+            assert chosen(manifests, spec["selector"]) == {name.removesuffix("-metrics")}
         elif manifest["kind"] == "PodDisruptionBudget":
             assert chosen(manifests, spec["selector"]["matchLabels"]) == {name}
         else:
             continue
         found += 1
-    assert found == 2 * len(pods(manifests)) == 8
+    assert found == 2 * len(pods(manifests)) + 1 == 9  # the gateways' metrics have their own
 
 
 def test_service_ports_lead_to_container_ports(manifests: list[helm.Manifest]) -> None:
     for service in (m for m in manifests if m["kind"] == "Service"):
-        containers = pods(manifests)[service["metadata"]["name"]]["spec"]["containers"]
+        workload = service["metadata"]["name"].removesuffix("-metrics")
+        containers = pods(manifests)[workload]["spec"]["containers"]
         listening = {port["name"]: port for c in containers for port in c["ports"]}
         for port in service["spec"]["ports"]:
             assert port["targetPort"] in listening

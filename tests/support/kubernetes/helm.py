@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,14 @@ def call(program: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
 
 
+def validate(versions: list[str], *files: Path) -> subprocess.CompletedProcess[str]:
+    """Validate manifests against the schemas of some versions of Kubernetes."""
+    return call("python", Path(__file__).with_name("schemas.py"), ",".join(versions), *files)
+
+
+@cache
 def template(*sets: str, values: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`helm template` with `--set` for each of `sets`."""
+    """`helm template` with `--set` for each of `sets`; what was rendered once is kept."""
     files = () if values is None else ("--values", values)
     flags = [flag for text in sets for flag in ("--set", text)]
     return call("helm", "template", "outrider", CHART, "--namespace", "llm", *files, *flags)

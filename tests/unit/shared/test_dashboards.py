@@ -68,7 +68,7 @@ def test_alerts_have_a_runbook_and_a_test(alert: dict[str, object]) -> None:
     name, annotations = alert["alert"], alert["annotations"]
     assert isinstance(name, str)
     assert isinstance(annotations, dict)
-    assert annotations["runbook"] == f"docs/runbooks.md#{name.lower()}"
+    assert annotations["runbook_url"] == f"docs/runbooks.md#{name.lower()}"
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
     assert name in headings
     assert name in (DASHBOARDS / "alerts_test.yaml").read_text()

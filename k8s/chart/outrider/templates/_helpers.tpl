@@ -1,11 +1,10 @@
 {{- define "outrider.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 32 | trimSuffix "-" -}}
-{{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 32 | trimSuffix "-" -}}
+{{- $full := default (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) .Values.fullnameOverride -}}
+{{- if gt (len $full) 32 -}}
+{{- printf "%s-%s" (trunc 25 $full | trimSuffix "-") (sha256sum $full | trunc 6) -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 32 | trimSuffix "-" -}}
+{{- trimSuffix "-" $full -}}
 {{- end -}}
 {{- end -}}
 
@@ -27,18 +26,35 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 
-{{/* Arguments: root, device. */}}
+{{/* Arguments: root, device; engine of a scorer. */}}
 {{- define "outrider.image" -}}
 {{- $image := .root.Values.image -}}
-{{- $tag := printf ":%s-%s" (default .root.Chart.AppVersion $image.tag) .device -}}
-{{- $digest := index $image.digests .device -}}
+{{- $kind := ternary "vllm" .device (eq (default "" .engine) "vllm") -}}
+{{- $tag := printf ":%s-%s" (default .root.Chart.AppVersion $image.tag) $kind -}}
+{{- $digest := index $image.digests $kind -}}
 {{- printf "%s%s" $image.repository (ternary (printf "@%s" $digest) $tag (not (empty $digest))) -}}
 {{- end -}}
 
 {{/* A pool with its defaults. Arguments: root, pool (its name). Returns YAML. */}}
 {{- define "outrider.pool" -}}
 {{- $pool := index .root.Values.proposers .pool | default dict | deepCopy -}}
-{{- toYaml (mergeOverwrite (deepCopy .root.Values.proposerDefaults) $pool) -}}
+{{- $merged := mergeOverwrite (deepCopy .root.Values.proposerDefaults) $pool -}}
+{{- with $pool.resources }}{{ $_ := set $merged "resources" . }}{{ end -}}
+{{- toYaml $merged -}}
+{{- end -}}
+
+{{/* Resources of a scorer or proposer: its own, or on CPUs those that the embedded models need.
+     Arguments: component, values. */}}
+{{- define "outrider.resources" -}}
+{{- $most := index (dict "scorer" (dict "cpu" "2" "memory" "3Gi") "proposer" (dict "cpu" "1" "memory" "2Gi")) .component -}}
+{{- toYaml (default (dict "requests" $most "limits" $most) .values.resources) -}}
+{{- end -}}
+
+{{/* A quantity as a number. */}}
+{{- define "outrider.quantity" -}}
+{{- $units := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $unit := regexFind "[A-Za-z]+$" (toString .) -}}
+{{- mulf (trimSuffix $unit (toString .) | float64) (get $units $unit | default 1) -}}
 {{- end -}}
 
 {{/* `name: value` as --name=value; true as --name, false as --no-name. */}}
@@ -52,6 +68,13 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 - {{ printf "--%s=%v" $name $value | quote }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Flags of a scorer or proposer, with the demo's threads where its resources are. Arguments:
+     values, threads. */}}
+{{- define "outrider.ownFlags" -}}
+{{- $demo := ternary (dict "threads" .threads) dict (empty .values.resources) -}}
+{{- include "outrider.flags" (merge dict .values.flags $demo) -}}
 {{- end -}}
 
 {{- define "outrider.tlsFlags" -}}
@@ -78,19 +101,23 @@ dns:{{ include "outrider.fullname" . }}-scorer.{{ .Release.Namespace }}.svc:7001
 {{- if .claims }}true{{ end -}}
 {{- end -}}
 
-{{- define "outrider.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{/* A map as YAML, with `more` over `base`, without what is null. */}}
+{{- define "outrider.merged" -}}
+{{- $all := mergeOverwrite (deepCopy .base) (deepCopy (default dict .more)) -}}
+{{- range $key, $value := $all }}{{ if kindIs "invalid" $value }}{{ $_ := unset $all $key }}{{ end }}{{ end -}}
+{{- toYaml $all -}}
 {{- end -}}
 
-{{- define "outrider.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{/* What all containers have. Arguments: root, values (the component's). */}}
+{{- define "outrider.container" -}}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+terminationMessagePolicy: FallbackToLogsOnError # the last lines of the log say why
+securityContext:
+  {{- include "outrider.merged" (dict "base" .root.Values.securityContext "more" .values.pod.containerSecurityContext) | nindent 2 }}
+{{- with .values.pod.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* Environment of a service, after podName. Arguments: root, model (true: one was fetched), env
@@ -115,21 +142,25 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
-{{/* An init container that fetches a Hugging Face model. Arguments: root, container (its name),
-     image, args. */}}
+{{/* An init container that fetches a Hugging Face model. It tries again itself: where a replica is a
+     group of pods, a container that restarts restarts all of them. Arguments: root, values (the
+     component's), container (its name), image, args. */}}
 {{- define "outrider.fetch" -}}
 name: {{ .container }}
 image: {{ .image }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -P, -m, outrider.models.fetch]
-args: [{{ range $i, $arg := .args }}{{ if $i }}, {{ end }}{{ $arg | quote }}{{ end }}]
-{{- with include "outrider.hubEnv" .root }}
+args: [{{ range .args }}{{ quote . }}, {{ end }}--retry-seconds={{ .root.Values.startSeconds }}]
+{{- with printf "%s\n%s" (include "outrider.hubEnv" .root) (empty .values.env | ternary "" (toYaml .values.env)) | trim }}
 env:
-  {{- . | trim | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
-resources: {requests: {cpu: 500m, memory: 1Gi}, limits: {cpu: "4", memory: 4Gi}}
-securityContext:
-  {{- include "outrider.containerSecurity" . | nindent 2 }}
+{{- $resources := deepCopy .root.Values.model.download.resources }}
+{{- if not (or .claim (has "--tokenizer-only" .args)) }}
+{{- $_ := set $resources "requests" (merge (dict "ephemeral-storage" .root.Values.model.cache.sizeLimit) (default dict $resources.requests)) }}
+{{- end }}
+resources:
+  {{- toYaml $resources | nindent 2 }}
+{{ include "outrider.container" . }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: cache, mountPath: /var/cache/outrider}
@@ -137,6 +168,9 @@ volumeMounts:
   - {name: models, mountPath: /models, readOnly: true} # a module may lie there, and its target not
   {{- end }}
   {{- with include "outrider.hubMount" .root }}{{ . | trim | nindent 2 }}{{ end }}
+  {{- with .values.pod.volumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{- define "outrider.hubEnv" -}}
@@ -151,19 +185,23 @@ volumeMounts:
 {{- end }}
 {{- end -}}
 
+{{/* Arguments: root, values (the component's). */}}
 {{- define "outrider.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /var/cache/outrider}
-{{- if .Values.model.volume }}
+{{- if .root.Values.model.volume }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
-{{- if .Values.tls.enabled }}
+{{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: /etc/outrider/tls, readOnly: true}
+{{- end }}
+{{- with .values.pod.volumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, component (for its certificate), claim (true: the cache is a claim), fetches
-     (true: something in the pod downloads a model). */}}
+{{/* Arguments: root, component (for its certificate), values, claim (true: the cache is a claim),
+     fetches (true: something in the pod downloads a model), sidecars. */}}
 {{- define "outrider.volumes" -}}
 - name: tmp
   emptyDir: {}
@@ -183,18 +221,44 @@ volumeMounts:
 - name: tls
   secret: {secretName: {{ include "outrider.tlsSecret" . }}, defaultMode: 0440}
 {{- end }}
+{{- range prepend (default list .sidecars) . }}
+{{- with .values.pod.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "outrider.tlsSecret" -}}
 {{- default (printf "%s-%s-tls" (include "outrider.fullname" .root) .component) .root.Values.tls.secretName -}}
 {{- end -}}
 
+{{- define "outrider.serviceAccount" -}}
+{{- with .Values.serviceAccount }}{{ default (ternary (include "outrider.fullname" $) "" .create) .name }}{{ end -}}
+{{- end -}}
+
+{{/* What all pods' metadata have. Arguments: root, component, pool, values, rank. */}}
+{{- define "outrider.podMetadata" -}}
+labels: # not the chart's version: it alone would restart every pod
+  {{- include "outrider.selector" . | nindent 2 }}
+  {{- with .rank }}
+  outrider/rank: {{ . }}
+  {{- end }}
+  app.kubernetes.io/part-of: outrider
+  {{- with .values.pod.labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .values.pod.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* What all pods share below `spec`. Arguments: root, component, pool, values (the component's),
-     grouped (true: pods of a replica had better be near each other). */}}
+     grouped (true: pods of a replica had better be near each other), sidecars. */}}
 {{- define "outrider.podSpec" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
-{{- with .root.Values.serviceAccountName }}
+{{- with include "outrider.serviceAccount" .root }}
 serviceAccountName: {{ . }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
@@ -205,7 +269,8 @@ imagePullSecrets:
 {{- end }}
 terminationGracePeriodSeconds: {{ add (.values.preStopSeconds | default 0) .values.drainGraceSeconds 15 }}
 securityContext:
-  {{- include "outrider.podSecurity" . | nindent 2 }}
+  {{- include "outrider.merged" (dict "base" .root.Values.podSecurityContext "more" .values.pod.securityContext) | nindent 2 }}
+{{- if not (hasKey .values.scheduling "topologySpreadConstraints") }}
 topologySpreadConstraints:
   {{- range ternary (list "kubernetes.io/hostname") (list "kubernetes.io/hostname" "topology.kubernetes.io/zone") (not (empty .grouped)) }}
   - maxSkew: 1
@@ -215,6 +280,13 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "outrider.selector" $ | nindent 8 }}
   {{- end }}
+{{- end }}
+{{- $claims := list }}
+{{- range prepend (default list .sidecars) . }}{{ $claims = concat $claims (default list .values.pod.resourceClaims) }}{{ end }}
+{{- with $claims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .values.scheduling }}
 {{ toYaml . }}
 {{- end }}
@@ -249,3 +321,13 @@ livenessProbe:
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 {{- end -}}
 
+{{/* Pools in the scorers' pods, by name, as a JSON list: the place is the port's. */}}
+{{- define "outrider.sidecars" -}}
+{{- $names := list -}}
+{{- range $pool := keys .Values.proposers | sortAlpha -}}
+{{- if eq (include "outrider.pool" (dict "root" $ "pool" $pool) | fromYaml).placement "sidecar" -}}
+{{- $names = append $names $pool -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $names -}}
+{{- end -}}

@@ -1,5 +1,5 @@
-{{/* The container of a pool. Arguments: root, pool (its name), values (the pool's), index (among the
-     sidecars of a pod; their ports differ). */}}
+{{/* The container of a pool. Arguments: root, component, pool (its name), values (the pool's), index
+     (among the sidecars of a pod; their ports differ). */}}
 {{- define "outrider.proposerContainer" -}}
 {{- $sidecar := eq .values.placement "sidecar" -}}
 {{- $port := add 7003 (ternary .index 0 $sidecar) -}}
@@ -8,10 +8,28 @@
 {{- $remote := include "outrider.poolFetches" . -}}
 name: {{ ternary (printf "proposer-%s" .pool) "proposer" $sidecar }}
 image: {{ include "outrider.image" (dict "root" .root "device" .values.device) }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- if $sidecar }}
+# It starts the proposer again itself: a container that crashes makes its pod unready, and its scorer
+# one that may be evicted.
+command:
+  - sh
+  - -c
+  - |
+    trap 'ending=yes; kill -TERM "$child" 2>/dev/null' TERM
+    while [ -z "$ending" ]; do
+      "$0" "$@" &
+      child=$!
+      wait "$child"
+      [ -n "$ending" ] || { sleep 10 & child=$!; wait "$child"; }
+    done
+    wait "$child"
+  - outrider
+  - proposer
+{{- else }}
 command: [outrider, proposer]
+{{- end }}
 args:
-  - --host=0.0.0.0
+  - "--host={{ .root.Values.listenAddress }}"
   - --port={{ $port }}
   - --metrics-port={{ $metrics }}
   - --health-port={{ $health }}
@@ -22,7 +40,7 @@ args:
   - --start-timeout={{ .root.Values.startSeconds }}
   - --drain-grace-seconds={{ .values.drainGraceSeconds }}
   {{- with include "outrider.tlsFlags" .root }}{{ . | trim | nindent 2 }}{{ end }}
-  {{- with include "outrider.flags" .values.flags }}{{ . | trim | nindent 2 }}{{ end }}
+  {{- with include "outrider.ownFlags" (dict "values" .values "threads" 1) }}{{ . | trim | nindent 2 }}{{ end }}
 env:
   {{- include "outrider.podName" .root | nindent 2 }}
   {{- if and $remote $sidecar }}
@@ -33,15 +51,8 @@ ports:
   - {name: {{ ternary (printf "grpc-%d" .index) "grpc" $sidecar }}, containerPort: {{ $port }}}
   - {name: {{ ternary (printf "metrics-%d" .index) "metrics" $sidecar }}, containerPort: {{ $metrics }}}
 {{- if $sidecar }}
-# Neither a start-up nor a readiness probe, and it downloads its model itself: a proposer must not
-# keep its scorer from serving.
-livenessProbe:
-  grpc: {port: {{ $health }}, service: outrider.v1.ProposerService}
-  timeoutSeconds: 3
-  initialDelaySeconds: {{ .root.Values.startSeconds }}
-  periodSeconds: 15
-  failureThreshold: 4
-  terminationGracePeriodSeconds: {{ add .values.drainGraceSeconds 15 }} # its scorer goes on
+# No probes, and it downloads its model itself: a proposer must not keep its scorer from serving. One
+# whose work hangs ends by itself.
 lifecycle:
   preStop: # when the pod goes, its scorer finishes what it has: with drafts, until it has ended
     exec:
@@ -62,11 +73,10 @@ lifecycle:
 {{ include "outrider.grpcProbes" (dict "root" .root "port" $health "service" "outrider.v1.ProposerService") }}
 {{- end }}
 resources:
-  {{- toYaml .values.resources | nindent 2 }}
-securityContext:
-  {{- include "outrider.containerSecurity" . | nindent 2 }}
+  {{- include "outrider.resources" . | nindent 2 }}
+{{ include "outrider.container" . }}
 volumeMounts:
-  {{- include "outrider.mounts" .root | nindent 2 }}
+  {{- include "outrider.mounts" . | nindent 2 }}
   {{- if $sidecar }}
   - {name: run, mountPath: /run/outrider}
   {{- if $remote }}

@@ -1,14 +1,3 @@
-{{/* Pools in the scorers' pods, by name, as a JSON list: the place is the port's. */}}
-{{- define "outrider.sidecars" -}}
-{{- $names := list -}}
-{{- range $pool := keys .Values.proposers | sortAlpha -}}
-{{- if eq (include "outrider.pool" (dict "root" $ "pool" $pool) | fromYaml).placement "sidecar" -}}
-{{- $names = append $names $pool -}}
-{{- end -}}
-{{- end -}}
-{{- toJson $names -}}
-{{- end -}}
-
 {{/* Hidden states that the scorers keep: what is asked for, else what the pools' methods read, and
      beside them what the scorers' own does. That alone is left to the scorers, which can tell which
      layers a module in a folder reads. */}}
@@ -36,27 +25,36 @@
 {{- toJson $names -}}
 {{- end -}}
 
-{{/* torchrun, which starts this pod's ranks of the service. */}}
-{{- define "outrider.torchrun" -}}
-{{- $parallel := .Values.scorer.tensorParallel -}}
-command:
-  - python
-  - -P
-  - -m
-  - torch.distributed.run
-  - --nproc-per-node={{ div $parallel.size $parallel.nodes }}
-  {{- if gt (int $parallel.nodes) 1 }}
-  - --nnodes={{ $parallel.nodes }}
-  - --node-rank=$(LWS_WORKER_INDEX)
-  - --master-addr=$(LWS_LEADER_ADDRESS)
-  - --master-port=29500
-  - --rdzv-conf=timeout={{ .Values.startSeconds }}
-  {{- else }}
-  - --standalone
-  {{- end }}
-  - --shutdown-timeout={{ add .Values.scorer.drainGraceSeconds 10 }}
-  - -m
-  - scorer_service
+{{/* GPUs of a replica, and of each of its pods. */}}
+{{- define "outrider.gpus" -}}
+{{- with .Values.scorer.parallel }}{{ mul .tensor .pipeline }}{{ end -}}
+{{- end -}}
+{{- define "outrider.podGpus" -}}
+{{- div (include "outrider.gpus" .) .Values.scorer.parallel.nodes -}}
+{{- end -}}
+
+{{- define "outrider.dtype" -}}
+{{- default (ternary "float32" "bfloat16" (eq .Values.scorer.device "cpu")) .Values.model.dtype -}}
+{{- end -}}
+
+{{/* Flags of the engine: how vLLM shares a model over GPUs and nodes. */}}
+{{- define "outrider.engineFlags" -}}
+{{- with .Values.scorer }}
+{{- if eq .engine "vllm" }}
+- --engine=vllm
+- --tensor-parallel-size={{ .parallel.tensor }}
+- --pipeline-parallel-size={{ .parallel.pipeline }}
+{{- if .parallel.expert }}
+- --enable-expert-parallel
+{{- end }}
+{{- if gt (int .parallel.nodes) 1 }}
+- --nnodes={{ .parallel.nodes }}
+- --node-rank=$(LWS_WORKER_INDEX)
+- --master-addr=$(LWS_LEADER_ADDRESS)
+- --master-port=29500
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* A scorer's pod, as a template. Arguments: root; rank: leader or follower where a replica is
@@ -64,51 +62,42 @@ command:
 {{- define "outrider.scorerPod" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values.scorer -}}
-{{- $parallel := gt (int $values.tensorParallel.size) 1 -}}
-{{- $args := dict "root" .root "component" "scorer" "values" $values "grouped" .rank "claim" (not (empty .root.Values.model.cache.storage)) -}}
-{{- $image := include "outrider.image" (dict "root" .root "device" $values.device) -}}
+{{- $parallel := gt (include "outrider.gpus" .root | int) 1 -}}
+{{- $args := dict "root" .root "component" "scorer" "values" $values "rank" .rank "grouped" .rank "claim" (not (empty .root.Values.model.cache.storage)) -}}
+{{- $image := include "outrider.image" (dict "root" .root "device" $values.device "engine" $values.engine) -}}
 {{- $remote := include "outrider.isRemote" .root.Values.model.name -}}
 {{- $draft := include "outrider.inProcessFetch" .root | fromJsonArray -}}
 {{- $fetched := or $remote $draft -}}
 {{- $fetches := $fetched -}}
 {{- $sidecars := list -}}
-{{- if ne .rank "follower" -}}
 {{- range $pool := include "outrider.sidecars" .root | fromJsonArray -}}
 {{- $merged := include "outrider.pool" (dict "root" $root "pool" $pool) | fromYaml -}}
-{{- $sidecars = append $sidecars (dict "root" $root "pool" $pool "values" $merged "index" (len $sidecars)) -}}
+{{- $sidecars = append $sidecars (dict "root" $root "component" "proposer" "pool" $pool "values" $merged "index" (len $sidecars)) -}}
 {{- $fetches = or $fetches (include "outrider.poolFetches" (dict "root" $root "values" $merged)) -}}
 {{- end -}}
-{{- end -}}
-{{- $_ := set $args "fetches" $fetches -}}
+{{- $args = merge $args (dict "fetches" $fetches "sidecars" $sidecars "image" $image) -}}
 metadata:
-  labels: # not the chart's version: it alone would restart every pod
-    {{- include "outrider.selector" $args | nindent 4 }}
-    {{- with .rank }}
-    outrider/rank: {{ . }}
-    {{- end }}
-    app.kubernetes.io/part-of: outrider
+  {{- include "outrider.podMetadata" $args | nindent 2 }}
 spec:
   {{- include "outrider.podSpec" $args | nindent 2 }}
-  {{- if $fetched }}
+  {{- if or $fetched $values.pod.initContainers }}
   initContainers:
+    {{- with $values.pod.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if $remote }}
-    - {{ include "outrider.fetch" (dict "root" .root "container" "fetch-model" "image" $image "args" (list .root.Values.model.name)) | nindent 6 | trim }}
+    - {{ include "outrider.fetch" (merge (dict "container" "fetch-model" "args" (list .root.Values.model.name)) $args) | nindent 6 | trim }}
     {{- end }}
     {{- with $draft }}
-    - {{ include "outrider.fetch" (dict "root" $root "container" "fetch-draft" "image" $image "args" .) | nindent 6 | trim }}
+    - {{ include "outrider.fetch" (merge (dict "container" "fetch-draft" "args" .) $args) | nindent 6 | trim }}
     {{- end }}
   {{- end }}
   containers:
     - name: scorer
       image: {{ $image }}
-      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      {{- if $parallel }}
-      {{- include "outrider.torchrun" .root | nindent 6 }}
-      {{- else }}
       command: [outrider, scorer]
-      {{- end }}
       args:
-        - --host=0.0.0.0
+        - "--host={{ .root.Values.listenAddress }}"
         - --port=7001
         - --data-port=7002
         - --metrics-port=9101
@@ -116,7 +105,7 @@ spec:
         - --scorer-id=$(POD_NAME)
         - --model={{ .root.Values.model.name }}
         - {{ printf "--served-model-name=%s" .root.Values.model.servedName | quote }}
-        - --dtype={{ .root.Values.model.dtype }}
+        - --dtype={{ include "outrider.dtype" .root }}
         - --device={{ $values.device }}
         - --start-timeout={{ .root.Values.startSeconds }}
         - --drain-grace-seconds={{ $values.drainGraceSeconds }}
@@ -130,7 +119,12 @@ spec:
         - --listen-unix=/run/outrider/scorer.sock
         {{- end }}
         {{- with include "outrider.tlsFlags" .root }}{{ . | trim | nindent 8 }}{{ end }}
-        {{- with include "outrider.flags" $values.flags }}{{ . | trim | nindent 8 }}{{ end }}
+        {{- with include "outrider.engineFlags" .root }}{{ . | trim | nindent 8 }}{{ end }}
+        {{- with include "outrider.ownFlags" (dict "values" $values "threads" 2) }}{{ . | trim | nindent 8 }}{{ end }}
+        {{- with include "outrider.flags" $values.vllmFlags }}
+        - --
+        {{- . | trim | nindent 8 }}
+        {{- end }}
       env:
         {{- include "outrider.podName" .root | nindent 8 }}
         {{- with include "outrider.env" (dict "root" .root "model" $fetched "env" $values.env) }}{{ . | trim | nindent 8 }}{{ end }}
@@ -142,11 +136,10 @@ spec:
       {{- end }}
       {{- include "outrider.grpcProbes" (dict "root" .root "port" 9201 "service" "outrider.v1.ScorerService") | nindent 6 }}
       resources:
-        {{- toYaml $values.resources | nindent 8 }}
-      securityContext:
-        {{- include "outrider.containerSecurity" .root | nindent 8 }}
+        {{- include "outrider.resources" $args | nindent 8 }}
+      {{- include "outrider.container" $args | nindent 6 }}
       volumeMounts:
-        {{- include "outrider.mounts" .root | nindent 8 }}
+        {{- include "outrider.mounts" $args | nindent 8 }}
         {{- if $parallel }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
@@ -156,11 +149,14 @@ spec:
     {{- range $sidecars }}
     - {{ include "outrider.proposerContainer" . | nindent 6 | trim }}
     {{- end }}
+    {{- with $values.pod.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "outrider.volumes" $args | nindent 4 }}
     {{- if $parallel }}
     - name: shm # between the GPUs of the pod, for NCCL
-      emptyDir: {medium: Memory, sizeLimit: 2Gi}
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
     {{- end }}
     {{- if $sidecars }}
     - name: run # the sockets between the scorer and its proposers
@@ -172,6 +168,9 @@ spec:
 {{- define "outrider.scorerClaims" -}}
 {{- with .Values.model.cache }}
 {{- if .storage }}
+{{- if not .keepClaims }}
+persistentVolumeClaimRetentionPolicy: {whenDeleted: Delete, whenScaled: Delete}
+{{- end }}
 volumeClaimTemplates:
   - metadata: {name: cache}
     spec:
