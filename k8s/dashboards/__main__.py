@@ -1,4 +1,4 @@
-"""Write the dashboards beside this file, as `make dashboards` does."""
+"""Write the dashboards into the chart, as `make dashboards` does."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def rendered() -> dict[str, str]:
     }
 
 
+FOLDER = Path(__file__).parents[1] / "chart/outrider/files/dashboards"
+
+
 if __name__ == "__main__":
     for name, text in rendered().items():
-        Path(__file__).with_name(name).write_text(text)
+        (FOLDER / name).write_text(text)

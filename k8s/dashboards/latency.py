@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from k8s.dashboards.panels import HERE, MODEL, Graph, Series, build, quantiles, total
+from k8s.dashboards.panels import HERE, MODEL, Graph, Series, Traces, build, quantiles, total
 
 # The gateways' operations are chat and text_completion, the scorers' is generate.
 _CLIENTS = f'{HERE},gen_ai_operation_name!="generate",gen_ai_request_model=~"$model"'
 _STEP = "outrider:step_time_seconds"
 _FORWARD = f'{MODEL},part="forward"'
+_TRACERS: tuple[Literal["tempo", "jaeger"], ...] = ("tempo", "jaeger")
 _EXEMPLARS = " Dots are requests whose trace was kept: click one to open it."
 
 
@@ -108,6 +111,16 @@ def latency() -> Dashboard:
                     width=12,
                 ),
                 Graph("Forward", "Of all steps.", "s", quantiles(_STEP, _FORWARD), width=12),
+            ),
+            "Traces": tuple(
+                Traces(
+                    f"Requests in {source.capitalize()}",
+                    "The latest requests whose trace was kept (otel.sampleRatio), from the gateway "
+                    "to the proposers. Choose the data source at the top.",
+                    source,
+                    "outrider-gateway",
+                )
+                for source in _TRACERS
             ),
         },
     )

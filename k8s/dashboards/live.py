@@ -27,6 +27,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, Final
 
+from k8s.dashboards.__main__ import FOLDER
 from k8s.dashboards.otlp import Collector, collecting
 
 HERE: Final = Path(__file__).parent
@@ -51,7 +52,7 @@ def main() -> int:
         prometheus = stack.enter_context(scraping(folder, metrics))
         completions = load(gateway)
         print(f"{completions} completions; {len(collector.trace_ids)} traces")
-        failures = check_panels(prometheus) + check_rules(prometheus)
+        failures = check_panels(prometheus, collector) + check_rules(prometheus)
         failures += check_exemplars(prometheus, collector)
     print(f"{failures} failures" if failures else "all queries were answered")
     return min(failures, 100)
@@ -151,16 +152,25 @@ def load(gateway: str) -> int:
         return sum(clients.map(client, range(_CLIENTS)))
 
 
-def check_panels(prometheus: str) -> int:
-    """Print the values of every panel, and return the number of queries without one."""
+def check_panels(prometheus: str, collector: Collector) -> int:
+    """Print the values of every panel, and return the number of queries without one.
+
+    Panels of traces are answered by the traces that the collector received.
+    """
     failures = 0
-    for path in sorted(HERE.glob("*.json")):
+    for path in sorted(FOLDER.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", ()):
-                expr = target["expr"].replace("$__rate_interval", "20s")
-                expr = expr.replace("$model", ".*").replace("$namespace", ".*")
-                result = ask(prometheus, "query", query=expr)["result"]
-                values = [float(series["value"][1]) for series in result]
+                if "expr" in target:
+                    expr = target["expr"].replace("$__rate_interval", "20s")
+                    expr = re.sub(r"\$(model|namespace|release|job)", ".*", expr)
+                    result = ask(prometheus, "query", query=expr)["result"]
+                    values = [float(series["value"][1]) for series in result]
+                else:
+                    query = target.get("query", "")
+                    found = re.fullmatch(r'{resource\.service\.name="(.*)"}', query)
+                    service = found[1] if found else target["service"]
+                    values = [float(len(ids)) for ids in [collector.by_service.get(service)] if ids]
                 shown = ", ".join(f"{value:.4g}" for value in values[:8])
                 good = any(not math.isnan(value) for value in values)
                 failures += not good

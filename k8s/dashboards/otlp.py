@@ -12,17 +12,21 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Counts the spans that it receives, and keeps the ids of their traces."""
+    """Keeps the ids of the traces that it receives, in all and by service."""
 
     def __init__(self) -> None:
-        self.spans = 0
-        self.trace_ids: set[str] = set()
+        self.by_service: dict[str, set[str]] = {}
+
+    @property
+    def trace_ids(self) -> set[str]:
+        return set().union(*self.by_service.values())
 
     def Export(self, request: Any, _context: object) -> Any:  # noqa: N802
         for resource in request.resource_spans:
+            attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+            ids = self.by_service.setdefault(attributes.get("service.name", ""), set())
             for scope in resource.scope_spans:
-                self.spans += len(scope.spans)
-                self.trace_ids.update(span.trace_id.hex() for span in scope.spans)
+                ids.update(span.trace_id.hex() for span in scope.spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 

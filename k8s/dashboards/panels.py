@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from grafana_foundation_sdk.builders import (
     common,
     dashboard,
     prometheus,
     stat,
+    table,
+    tempo,
     timeseries,
 )
+from grafana_foundation_sdk.cog import variants
 from grafana_foundation_sdk.models import common as models
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
@@ -22,7 +25,9 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 TAG: Final = "outrider"
-HERE: Final = 'namespace=~"$namespace"'  # matches the namespaces chosen at the top
+HERE: Final = (  # what is chosen at the top; the release is a label that the ServiceMonitor gives
+    'namespace=~"$namespace",app_kubernetes_io_instance=~"$release",job=~"$job"'
+)
 MODEL: Final = f'{HERE},model_name=~"$model"'  # gateways and proposers have no model_name
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -57,7 +62,30 @@ class Number:
     expr: str
 
 
-Panel = Graph | Number
+@dataclass(frozen=True)
+class Traces:
+    """A table of the latest traces of a service, from Tempo or Jaeger."""
+
+    title: str
+    description: str
+    source: Literal["tempo", "jaeger"]
+    service: str
+
+
+Panel = Graph | Number | Traces
+
+
+class _JaegerSearch(variants.Dataquery):
+    """A query of Jaeger's data source, which the SDK lacks."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    def build(self) -> variants.Dataquery:
+        return self
+
+    def to_json(self) -> dict[str, object]:
+        return {"refId": "A", "queryType": "search", "service": self._service, "limit": 20}
 
 
 def rate(counter: str, matchers: str = MODEL) -> str:
@@ -106,14 +134,51 @@ def build(
         )
         .with_variable(_choice("namespace", "Namespace", "outrider:build_info, namespace"))
         .with_variable(
+            _choice(
+                "release",
+                "Release",
+                'outrider:build_info{namespace=~"$namespace"}, app_kubernetes_io_instance',
+            )
+        )
+        .with_variable(_choice("job", "Job", 'outrider:build_info{namespace=~"$namespace"}, job'))
+        .with_variable(
             _choice("model", "Model", f"outrider:num_requests_running{{{HERE}}}, model_name")
         )
     )
+    for source in sorted({p.source for ps in rows.values() for p in ps if isinstance(p, Traces)}):
+        builder.with_variable(
+            dashboard.DatasourceVariable(source).label(source.capitalize()).type(source)
+        )
     for heading, panels in rows.items():
         builder.with_row(dashboard.Row(heading))
         for panel in panels:
-            builder.with_panel(_graph(panel) if isinstance(panel, Graph) else _number(panel))
+            match panel:
+                case Graph():
+                    builder.with_panel(_graph(panel))
+                case Number():
+                    builder.with_panel(_number(panel))
+                case Traces():
+                    builder.with_panel(_traces(panel))
     return builder
+
+
+def _traces(panel: Traces) -> table.Panel:
+    """Build a table, whose rows open their trace."""
+    source = DataSourceRef(type_val=panel.source, uid=f"${{{panel.source}}}")
+    query = f'{{resource.service.name="{panel.service}"}}'
+    return (
+        table.Panel()
+        .title(panel.title)
+        .description(panel.description)
+        .datasource(source)
+        .height(8)
+        .span(12)
+        .with_target(
+            tempo.TempoQuery().query_type("traceql").query(query).limit(20).ref_id("A")
+            if panel.source == "tempo"
+            else _JaegerSearch(panel.service)
+        )
+    )
 
 
 def _choice(name: str, label: str, values: str) -> dashboard.QueryVariable:

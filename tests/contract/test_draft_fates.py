@@ -20,9 +20,8 @@ PROMPT = [5, 6, 7]
 greedy_text = PacedModel().greedy_text
 SHARES = {
     "alert": "k8s/chart/outrider/files/alerts.yaml",
-    "KEDA": "k8s/chart/outrider/templates/autoscaling.yaml",
-    "prometheus-adapter": "k8s/prometheus-adapter.yaml",
-    "dashboard": "k8s/dashboards/capacity.json",
+    "autoscaler": "k8s/examples/rendered/remote-draft-pool.yaml",
+    "dashboard": "k8s/chart/outrider/files/dashboards/capacity.json",
 }
 """Files with an expression of the share: the late rounds of a pool, then all rounds of a pool."""
 

@@ -29,8 +29,10 @@ from tests.support.services.up import Up, complete
 
 pytestmark = pytest.mark.timeout(400)
 
-ADDED_BY_PROMETHEUS = {"instance", "job", "namespace"}  # the last by a ServiceMonitor
-RECORDED = {rule["record"] for rule in rules() if "record" in rule}
+ADDED_BY_PROMETHEUS = {  # the last two by a ServiceMonitor
+    *("instance", "job", "namespace", "app_kubernetes_io_instance"),
+}
+RECORDED = {rule["record"] for rule in rules() if "record" in rule} | {"outrider:autoscaling"}
 REASONS = {
     error.reason
     for error in vars(errors).values()

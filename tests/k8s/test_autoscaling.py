@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -128,3 +129,15 @@ def test_alerts_when_rendered_are_of_their_release_alone() -> None:
                 assert found["namespace"] == "llm", rule
                 assert re.fullmatch(found["job"], "outrider-proposer-draft")
                 assert not re.fullmatch(found["job"], "outrider-b-scorer")
+
+
+def test_dashboards_when_enabled_are_config_maps_that_grafana_finds() -> None:
+    rendered = helm.render("monitoring.dashboards.enabled=true")
+    maps = [m for m in rendered if m["kind"] == "ConfigMap"]
+    files = {path.name: path.read_text() for path in helm.CHART.glob("files/dashboards/*.json")}
+    held = {name: text for config in maps for name, text in config["data"].items()}
+    assert {name: json.loads(text) for name, text in held.items()} == {
+        name: json.loads(text) for name, text in files.items()
+    }
+    for config in maps:
+        assert config["metadata"]["labels"]["grafana_dashboard"] == "1"

@@ -14,7 +14,10 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DASHBOARDS = ROOT / "k8s/dashboards"
 ALERTS = ROOT / "k8s/chart/outrider/files/alerts.yaml"
-_VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$namespace": ".*"}
+PANELS = ROOT / "k8s/chart/outrider/files/dashboards"
+_VARIABLES = {"$__rate_interval": "5m"} | dict.fromkeys(
+    ("$model", "$namespace", "$release", "$job"), ".*"
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class Selector:
 def dashboard_queries() -> list[Query]:
     """Of every panel and variable, with Grafana's variables filled in."""
     found = []
-    for path in sorted(DASHBOARDS.glob("*.json")):
+    for path in sorted(PANELS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", ()):
+                if "expr" not in target:  # of traces
+                    continue
                 expr = target["expr"]
                 for variable, value in _VARIABLES.items():
                     expr = expr.replace(variable, value)

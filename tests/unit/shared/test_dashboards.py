@@ -11,6 +11,7 @@ import pytest
 from k8s.dashboards.__main__ import rendered
 from tests.support.kubernetes.promql import (
     DASHBOARDS,
+    PANELS,
     ROOT,
     dashboard_queries,
     rule_queries,
@@ -22,7 +23,7 @@ ALERTS = [rule for rule in rules() if "alert" in rule]
 
 
 def test_dashboards_in_the_repository_equal_the_generated_ones() -> None:
-    committed = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
+    committed = {path.name: path.read_text() for path in PANELS.glob("*.json")}
     assert committed == rendered(), "run `make dashboards`"
 
 
@@ -56,8 +57,33 @@ def test_dashboards_of_all_services_show_every_metric() -> None:
     assert [m for m in metrics if not shown & {m + suffix for suffix in suffixes}] == []
 
 
+def test_dashboards_choose_release_and_job() -> None:
+    for text in rendered().values():
+        names = [variable["name"] for variable in json.loads(text)["templating"]["list"]]
+        assert {"datasource", "namespace", "release", "job", "model"} <= set(names)
+    for query in dashboard_queries():
+        for selector in selectors(query.expr):
+            labels = {matcher.label for matcher in selector.matchers}
+            assert {"namespace", "app_kubernetes_io_instance", "job"} <= labels, query
+
+
+def test_dashboard_of_latency_shows_traces_of_both_sources() -> None:
+    panels = json.loads(rendered()["latency.json"])["panels"]
+    queries = {
+        panel["datasource"]["type"]: (panel["datasource"]["uid"], panel["targets"][0])
+        for panel in panels
+        if panel["type"] == "table"
+    }
+    uid, query = queries["tempo"]
+    assert (uid, query["queryType"]) == ("${tempo}", "traceql")
+    assert query["query"] == '{resource.service.name="outrider-gateway"}'
+    uid, query = queries["jaeger"]
+    assert (uid, query["queryType"]) == ("${jaeger}", "search")
+    assert query["service"] == "outrider-gateway"
+
+
 def test_dashboard_panels_have_descriptions() -> None:
-    for path in DASHBOARDS.glob("*.json"):
+    for path in PANELS.glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
             if panel["type"] != "row":
                 assert panel["description"], f"{path.name}: {panel['title']}"
