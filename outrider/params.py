@@ -139,6 +139,7 @@ class Verification:
     alpha: float = 0.3
     max_candidate_len: int = 5
     verify_window: int = 2
+    required: bool = False  # coupled is asked for by name: rejection may not stand in for it
 
     def __post_init__(self) -> None:
         require(0.0 < self.epsilon <= 1.0, "epsilon", "greater than 0 and at most 1")

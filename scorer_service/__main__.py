@@ -6,22 +6,26 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from outrider import start_times
+from outrider import engines, start_times
 from outrider.config import DTYPES, SPECULATION_POLICIES
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
+from outrider.models.resolve import find_local, resolve_model
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.signals import end_at_sigterm
+from outrider.vllm.flags import PARALLEL_FLAGS, SIZES, num_devices
 from scorer_service import prefetch
 
 _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
+_VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
+_NATIVE_ONLY = ("in_process_proposer", "hidden_features", "attention_backend")
 _MAX_SOCKET_PATH = 102
 """Bytes: the system allows 107, and the socket for data connections adds ".data"."""
 
@@ -30,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     """Return a parser of the flags."""
     p = argparse.ArgumentParser(
         prog="outrider scorer",
-        description="Verifies drafts for one model replica; owns its committed tokens.",
+        description="Verifies drafts for one model replica; owns its committed tokens. With "
+        "--engine vllm, flags of vLLM itself may follow after --.",
         formatter_class=Help,
     )
     add = p.add_argument
@@ -54,6 +59,18 @@ def parser() -> argparse.ArgumentParser:
         "ties may fall differently",
     )
     add("--device", default="cpu", help='"cpu" or "cuda"')
+    add(
+        "--engine",
+        choices=engines.ENGINES,
+        default=engines.AUTO,
+        help="native: Outrider's own; vllm: everything that vLLM serves; auto: native for what it "
+        "serves exactly and faster, else vllm",
+    )
+    for flag, kind in PARALLEL_FLAGS.items():
+        if kind is None:
+            add(flag, action="store_true", help="vLLM's flag")
+        else:
+            add(flag, type=kind, metavar="X", help="vLLM's flag")
     add(
         "--attention-backend",
         default=None,
@@ -145,13 +162,20 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 
     Raises `ConfigError`.
     """
-    args = vars(parser().parse_args(argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = words[: words.index("--")] if "--" in words else words
+    args = vars(parser().parse_args(own))
     args["deployment"] = take_deployment(args)
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
-    for name, value in _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"].items():
+    args["vllm_flags"] = (*_take_parallel(args), *words[len(own) + 1 :])
+    args["engine"] = _engine(args)
+    defaults = _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"]
+    if args["engine"] == engines.VLLM:
+        defaults = defaults | _VLLM_DEFAULTS
+    for name, value in defaults.items():
         args[name] = value if args[name] is None else args[name]
     tokens, rows = args["max_num_batched_tokens"], args["max_num_seqs"]
-    if tokens < rows:
+    if tokens < rows and args["engine"] == engines.NATIVE:
         raise ConfigError(
             f"--max-num-batched-tokens {tokens} is less than one token for each of the requests of "
             f"a batch: raise it to {rows} at least, or lower --max-num-seqs {rows}."
@@ -171,8 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with start_times.phase("imports"):  # of what the checks need
             args = resolve(argv)
-            prefetch.begin(args["model"], args["device"])
-            check_target(args["model"])
+            if args["engine"] == engines.NATIVE:
+                prefetch.begin(args["model"], args["device"])
+                check_target(args["model"])
             check_files(args["in_process_proposer"])
     except ConfigError as error:
         return refuse("scorer", error)
@@ -203,6 +228,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ranks is not None and not options.ranks.leads:
         return follow(options, options.ranks)
     return runtime.run(NAME, ScorerApp(options), exit_with_parent=exit_with_parent)
+
+
+def _take_parallel(args: dict[str, Any]) -> Iterator[str]:
+    """Yield the flags of `PARALLEL_FLAGS` that were given, in vLLM's words."""
+    for flag in PARALLEL_FLAGS:
+        value = args.pop(flag[2:].replace("-", "_"))
+        if value not in (None, False) and not (flag in SIZES and value == 1):
+            yield from (flag,) if value is True else (flag, str(value))
+
+
+def _engine(args: dict[str, Any]) -> str:
+    """Return the engine that serves, with flags that fit it. Raises `ConfigError`."""
+    flags, asked = args["vllm_flags"], args["engine"]
+    folder = find_local(args["model"], "target")
+    if folder is None and asked == engines.AUTO:
+        folder = resolve_model(args["model"], "target", tokenizer_only=True)
+    on_gpu = args["device"].startswith("cuda")
+    wanted = engines.Wanted({}, on_gpu)
+    if folder is not None:
+        wanted = engines.Wanted.of(folder, on_gpu=on_gpu, num_devices=num_devices(flags))
+    engine = engines.choose(asked, wanted)
+    if engine == engines.NATIVE and flags:
+        raise ConfigError(f"{' '.join(flags)}: flags of vLLM need --engine vllm.")
+    unfit = [name for name in _NATIVE_ONLY if args[name] is not None]
+    if engine == engines.VLLM and unfit:
+        raise ConfigError(
+            f"--{unfit[0].replace('_', '-')} is for --engine native. With vLLM, start a proposer "
+            "beside it, or give vLLM's own --speculative-config after --."
+        )
+    return engine
 
 
 def _whole(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -55,10 +55,11 @@ class ScorerApp:
         address = join_address(options.host, port)
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
         data = join_address(options.host, data_port)
-        cache = serving.worker.snapshot().total_pages * options.page_size
+        cache = serving.info.num_pages * serving.info.page_size
         return {
             **{"grpc": address, "data": data, "metrics": metrics_url},
             **{"context": str(serving.served.max_model_len), "cache": str(cache)},
+            "engine": options.engine,
         }
 
     async def stop(self) -> None:

@@ -8,6 +8,7 @@ from outrider.drafting.building.config import MethodConfig
 from outrider.engine.model.parallel.ranks import Ranks
 from outrider.features import FeatureSpec
 from outrider.rpc.deployment import Deployment
+from outrider.vllm.flags import VllmOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +29,40 @@ class ScorerOptions:
     num_speculative_tokens: int
     speculation_policy: str
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int  # 0: vLLM's own choice
     max_model_len: int | None
     kv_cache_memory: int | None  # MiB; None: all of gpu_memory_utilization that is left
     gpu_memory_utilization: float
-    page_size: int
+    page_size: int  # 0: vLLM's own choice
     enable_prefix_caching: bool
     hidden_features: str | None
     listen_unix: str | None
     start_timeout: float  # seconds
     in_process_proposer: tuple[MethodConfig, ...]
     deployment: Deployment
+    engine: str  # native or vllm
+    vllm_flags: tuple[str, ...]
+    """In vLLM's own words: the flags of several devices, and those after "--"."""
     ranks: Ranks | None
     """No flag: this process among those of its replica. None: it is the only one."""
+
+    def for_vllm(self) -> VllmOptions:
+        """Return what vLLM is to serve."""
+        return VllmOptions(
+            model=self.model,
+            served_model_name=self.served_model_name,
+            dtype=self.dtype,
+            device=self.device,
+            num_speculative_tokens=self.num_speculative_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            kv_cache_memory=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            page_size=self.page_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            more=self.vllm_flags,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +88,8 @@ class ServedModel:
     """The advice for who needs hidden states where none are captured."""
     device: str = ""
     """The device's name, as proposers name theirs. Empty: several devices, or unknown."""
+    drafted_elsewhere: bool = False
+    """Proposers attach to another process, which is the engine's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,9 @@ from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateSt
 from outrider.engine.model.loader import check_config
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.worker import EngineWorker
-from outrider.errors import ConfigError, DeadlineError, InternalError
+from outrider.engine_port import ServedEngine
+from outrider.engines import VLLM, naming_vllm
+from outrider.errors import ConfigError, DeadlineError, InternalError, UnsupportedModelError
 from outrider.models.resolve import find_local, resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -36,14 +38,16 @@ from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry
 from outrider.types import Request, StepEvents
+from outrider.vllm.engine import VllmEngine
 from scorer_service.config import DraftLimits, ScorerOptions, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
+from scorer_service.drafting.stream import refuse_proposers, serve_proposer
 from scorer_service.hub import Hub
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import Serving
+from scorer_service.servicer import DraftHandler, Serving
 
 NAME: Final = "scorer"
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -60,7 +64,7 @@ class ScorerCore:
     def __init__(self, options: ScorerOptions, telemetry: Telemetry) -> None:
         self._options = options
         self._telemetry = telemetry
-        self._worker: EngineWorker | None = None
+        self._engine: ServedEngine | None = None
         self._group: RankGroup | None = None
         self._hub: Hub | None = None
         self._constraints: Constraints | None = None
@@ -68,13 +72,16 @@ class ScorerCore:
     async def check(self) -> None:
         """Raise `ConfigError`s and `UnsupportedModelError`s that need no weights to be read."""
         options = self._options
+        if options.engine == VLLM:
+            return  # which models it serves is vLLM's to say
         if options.ranks is not None and options.in_process_proposer:
             raise ConfigError(
                 "--in-process-proposer is for a replica of one rank: start a proposer beside it."
             )
         folder = find_local(options.model, "target")
         if folder is not None:
-            await asyncio.wrap_future(in_thread(partial(check_config, folder)))
+            with _naming_vllm():
+                await asyncio.wrap_future(in_thread(partial(check_config, folder)))
 
     async def start(self, data_port: DataPort | None) -> Serving:
         """Load the model, and return the parts that serve it. Raises `OutriderError`s."""
@@ -87,10 +94,14 @@ class ScorerCore:
             if hubs:  # a start that is given up stops an engine without a hub
                 loop.call_soon_threadsafe(hubs[0].on_events, events)
 
-        def build() -> Engine:
+        def find() -> Path:
             folder = resolve_model(options.model, "target")  # maybe a download
             # Read before the weights, so that a broken file is reported at once.
             found.append((folder, hash_if_any(folder)))
+            return folder
+
+        def build() -> Engine:
+            folder = find()
             self._group = join(options)
             return build_engine(folder, options, self._group, colocated)
 
@@ -101,8 +112,16 @@ class ScorerCore:
                 partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
                 f"{options.scorer_id}-in-process",
             )
-        self._worker = worker = EngineWorker(build, on_events, colocated)
-        info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
+        engine: ServedEngine
+        if options.engine == VLLM:
+            engine = VllmEngine(find, options.for_vllm(), on_events)
+        else:
+            engine = worker = EngineWorker(build, on_events, colocated)
+        self._engine = engine
+        with _naming_vllm():
+            info = await asyncio.wrap_future(in_thread(lambda: engine.start(options.start_timeout)))
+        if isinstance(engine, VllmEngine):
+            await engine.warm_up()
         folder, hash_ = found[0]
         if self._group is not None:
             self._group.watch(_end)
@@ -119,18 +138,23 @@ class ScorerCore:
             page_size=options.page_size,
             features=info.features,
             device=device_id(options.device) if options.ranks is None else "",
+            drafted_elsewhere=options.engine == VLLM,
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
         limits = DraftLimits(max_sessions=info.max_num_seqs + info.max_waiting)
-        self._hub = hub = Hub(worker, served, limits, metrics)
-        _watch(metrics, worker, hub, served)
+        self._hub = hub = Hub(engine, served, limits, metrics)
+        _watch(metrics, engine, hub, served)
         hubs.append(hub)
+        draft: DraftHandler = partial(serve_proposer, blocks=hub.blocks, data_port=data_port)
+        if options.engine == VLLM:
+            draft = refuse_proposers
+        else:
+            self._constraints = await asyncio.wrap_future(
+                in_thread(lambda: Constraints.load(folder, info))
+            )
         if colocated is not None:
             attach(hub.registry, worker, colocated, served)
-        self._constraints = await asyncio.wrap_future(
-            in_thread(lambda: Constraints.load(folder, info))
-        )
-        return Serving(worker, hub, served, self._constraints, data_port)
+        return Serving(engine, hub, served, info, self._constraints, draft)
 
     async def stop(self, timeout_s: float) -> None:
         """Stop the engine's thread, and what else the start has begun."""
@@ -142,18 +166,27 @@ class ScorerCore:
 
     def halt(self, timeout_s: float) -> None:
         """Stop this process's own threads, on any thread."""
-        if self._worker is not None:
+        if self._engine is not None:
             # A model that is still loading cannot be interrupted; its thread is a daemon.
             with contextlib.suppress(DeadlineError):
-                self._worker.stop(timeout_s)
+                self._engine.stop(timeout_s)
         if self._constraints is not None:
             self._constraints.close()
 
     async def wait_failed(self) -> None:
         """Return once the engine fails step after step, or hangs."""
         assert self._hub is not None
-        assert self._worker is not None
-        await first_of(self._hub.failed.wait(), self._worker.until_hung())
+        assert self._engine is not None
+        await first_of(self._hub.failed.wait(), self._engine.until_hung())
+
+
+@contextlib.contextmanager
+def _naming_vllm() -> Iterator[None]:
+    """Name vLLM in a refusal of the native engine."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise naming_vllm(error) from error
 
 
 def _end(reason: str) -> None:
@@ -163,16 +196,16 @@ def _end(reason: str) -> None:
     os._exit(1)
 
 
-def _watch(metrics: ScorerMetrics, worker: EngineWorker, hub: Hub, served: ServedModel) -> None:
+def _watch(metrics: ScorerMetrics, engine: ServedEngine, hub: Hub, served: ServedModel) -> None:
     """Register gauges of single values, which the other threads replace as a whole."""
 
     def kv_usage() -> float:
-        snapshot = worker.snapshot()
+        snapshot = engine.snapshot()
         return 1.0 - snapshot.free_pages / max(1, snapshot.total_pages)
 
     watch = metrics.watch
-    watch("num_requests_running", "Requests in the batch.", lambda: worker.snapshot().running)
-    watch("num_requests_waiting", "Requests in the queue.", lambda: worker.snapshot().waiting)
+    watch("num_requests_running", "Requests in the batch.", lambda: engine.snapshot().running)
+    watch("num_requests_waiting", "Requests in the queue.", lambda: engine.snapshot().waiting)
     watch("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", kv_usage)
     watch(
         "num_requests_undrafted",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from outrider.engine.sampling.constraint import ConstraintEditor
-from outrider.engine.worker import EngineWorker
-from outrider.errors import OutriderError
+from outrider.engine_port import ServedEngine
+from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
 from outrider.types import Commit, Request, StepEvents
 from scorer_service.config import DraftLimits, ServedModel
@@ -25,20 +24,20 @@ class Hub:
 
     def __init__(
         self,
-        worker: EngineWorker,
+        engine: ServedEngine,
         served: ServedModel,
         limits: DraftLimits,
         metrics: ScorerMetrics,
         *,
         clock: Callable[[], float] | None = None,  # the event loop's
     ) -> None:
-        self._worker = worker
+        self._engine = engine
         self._served = served
         self._metrics = metrics
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
-        self.registry = ProposerRegistry(worker, served, limits, metrics, clock=clock)
-        self.blocks = BlockReceiver(worker, self.registry, metrics)
+        self.registry = ProposerRegistry(engine, served, limits, metrics, clock=clock)
+        self.blocks = BlockReceiver(engine, self.registry, metrics)
         self._deliveries = Deliveries()
         self._failed_steps = 0
         self.failed = asyncio.Event()
@@ -52,14 +51,12 @@ class Hub:
         self._last_id += 1
         return self._last_id
 
-    def submit(
-        self, request: Request, traceparent: str, constraint: ConstraintEditor | None = None
-    ) -> Session:
+    def submit(self, request: Request, traceparent: str, constraint: object = None) -> Session:
         """Hand a request to the engine and, if there is one, to a proposer.
 
-        Raises the errors of `EngineWorker.submit`.
+        Raises the errors of `ServedEngine.submit`.
         """
-        self._worker.submit(request, constraint)
+        self._engine.submit(request, constraint)
         asked = request.speculation.num_speculative_tokens
         k = self._served.num_speculative_tokens if asked is None else asked
         prompt = request.prompt_token_ids
@@ -67,7 +64,7 @@ class Hub:
             request=request,
             traceparent=traceparent,
             max_len=min(len(prompt) + request.stop.max_tokens, self._served.max_model_len),
-            num_speculative_tokens=k if request.speculation.enabled else 0,
+            num_speculative_tokens=k if self._drafts_for(request) else 0,
             committed=list(prompt),
             num_draft_tokens=k,
         )
@@ -78,10 +75,13 @@ class Hub:
             self.registry.assign(session)
         return session
 
+    def _drafts_for(self, request: Request) -> bool:
+        return request.speculation.enabled and not self._served.drafted_elsewhere
+
     def abort(self, session: Session, error: OutriderError | None = None) -> None:
         """End a session that the engine may still run; no-op for one that has ended."""
         if session.id in self._sessions:
-            self._worker.abort(session.id)
+            self._engine.abort(session.id)
             self._forget(session)
             self._metrics.count_request(session.stats, None)
             if error is not None:
@@ -127,7 +127,7 @@ class Hub:
             session = self._sessions.get(session_id)
             if session is not None:
                 self.registry.on_set_aside(session)
-        if timings is not None and events.counts is not None:
+        if events.counts is not None:
             # After the writers that were woken above have written.
             asyncio.get_running_loop().call_soon(self._metrics.observe_step, timings, events.counts)
         self._watch_failures(events)
@@ -138,16 +138,17 @@ class Hub:
             session = self._sessions.get(rows.session_id)
             proposer = None if session is None else session.proposer
             if session is None or proposer is None or rows.order.epoch != session.epoch:
-                self._worker.features.give_back(rows.window, len(rows.rows))
+                self._engine.features.give_back(rows.window, len(rows.rows))
                 continue
             proposer.outbox.features(rows)
             sent += len(rows.rows)
         self._metrics.count_features(batch, sent)
 
     def _watch_failures(self, events: StepEvents) -> None:
-        self._failed_steps = 0 if events.timings is not None else self._failed_steps
-        self._failed_steps += bool(events.failures)
-        if self._failed_steps >= _MAX_FAILED_STEPS or not self._worker.running:
+        self._failed_steps = 0 if events.timings or events.commits else self._failed_steps
+        refused = (isinstance(each.error, InvalidRequestError) for each in events.failures)
+        self._failed_steps += not all(refused)  # what a request asks for is no fault
+        if self._failed_steps >= _MAX_FAILED_STEPS or not self._engine.running:
             self.failed.set()
 
     def _advance(self, session: Session, commit: Commit, step_us: int) -> None:

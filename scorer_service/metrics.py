@@ -180,21 +180,10 @@ class ScorerMetrics:
         if stats is not None:
             self._histograms["request_prefill_time_seconds"].observe(stats.prefill_ms / 1e3)
 
-    def observe_step(self, timings: StepTimings, counts: StepCounts) -> None:
-        parts = (
-            timings.draft_ms or None,
-            timings.schedule_ms,
-            timings.forward_ms,
-            timings.verify_ms,
-            timings.commit_ms,
-            timings.idle_ms,
-            timings.gap_ms,
-        )
-        for histogram, milliseconds in zip(self._step_parts, parts, strict=True):
-            if milliseconds is not None:
-                histogram.observe(milliseconds / 1e3)
-        self._histograms["step_rows"].observe(timings.num_rows)
-        self._histograms["iteration_tokens_total"].observe(timings.num_tokens)
+    def observe_step(self, timings: StepTimings | None, counts: StepCounts) -> None:
+        """Count a step; without `timings`, of an engine that does not tell them."""
+        if timings is not None:
+            self._observe_times(timings, counts)
         self._histograms["step_output_tokens"].observe(counts.output_tokens)
         if counts.way:
             self._steps[counts.way].inc()
@@ -205,7 +194,7 @@ class ScorerMetrics:
             self._counters["prompt_tokens"].inc(prompt_tokens)
             self._counters["prefix_cache_queries"].inc(prompt_tokens)
             self._counters["prefix_cache_hits"].inc(cached)
-        self._count_rounds(timings, counts)
+        self._count_rounds(counts)
 
     def count_features(self, batch: FeatureBatch, sent_bytes: int) -> None:
         """Count hidden states that were read, and their bytes that were sent."""
@@ -214,7 +203,7 @@ class ScorerMetrics:
         self._counters["feature_bytes"].inc(sent_bytes)
         self._counters["feature_seconds"].inc(batch.seconds)
 
-    def _count_rounds(self, timings: StepTimings, counts: StepCounts) -> None:
+    def _count_rounds(self, counts: StepCounts) -> None:
         sums = sum_rounds(counts.rounds)
         self._counters["spec_decode_num_drafts"].inc(counts.rounds.total() - sums.by_k[0])
         self._counters["spec_decode_num_draft_tokens"].inc(sums.drafted)
@@ -230,10 +219,25 @@ class ScorerMetrics:
         for (proposer_id, fate), rounds in counts.fates.items():
             self._pool_rounds(self._pools.get(proposer_id, _OTHER), fate).inc(rounds)
 
+    def _observe_times(self, timings: StepTimings, counts: StepCounts) -> None:
+        parts = (
+            timings.draft_ms or None,
+            timings.schedule_ms,
+            timings.forward_ms,
+            timings.verify_ms,
+            timings.commit_ms,
+            timings.idle_ms,
+            timings.gap_ms,
+        )
+        for histogram, milliseconds in zip(self._step_parts, parts, strict=True):
+            if milliseconds is not None:
+                histogram.observe(milliseconds / 1e3)
+        self._histograms["step_rows"].observe(timings.num_rows)
+        self._histograms["iteration_tokens_total"].observe(timings.num_tokens)
         host_s = (timings.schedule_ms + timings.commit_ms) / 1e3
         commit_s = host_s * counts.rounds.total()
-        parts = (counts.propose_s, counts.network_s, counts.wait_s, counts.score_s, commit_s)
-        for counter, seconds in zip(self._round_parts, parts, strict=True):
+        round_s = (counts.propose_s, counts.network_s, counts.wait_s, counts.score_s, commit_s)
+        for counter, seconds in zip(self._round_parts, round_s, strict=True):
             counter.inc(seconds)
         if counts.plain_s:
             self._counters["decode_plain_seconds"].inc(counts.plain_s)

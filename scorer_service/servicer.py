@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,19 +12,17 @@ from typing import Any, Final
 import grpc
 from opentelemetry.trace import Span
 
-from outrider.engine.worker import EngineWorker
+from outrider.engine_port import ServedEngine
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
-from outrider.rpc.data_connection import DataPort
 from outrider.rpc.feature_codec import features_to_proto, response_to_bytes
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
-from outrider.types import Commit, Request, RequestStats
+from outrider.types import Commit, EngineInfo, Request, RequestStats
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import ServedModel
 from scorer_service.constraints import Constraints
-from scorer_service.drafting.stream import serve_proposer
 from scorer_service.hub import Hub
 from scorer_service.round_spans import RoundSpans
 
@@ -37,15 +35,20 @@ _STATS_ON_SPANS: Final = (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+DraftHandler = Callable[[AsyncIterator[draft_pb2.DraftRequest], Context], Awaitable[None]]
+"""Runs one proposer's stream until either side ends it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The parts that answer RPCs once the engine is up."""
 
-    worker: EngineWorker
+    engine: ServedEngine
     hub: Hub
     served: ServedModel
-    constraints: Constraints
-    data_port: DataPort | None
+    info: EngineInfo
+    constraints: Constraints | None  # None: the engine compiles them itself
+    draft: DraftHandler
 
 
 class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
@@ -85,8 +88,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context
     ) -> None:
         try:
-            serving = self._ready()
-            await serve_proposer(request_iterator, context, serving.hub.blocks, serving.data_port)
+            await self._ready().draft(request_iterator, context)
         except Exception as error:
             await status.abort(context, error)
 
@@ -124,8 +126,10 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             request = _request_from_proto(message, hub.next_session_id(), serving.served)
             span.set_attributes(_request_attributes(request, serving.served))
             rounds = RoundSpans() if span.is_recording() else None
-            constraint = await serving.constraints.editor(request)
-            self._ready()  # compiling takes up to seconds
+            constraint = None
+            if serving.constraints is not None:
+                constraint = await serving.constraints.editor(request)
+                self._ready()  # compiling takes up to seconds
             session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
             if rounds is not None:
                 rounds.submitted()
@@ -149,7 +153,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                     span.set_attributes(_stats_attributes(session.stats))
 
     def _info(self, serving: Serving) -> scorer_pb2.GetScorerInfoResponse:
-        served, snapshot = serving.served, serving.worker.snapshot()
+        served, snapshot = serving.served, serving.engine.snapshot()
         now = asyncio.get_running_loop().time()
         return scorer_pb2.GetScorerInfoResponse(
             scorer_id=served.scorer_id,

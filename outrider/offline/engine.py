@@ -215,7 +215,7 @@ class LocalEngine:
         config = replace(self._config, max_in_flight=MAX_WAITING)
         self._generator = Generator(config, self.tokenizer, pool, self._telemetry)
         # Ends requests that hang, also after failed steps.
-        self._watching = asyncio.create_task(serving.worker.until_hung())
+        self._watching = asyncio.create_task(serving.engine.until_hung())
         self._places = Places(self._options.max_num_seqs)
 
     async def _stop(self) -> None:

@@ -33,14 +33,14 @@ class LocalPool:
     """Implements `Pool` with the scorer of this process."""
 
     def __init__(self, servicer: ScorerServicer, serving: Serving) -> None:
-        self._worker = serving.worker
+        self._engine = serving.engine
         self.scorers: tuple[ScorerClient, ...] = (LocalScorer(servicer),)
         self.max_model_len = serving.served.max_model_len
         self.vocab_size = serving.served.vocab_size
 
     @property
     def serving(self) -> tuple[ScorerClient, ...]:
-        return self.scorers if self._worker.running else ()
+        return self.scorers if self._engine.running else ()
 
     async def known(self, _timeout_s: float) -> None:
         """Its sizes are."""
@@ -48,7 +48,7 @@ class LocalPool:
     async def pick(
         self, _prompt: Sequence[int], _excluded: frozenset[ScorerClient], _timeout_s: float
     ) -> ScorerClient:
-        if not self._worker.running:
+        if not self._engine.running:
             raise UnavailableError("The engine has broken down or stopped. Make another LLM.")
         return self.scorers[0]
 

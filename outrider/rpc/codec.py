@@ -146,13 +146,17 @@ def verification_from_proto(msg: common_pb2.Verification) -> Verification:
     rule = msg.rule or common_pb2.VERIFICATION_RULE_COUPLED
     if rule not in RULE_FROM_PROTO:
         raise InvalidRequestError("verification.rule is unknown.", param="verification")
-    return Verification(RULE_FROM_PROTO[rule], **_given(msg, *_VERIFICATION_FIELDS))
+    required = msg.rule == common_pb2.VERIFICATION_RULE_COUPLED
+    return Verification(
+        RULE_FROM_PROTO[rule], **_given(msg, *_VERIFICATION_FIELDS), required=required
+    )
 
 
 def verification_to_proto(params: Verification) -> common_pb2.Verification:
-    """Encode the rule that verifies drafts."""
+    """Encode the rule that verifies drafts; the default one is set only where it is required."""
+    unset = params.rule is VerificationRule.COUPLED and not params.required
     return common_pb2.Verification(
-        rule=RULE_TO_PROTO[params.rule],
+        rule=None if unset else RULE_TO_PROTO[params.rule],
         **{name: getattr(params, name) for name in _VERIFICATION_FIELDS},
     )
 

@@ -1,0 +1,276 @@
+"""vLLM's `AsyncLLM` as the engine of a scorer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from outrider.config import MAX_WAITING
+from outrider.counts import Admission, StepCounts
+from outrider.draft_port import DraftOffer, HiddenStateControl, PostedBlock
+from outrider.errors import (
+    CapacityError,
+    ConfigError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.models.eos import read_eos_token_ids
+from outrider.params import SamplingParams, StopParams, VerificationRule
+from outrider.types import (
+    Commit,
+    EngineInfo,
+    EngineSnapshot,
+    Failure,
+    Request,
+    StepEvents,
+)
+from outrider.vllm.flags import VllmOptions
+from outrider.vllm.outputs import Progress
+from outrider.vllm.params import Abilities, sampling_fields, structured_fields
+from outrider.vllm.stats import Load
+from outrider.watchdog import PATIENCE_S
+
+if TYPE_CHECKING:
+    from outrider.features import FeatureSpec, FeatureWindow
+
+_LOOK_S: Final = 1.0
+_WARM_UP: Final = (
+    (SamplingParams(temperature=0.0), None),
+    (SamplingParams(temperature=1.0, seed=1), 1),
+    (SamplingParams(temperature=1.0, seed=1, top_k=2, top_p=0.9), None),
+    (SamplingParams(temperature=0.0, presence_penalty=0.1), None),
+)
+"""Kinds of requests: their sampling, and the logprobs of likeliest tokens."""
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
+_log = logging.getLogger(__name__)
+
+
+class _NoFeatures:
+    """Implements `HiddenStateControl`: no hidden states are handed out."""
+
+    def give_back(self, window: FeatureWindow, size: int) -> None: ...
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Any:  # noqa: ARG002
+        raise InternalError("this engine hands out no hidden states")
+
+    def drop_projection(self, sha256: bytes) -> None: ...
+
+
+class VllmEngine:
+    """Implements `ServedEngine`. All but `start` and `stop` is used on the event loop.
+
+    As a `DraftingEngine` it takes no drafts: proposers attach to vLLM's worker process.
+    """
+
+    drafting = False
+    features: HiddenStateControl = _NoFeatures()
+
+    def __init__(
+        self,
+        resolve: Callable[[], Path],
+        options: VllmOptions,
+        on_events: Callable[[StepEvents], None],
+    ) -> None:
+        """Take a function that returns the model's folder, which may download it."""
+        self._resolve = resolve
+        self._options = options
+        self._on_events = on_events
+        self.running = True
+        self._llm: Any = None
+        self._info: EngineInfo | None = None
+        self._can = Abilities()
+        self._load = Load()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._commits: list[Commit] = []  # since the last event
+        self._counts = StepCounts()
+        self._heard = 0.0  # when vLLM answered last
+
+    def start(self, timeout_s: float) -> EngineInfo:
+        """Start vLLM's processes and load the model.
+
+        Raises `ConfigError` with vLLM's own words for flags that it refuses.
+        """
+        folder = self._resolve()
+        eos_token_ids = read_eos_token_ids(folder)
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout says "ready"
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(timeout_s)))
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # This process has threads, gRPC's among them, and cannot be forked.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        from outrider.vllm.async_llm import build, facts
+
+        has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+        argv = self._options.argv(str(folder), has_tokenizer=has_tokenizer)
+        try:
+            self._llm = build(argv, self._load)
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"vLLM does not serve this: {_first_line(error)}") from error
+        found = facts(self._llm)
+        self._can = Abilities(
+            num_speculative_tokens=found.num_speculative_tokens, own_method=found.own_method
+        )
+        self._load.total_pages = found.num_pages
+        self._info = EngineInfo(
+            vocab_size=found.vocab_size,
+            max_model_len=found.max_model_len,
+            eos_token_ids=eos_token_ids,
+            page_size=found.page_size,
+            num_pages=found.num_pages,
+            max_num_seqs=self._options.max_num_seqs,
+            max_waiting=MAX_WAITING,
+            num_speculative_tokens=found.num_speculative_tokens,
+        )
+        return self._info
+
+    async def warm_up(self) -> None:
+        """Run each kind of request once, since vLLM compiles some samplers at their first use."""
+        assert self._info is not None
+        for sampling, top_logprobs in _WARM_UP:
+            request = Request(
+                session_id=0,  # the hub's begin at 1
+                prompt_token_ids=(0,),
+                sampling=sampling,
+                stop=StopParams(max_tokens=2, ignore_eos=True),
+                top_logprobs=top_logprobs,
+            )
+            fields = sampling_fields(request, self._info, self._can)
+            progress = Progress(request, 0, VerificationRule.COUPLED)
+            await self._run(request, fields, progress)
+        if not self.running:
+            raise ConfigError("vLLM's engine died at its first request; its log above says why.")
+
+    def stop(self, timeout_s: float) -> None:
+        """End vLLM's processes, and wait for them."""
+        self.running = False
+        if self._llm is not None:
+            self._llm.shutdown(timeout=timeout_s)
+
+    def submit(self, request: Request, constraint: Any = None) -> None:  # noqa: ARG002
+        """Hand a request to vLLM, which compiles the request's constraint itself."""
+        info = self._info
+        if info is None or not self.running:
+            raise UnavailableError("The engine is not running.")
+        info.check(request)
+        fields = sampling_fields(request, info, self._can)
+        if len(self._tasks) >= info.max_num_seqs + info.max_waiting:
+            raise CapacityError("Too many requests wait already. Try again later.")
+        progress = Progress(request, self._can.num_speculative_tokens, self._can.rule(request))
+        self._heard = time.monotonic() if not self._tasks else self._heard
+        running = asyncio.get_running_loop().create_task(self._run(request, fields, progress))
+        self._tasks[request.session_id] = running
+
+    def abort(self, session_id: int) -> None:
+        """Cancel a request; vLLM is told by its own generator."""
+        task = self._tasks.pop(session_id, None)
+        if task is not None:
+            task.cancel()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return what vLLM's scheduler said last."""
+        return self._load.snapshot()
+
+    async def until_hung(self) -> None:
+        """Return when vLLM's processes died, or answer nothing for `PATIENCE_S` though asked."""
+        while self.running:
+            await asyncio.sleep(_LOOK_S)
+            if self._llm.errored:
+                _log.error("vLLM's engine died; its log above says why")
+                break
+            if self._tasks and time.monotonic() - self._heard > PATIENCE_S:
+                _log.error("vLLM has answered nothing for %g s", PATIENCE_S)
+                break
+        self._break_down()
+
+    # As `DraftingEngine`:
+
+    def set_drafting(self, session_id: int, offer: DraftOffer) -> None: ...
+
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None: ...
+
+    def between_same_steps(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    # One task per request:
+
+    async def _run(self, request: Request, fields: dict[str, Any], progress: Progress) -> None:
+        from outrider.vllm.async_llm import ClientError, EngineDeadError, stream
+
+        constraint = request.constraint
+        structured = None if constraint is None else structured_fields(constraint)
+        session_id = request.session_id
+        first = True
+        try:
+            outputs = stream(
+                self._llm, str(session_id), request.prompt_token_ids, fields, structured
+            )
+            async for output in outputs:
+                commit = progress.commit(output)
+                if commit.finish_reason is not None:
+                    self._tasks.pop(session_id, None)
+                self._publish(commit, progress if first else None)
+                first = False
+            return
+        except EngineDeadError:
+            self._break_down()
+            return
+        except OutriderError as error:
+            failure: OutriderError = error
+        except (ClientError, ValueError) as error:
+            param = None if constraint is None else constraint.kind.value
+            failure = InvalidRequestError(f"vLLM refuses this: {_first_line(error)}", param=param)
+        except Exception as error:
+            _log.exception("a request failed")
+            failure = InternalError(f"The engine failed: {type(error).__name__}.")
+        if self._tasks.pop(session_id, None) is not None:
+            self._on_events(StepEvents((), (Failure(session_id, failure),), None))
+
+    def _publish(self, commit: Commit, begun: Progress | None) -> None:
+        """Pass on a commit, together with those of the same step."""
+        self._heard = time.monotonic()
+        counts = self._counts
+        counts.output_tokens += len(commit.token_ids)
+        if begun is not None:
+            stats = begun.stats()
+            queue_s = stats.queue_ms / 1e3
+            counts.admissions.append(
+                Admission(queue_s, stats.prompt_tokens, stats.cached_prompt_tokens)
+            )
+        if not self._commits:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._commits.append(commit)
+
+    def _flush(self) -> None:
+        commits, self._commits = tuple(self._commits), []
+        counts, self._counts = self._counts, StepCounts()
+        counts.rounds = self._load.take_rounds()
+        self._on_events(StepEvents(commits, (), None, counts=counts))
+
+    def _break_down(self) -> None:
+        self.running = False
+        error = UnavailableError("The engine broke down.")  # another one may go on
+        failures = tuple(Failure(session_id, error) for session_id in self._tasks)
+        tasks, self._tasks = self._tasks, {}
+        current = asyncio.current_task()
+        for task in tasks.values():
+            if task is not current:
+                task.cancel()
+        self._on_events(StepEvents((), failures, None))
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without pydantic's values, which are pages long."""
+    text = str(error)
+    if callable(listed := getattr(error, "errors", None)):
+        text = "; ".join(str(each.get("msg", "")) for each in listed())
+    lines = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if line), type(error).__name__)

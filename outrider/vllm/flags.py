@@ -1,0 +1,92 @@
+"""The command line of vLLM that serves what a scorer's flags ask for. Imports no vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Final
+
+from outrider.errors import ConfigError
+
+PARALLEL_FLAGS: Final[dict[str, type | None]] = {
+    "--tensor-parallel-size": int,
+    "--pipeline-parallel-size": int,
+    "--data-parallel-size": int,
+    "--enable-expert-parallel": None,
+    "--nnodes": int,
+    "--node-rank": int,
+    "--master-addr": str,
+    "--master-port": int,
+}
+"""Flags of vLLM that a scorer takes under the same names; None: without a value."""
+SIZES: Final = frozenset(
+    {"--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--nnodes"}
+)
+"""Those among them that say nothing if they are 1."""
+
+
+def num_devices(flags: Sequence[str]) -> int:
+    """Return over how many devices the flags of `PARALLEL_FLAGS` spread a model."""
+    counts = [int(value) for flag, value in pairwise(flags) if flag in SIZES and value.isdigit()]
+    return prod(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What a scorer asks of vLLM. 0 and None leave a choice to vLLM."""
+
+    model: str
+    served_model_name: str
+    dtype: str
+    device: str = "cuda"
+    num_speculative_tokens: int = 0
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 0
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None  # MiB
+    gpu_memory_utilization: float = 0.9
+    page_size: int = 0
+    enable_prefix_caching: bool = True
+    start_timeout: float = 600.0  # seconds
+    more: tuple[str, ...] = ()
+    """Flags in vLLM's own words. They come last, so they win."""
+
+    @property
+    def own_speculation(self) -> bool:
+        """Tell whether vLLM's own words choose how it speculates."""
+        return _gives("--speculative-config", self.more) or _gives("-sc", self.more)
+
+    def argv(self, folder: str, *, has_tokenizer: bool = True) -> list[str]:
+        """Return vLLM's flags for a model's folder. Raises `ConfigError`."""
+        if self.device not in ("cpu", "cuda", "cuda:0"):
+            raise ConfigError(
+                f"--device {self.device} cannot be given with --engine vllm: set "
+                f"CUDA_VISIBLE_DEVICES={self.device.removeprefix('cuda:')}, and --device cuda."
+            )
+        flags: list[object] = ["--model", folder, "--served-model-name", self.served_model_name]
+        flags += ["--dtype", self.dtype, "--max-num-seqs", self.max_num_seqs]
+        flags += ["--gpu-memory-utilization", self.gpu_memory_utilization]
+        # What ends a text, and how it is sampled, is said with each request.
+        flags += ["--generation-config", "vllm"]
+        # The language of constraints is llguidance's, as with the native engine.
+        flags += ["--structured-outputs-config", json.dumps({"backend": "guidance"})]
+        flags += [f"--{'' if self.enable_prefix_caching else 'no-'}enable-prefix-caching"]
+        for flag, value in (
+            ("--max-num-batched-tokens", self.max_num_batched_tokens),
+            ("--max-model-len", self.max_model_len),
+            ("--kv-cache-memory-bytes", (self.kv_cache_memory or 0) * 2**20),
+            ("--block-size", self.page_size),
+        ):
+            if value:
+                flags += [flag, value]
+        if not has_tokenizer:
+            flags += ["--skip-tokenizer-init"]
+        return [*map(str, flags), *self.more]
+
+
+def _gives(flag: str, words: tuple[str, ...]) -> bool:
+    names = (word.partition("=")[0].partition(".")[0] for word in words)
+    return flag in (name.replace("_", "-") for name in names)

@@ -1,0 +1,145 @@
+"""What vLLM streams for one request, as commits of ours. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.errors import InternalError
+from outrider.params import VerificationRule
+from outrider.types import Commit, FinishReason, Request, RequestStats, TokenKind, TokenLogprobs
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class Progress:
+    """Makes commits of the outputs of one request, and keeps its account.
+
+    vLLM does not say which tokens were drafted. Of an output of several tokens, all but the last
+    were, since only speculation yields several at once; a round with no accepted draft token looks
+    like one without a draft, until the last output tells (`spec_decode_metrics`).
+    """
+
+    def __init__(self, request: Request, k: int, rule: VerificationRule) -> None:
+        """Take the draft tokens of a round, 0 without speculation, and the rule."""
+        self._request = request
+        self._k = k
+        self._rule = rule
+        self._committed = len(request.prompt_token_ids)
+        self._output_tokens = 0
+        self._accepted: list[int] = []  # per round
+        self._drafted: list[int] | None = None  # per round, once it is known
+        self._cached = 0
+        self._queue_ms = self._prefill_ms = self._score_ms = 0.0
+        self._preemptions = 0
+
+    def commit(self, output: Any) -> Commit:
+        """Return the tokens of one of vLLM's `RequestOutput`s of new tokens.
+
+        Raises `InternalError` if vLLM ended the request for a reason of its own.
+        """
+        part = output.outputs[0]
+        token_ids, stop_token_id = tuple(part.token_ids), None
+        reason = None
+        if output.finished:
+            reason = _FINISH.get(part.finish_reason)
+            if reason is None:
+                raise InternalError(f"vLLM ended the request: {part.finish_reason}.")
+            if reason is FinishReason.STOP and token_ids:
+                token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
+        self._note_times(output)
+        kinds = self._kinds(len(part.token_ids))[: len(token_ids)]
+        base_len = self._committed
+        self._committed += len(token_ids)
+        self._output_tokens += len(token_ids)
+        if reason is not None:
+            self._note_rounds(getattr(part, "spec_decode_metrics", None))
+        running = self._request.running_stats or reason is not None
+        return Commit(
+            session_id=self._request.session_id,
+            base_len=base_len,
+            token_ids=token_ids,
+            kinds=kinds,
+            num_draft_tokens=self._k,
+            finish_reason=reason,
+            stats=self.stats() if running else None,
+            logprobs=self._logprobs(part, token_ids),
+            stop_token_id=stop_token_id,
+        )
+
+    def stats(self) -> RequestStats:
+        """Return the account so far."""
+        accepted = self._accepted
+        drafted = self._drafted or accepted
+        longest = max(accepted, default=0)
+        by_k = Counter(drafted)
+        return RequestStats(
+            prompt_tokens=len(self._request.prompt_token_ids),
+            output_tokens=self._output_tokens,
+            iter_count=len(accepted),
+            rounds=len(accepted),
+            drafted=sum(drafted),
+            accepted=sum(accepted),
+            accepted_per_pos=tuple(sum(n > i for n in accepted) for i in range(longest)),
+            k_histogram=tuple(by_k[k] for k in range(max(by_k, default=0) + 1)),
+            hits=0,
+            misses_late=0,
+            misses_wrong=0,
+            waits=0,
+            wait_ms=0.0,
+            fallback_rounds=0,
+            queue_ms=self._queue_ms,
+            prefill_ms=self._prefill_ms,
+            propose_ms=0.0,
+            score_ms=self._score_ms,
+            network_ms=0.0,
+            cached_prompt_tokens=self._cached,
+            proposer_ids=(),
+            preemptions=self._preemptions,
+            verification=self._rule,
+        )
+
+    def _kinds(self, count: int) -> tuple[TokenKind, ...]:
+        """Return the kinds of an output's tokens; of several rounds if the reader was slow."""
+        if not self._k:
+            self._accepted += [0] * count
+            return (TokenKind.PLAIN,) * count
+        kinds: list[TokenKind] = []
+        while count:
+            size = min(count, self._k + 1)
+            last = TokenKind.BONUS if size > self._k else TokenKind.RECOVERED
+            kinds += [TokenKind.ACCEPTED] * (size - 1)
+            kinds.append(last if size > 1 else TokenKind.PLAIN)
+            self._accepted.append(size - 1)
+            count -= size
+        return tuple(kinds)
+
+    def _note_times(self, output: Any) -> None:
+        self._cached = output.num_cached_tokens or self._cached
+        times = output.metrics
+        if times is None or not times.first_token_ts:
+            return
+        self._queue_ms = max(0.0, times.scheduled_ts - times.queued_ts) * 1e3
+        self._prefill_ms = max(0.0, times.first_token_ts - times.scheduled_ts) * 1e3
+        self._score_ms = max(0.0, times.last_token_ts - times.first_token_ts) * 1e3
+        self._preemptions = getattr(times, "num_preemptions", 0)
+
+    def _note_rounds(self, told: Any) -> None:
+        """Replace what the outputs showed by what vLLM counted, if it did."""
+        if told is None or not told.per_step_drafted:
+            return
+        plain = max(0, len(self._accepted) - len(told.per_step_drafted))
+        self._accepted = [0] * plain + list(told.per_step_accepted)
+        self._drafted = [0] * plain + list(told.per_step_drafted)
+
+    def _logprobs(self, part: Any, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        count = self._request.top_logprobs
+        if count is None:
+            return ()
+        made = []
+        for token, known in zip(token_ids, part.logprobs or (), strict=False):
+            likeliest = sorted(known.items(), key=lambda item: -item[1].logprob)[:count]
+            top = tuple((other, each.logprob) for other, each in likeliest)
+            made.append(TokenLogprobs(known[token].logprob, top))
+        return tuple(made)

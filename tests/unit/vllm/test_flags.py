@@ -1,0 +1,45 @@
+"""A scorer's flags in vLLM's words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.vllm.flags import VllmOptions, num_devices
+
+OPTIONS = VllmOptions("model", "name", "bfloat16")
+
+
+def test_flags_name_what_was_asked_for_and_nothing_else() -> None:
+    words = OPTIONS.argv("/models/m")
+    assert words[:4] == ["--model", "/models/m", "--served-model-name", "name"]
+    assert "--enable-prefix-caching" in words
+    assert not {"--block-size", "--max-model-len", "--kv-cache-memory-bytes"} & {*words}
+    asked = replace(OPTIONS, page_size=32, kv_cache_memory=2, enable_prefix_caching=False)
+    words = asked.argv("/models/m", has_tokenizer=False)
+    assert words[words.index("--kv-cache-memory-bytes") + 1] == str(2 * 2**20)
+    assert {"--block-size", "--no-enable-prefix-caching", "--skip-tokenizer-init"} <= {*words}
+
+
+def test_flags_in_vllms_own_words_come_last() -> None:
+    assert replace(OPTIONS, more=("--enforce-eager",)).argv("m")[-1] == "--enforce-eager"
+
+
+def test_device_that_vllm_cannot_choose_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=1"):
+        replace(OPTIONS, device="cuda:1").argv("m")
+
+
+@pytest.mark.parametrize(
+    "words", [("--speculative-config", "{}"), ("--speculative_config.method", "ngram"), ("-sc", "")]
+)
+def test_own_speculation_is_seen_in_any_spelling(words: tuple[str, ...]) -> None:
+    assert replace(OPTIONS, more=words).own_speculation
+    assert not OPTIONS.own_speculation
+
+
+def test_devices_are_those_of_all_kinds_of_parallelism() -> None:
+    flags = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--node-rank", "5")
+    assert (num_devices(flags), num_devices(())) == (6, 1)
