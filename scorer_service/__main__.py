@@ -6,8 +6,8 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from outrider import engines, start_times
 from outrider.config import DTYPES, SPECULATION_POLICIES
@@ -17,7 +17,12 @@ from outrider.models.local_files import check_target
 from outrider.models.resolve import find_local, resolve_model
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.signals import end_at_sigterm
-from outrider.vllm.flags import PARALLEL_FLAGS, SIZES, num_devices
+from outrider.vllm.flags import (
+    add_parallel_flags,
+    node_rank,
+    num_devices,
+    take_parallel_flags,
+)
 from scorer_service import prefetch
 
 _DEFAULTS: dict[str, dict[str, int | None]] = {
@@ -66,11 +71,7 @@ def parser() -> argparse.ArgumentParser:
         help="native: Outrider's own; vllm: everything that vLLM serves; auto: native for what it "
         "serves exactly and faster, else vllm",
     )
-    for flag, kind in PARALLEL_FLAGS.items():
-        if kind is None:
-            add(flag, action="store_true", help="vLLM's flag")
-        else:
-            add(flag, type=kind, metavar="X", help="vLLM's flag")
+    add_parallel_flags(p)
     add(
         "--attention-backend",
         default=None,
@@ -167,7 +168,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
     args = vars(parser().parse_args(own))
     args["deployment"] = take_deployment(args)
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
-    args["vllm_flags"] = (*_take_parallel(args), *words[len(own) + 1 :])
+    args["vllm_flags"] = (*take_parallel_flags(args), *words[len(own) + 1 :])
     args["engine"] = _engine(args)
     defaults = _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"]
     if args["engine"] == engines.VLLM:
@@ -202,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return refuse("scorer", error)
     exit_with_parent = args.pop("exit_with_parent")
+    if node_rank(args["vllm_flags"]) and args["engine"] == engines.VLLM:
+        _follow(args)
     # The libraries read these when they are loaded, below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
     # Rounds for which an idle OpenMP thread spins. libgomp's default of 300,000 costs a time slice
@@ -230,12 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return runtime.run(NAME, ScorerApp(options), exit_with_parent=exit_with_parent)
 
 
-def _take_parallel(args: dict[str, Any]) -> Iterator[str]:
-    """Yield the flags of `PARALLEL_FLAGS` that were given, in vLLM's words."""
-    for flag in PARALLEL_FLAGS:
-        value = args.pop(flag[2:].replace("-", "_"))
-        if value not in (None, False) and not (flag in SIZES and value == 1):
-            yield from (flag,) if value is True else (flag, str(value))
+def _follow(args: dict[str, Any]) -> NoReturn:
+    """Become vLLM's process of a machine that the first one directs."""
+    from scorer_service.config import ScorerOptions
+
+    folder = resolve_model(args["model"], "target")
+    words = ScorerOptions(**args, ranks=None).for_vllm().follow_argv(str(folder))
+    os.execv(sys.executable, [sys.executable, "-P", "-m", *words])
 
 
 def _engine(args: dict[str, Any]) -> str:

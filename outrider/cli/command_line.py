@@ -41,11 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        vllm_flags: list[str] = []
         if words[:1] == ["serve"]:
+            if "--" in words:
+                words, vllm_flags = words[: words.index("--")], words[words.index("--") + 1 :]
             words = ["serve", *_in_our_words(words[1:])]
         if words and words[0] in _LISTENING and HOST_VARIABLE in os.environ:
             words[1:1] = ["--host", os.environ[HOST_VARIABLE]]  # a flag after it wins
         args, unknown = build_parser().parse_known_args(words)
+        args.vllm_flags = vllm_flags
         if unknown:  # argparse itself would blame the whole command line
             command: argparse.ArgumentParser = args.parser
             command.error(

@@ -87,8 +87,8 @@ _DRAFT_QUANTIZATION: Final = Rule(
 )
 _QUANTIZATION: Final = _only(
     "none",
-    refusal="leave it out and serve an unquantised checkpoint, with --dtype bfloat16: targets are "
-    "not quantised",
+    refusal="leave it out: config.json names a checkpoint's quantisation, and --engine vllm serves "
+    "it",
 )
 _METRICS: Final = _needless("/metrics is always served", "none")
 _EAGER: Final = _needless("steps are captured where that is faster; no text changes", "none")
@@ -133,13 +133,8 @@ VLLM: Final = Dialect(
         ],
         "--speculative-disable-by-batch-size": _SPECULATIVE_CONFIG["disable_by_batch_size"],
         "-tp": _is("--tensor-parallel-size"),
-        "-pp": _ONE_REPLICA,
-        "--pipeline-parallel-size": _only("1", refusal="write --tensor-parallel-size"),
-        "-dp": _ONE_REPLICA,
-        "--data-parallel-size": _ONE_REPLICA,
-        "--enable-expert-parallel": _refused(
-            "leave it out: --tensor-parallel-size shares out experts, too", "none"
-        ),
+        "-pp": _is("--pipeline-parallel-size"),
+        "-dp": _is("--data-parallel-size"),
         "--distributed-executor-backend": _needless("each device has a process"),
         "--dtype": _is("--dtype", _DTYPES),
         "--quantization": _QUANTIZATION,

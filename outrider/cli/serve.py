@@ -66,6 +66,6 @@ def ready_line(config: ServeConfig, ready: Mapping[str, Mapping[str, str]]) -> s
     where = f" on {config.draft_device}" if config.draft_device and config.methods else ""
     return (
         f"ready {gateway['http']} grpc://{gateway['grpc']} model={config.served_model_name} "
-        f"engine=native {config.dtype} on {config.device}, method={drafted}{where}, "
+        f"engine={config.engine} {config.dtype} on {config.device}, method={drafted}{where}, "
         f"context={scorer['context']} cache={scorer['cache']} tokens"
     )

@@ -11,12 +11,14 @@ from outrider.cli.gpus import count_gpus
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
 from outrider.config import DTYPES
+from outrider.engines import AUTO, NATIVE, Wanted, choose
 from outrider.errors import ConfigError
-from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
+from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
 from outrider.models.modules import MODULE_FILES
 from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 from outrider.models.tokenizer import tokenizer_hash
+from outrider.vllm.flags import num_devices, take_parallel_flags
 
 Say = Callable[[str], None]
 """Takes a line about what is done."""
@@ -33,28 +35,28 @@ def take_config(
     named: str | None = getattr(args, "served_model_name", None)
     num_gpus = count_gpus()
     device = args.device or ("cuda" if num_gpus else "cpu")
-    size = args.tensor_parallel_size
-    if device != "cpu" and size > num_gpus and not dry:
-        raise ConfigError(f"--tensor-parallel-size {size}: this machine has {num_gpus} GPUs.")
+    parallel = take_parallel_flags(vars(args))
+    devices = num_devices(parallel)
+    if device != "cpu" and devices > num_gpus and not dry and "--nnodes" not in parallel:
+        raise ConfigError(f"{' '.join(parallel)}: this machine has {num_gpus} GPUs.")
     models = _Models(say, dry=dry)
     target = models.folder(name)
-    # Several ranks cannot draft themselves, and a module needs a device.
-    room = size == 1 or device == "cpu" or num_gpus > size or args.draft_device is not None
-    methods, draft = _drafting(args, name, models, room=room)
+    engine = NATIVE  # what is not here yet, a dry run cannot look into
+    if target is not None or args.engine != AUTO or devices > 1:
+        wanted = Wanted({}, device != "cpu", devices)
+        if target is not None:
+            wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
+        engine = choose(args.engine, wanted, installed=True if dry else None)
+    methods, draft = _drafting(args, name, models)
     _check_tokenizers(name, draft, methods, models)
-    draft_device = args.draft_device
-    if draft_device is None and size > 1 and methods:
-        if device == "cpu" or COPYING_METHODS.issuperset(methods):
-            draft_device = "cpu"
-        elif num_gpus > size:
-            draft_device = f"cuda:{size}"
     return ServeConfig(
         model=models.served(name),
         draft_model=None if draft is None else models.served(draft),
         methods=methods,
         device=device,
-        draft_device=draft_device,
-        tensor_parallel_size=size,
+        draft_device=args.draft_device,
+        engine=engine,
+        vllm_flags=(*parallel, *getattr(args, "vllm_flags", ())),
         dtype=_dtype(args.dtype, device, target, say),
         num_speculative_tokens=args.num_speculative_tokens,
         speculation_policy=args.speculation_policy,
@@ -117,12 +119,9 @@ class _Models:
 
 
 def _drafting(
-    args: argparse.Namespace, model: str, models: _Models, *, room: bool
+    args: argparse.Namespace, model: str, models: _Models
 ) -> tuple[tuple[str, ...], str | None]:
-    """Return the methods, and the checkpoint that they draft with; None: the embedded or none.
-
-    Without `room` on a device, the checkpoint's own module is not chosen.
-    """
+    """Return the methods, and the checkpoint that they draft with; None: the embedded or none."""
     draft: str | None = None if args.draft_model == EMBEDDED else args.draft_model
     target = models.folder(model)
     own_module = model != EMBEDDED and target is not None and brings_mtp(target)
@@ -133,7 +132,7 @@ def _drafting(
         elif model == EMBEDDED:
             methods = ("draft_model",)
         else:
-            methods = ("mtp",) if own_module and room else ("ngram",)
+            methods = ("mtp",) if own_module else ("ngram",)
             models.say(
                 "drafting by the checkpoint's own prediction module (--method mtp)"
                 if "mtp" in methods

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from outrider.cli import flag_types
 from outrider.config import DTYPES, SPECULATION_POLICIES
+from outrider.engines import AUTO, ENGINES
 from outrider.methods import METHODS
+from outrider.vllm.flags import add_parallel_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "the last bit with and without speculation (default: %(default)s)",
     )
     add(
-        "--tensor-parallel-size",
-        type=flag_types.positive,
-        default=1,
-        metavar="N",
-        help="devices that share it",
+        "--engine",
+        choices=ENGINES,
+        default=AUTO,
+        help="native: Outrider's own; vllm: everything that vLLM serves, and vLLM's own flags may "
+        "follow after --; auto: native for what it serves exactly and faster, else vllm (default: "
+        "%(default)s)",
     )
+    add_parallel_flags(parser)
     add(
         "--method",
         type=flag_types.methods,

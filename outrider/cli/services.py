@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -12,9 +13,11 @@ from outrider.aux_layers import states_read
 from outrider.cli.ports import HOST, free_port
 from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S, ServiceSpec
 from outrider.config import SPECULATION_POLICIES
+from outrider.engines import NATIVE, VLLM
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, SELF_LIMITING_METHODS
-from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
+from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS, resolve_model
+from outrider.vllm.flags import OWN_METHODS, OWN_SETTINGS, num_devices
 
 _DEFAULT_MAX_DRAFT_TOKENS = 16  # of proposers
 
@@ -31,7 +34,8 @@ class ServeConfig:
     methods: tuple[str, ...] = ("draft_model",)  # none: no speculation
     device: str = "cpu"  # or cuda, cuda:1
     draft_device: str | None = None  # of a proposer beside the scorer; None: the scorer drafts
-    tensor_parallel_size: int = 1
+    engine: str = NATIVE
+    vllm_flags: tuple[str, ...] = ()  # in vLLM's own words
     dtype: str = "float32"
     num_speculative_tokens: int | None = None
     speculation_policy: str = SPECULATION_POLICIES[0]
@@ -61,11 +65,8 @@ class ServeConfig:
         if self.draft_model is not None and not self.drafts_with_model:
             method = ",".join(self.methods) or "none"
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
-        if self.draft_device is None and self.methods and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "a model over several devices cannot draft itself: name another device for the "
-                "draft, as --draft-device cpu, or serve without: --method none."
-            )
+        if self.engine == VLLM and self.methods and self.draft_device is None:
+            self.own_speculation()  # raises
         if self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus:
             raise ConfigError(
                 f"--draft-device {self.draft_device} is the model's own: leave it out, and the "
@@ -87,7 +88,32 @@ class ServeConfig:
         if self.device == "cpu":
             return range(0)
         first = _index(self.device)
-        return range(first, first + self.tensor_parallel_size)
+        return range(first, first + num_devices(self.vllm_flags))
+
+    def own_speculation(self) -> dict[str, object]:
+        """Return vLLM's `speculative_config` for methods that vLLM has. Raises `ConfigError`."""
+        method, *others = self.methods
+        if others or method not in OWN_METHODS:
+            raise ConfigError(
+                f"--method {','.join(self.methods)} is not vLLM's own: name one of "
+                f"{', '.join(OWN_METHODS)}, or draft beside it, as --draft-device cpu."
+            )
+        config: dict[str, object] = {"method": method, "num_speculative_tokens": 4}
+        if method == "mtp":
+            config["num_speculative_tokens"] = 1  # as many layers as most checkpoints have
+        if self.num_speculative_tokens is not None:
+            config["num_speculative_tokens"] = self.num_speculative_tokens
+        if self.drafts_with_model and self.draft_model != self.model:
+            embedded = self.draft_model is None
+            role = "draft" if method == "draft_model" else method
+            config["model"] = str(resolve_model(EMBEDDED, role)) if embedded else self.draft_model
+        given = iter(self.flags.get("draft", ()))
+        for flag, value in zip(given, given, strict=True):
+            key = flag[2:].replace("-", "_")
+            if key not in OWN_SETTINGS:
+                raise ConfigError(f"{flag} is not for vLLM's own {method}: leave it out.")
+            config[key] = json.loads(value)
+        return config
 
 
 def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
@@ -104,7 +130,7 @@ def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
     ports = ("--http-port", config.http_port, "--grpc-port", config.grpc_port)
     names = ("--served-model-name", config.served_model_name, "--start-timeout", START_DEADLINE_S)
     gateway = _argv("gateway", *flags, *ports, *names, *config.flags.get("gateway", ()))
-    return (*_ranks(scorer, config), *proposer, ServiceSpec("gateway", gateway))
+    return (scorer, *proposer, ServiceSpec("gateway", gateway))
 
 
 def _scorer(config: ServeConfig, port: int, socket_path: str) -> Iterator[object]:
@@ -113,15 +139,23 @@ def _scorer(config: ServeConfig, port: int, socket_path: str) -> Iterator[object
     yield from ("--device", config.device, "--dtype", config.dtype)
     yield from ("--threads", _scorer_threads(config))
     yield from ("--speculation-policy", config.speculation_policy)
-    if config.num_speculative_tokens is not None and not _is_self_limiting(config):
+    yield from ("--engine", config.engine)
+    own = config.engine == VLLM and config.draft_device is None
+    if own:
+        yield from ("--num-speculative-tokens", 0)
+    elif config.num_speculative_tokens is not None and not _is_self_limiting(config):
         yield from ("--num-speculative-tokens", config.num_speculative_tokens)
-    if config.methods and config.draft_device is None:
+    if config.methods and config.draft_device is None and not own:
         yield from ("--in-process-proposer", shlex.join(map(str, _draft(config, config.device))))
-    elif config.methods:
+    elif config.methods and not own:
         yield from ("--listen-unix", socket_path)
         if config.head:
             yield from ("--hidden-features", states_read(config.head, config.draft_model))
     yield from config.flags.get("scorer", ())
+    if config.engine == VLLM:
+        yield from ("--", *config.vllm_flags)
+        if own and config.methods:
+            yield from ("--speculative-config", json.dumps(config.own_speculation()))
 
 
 def _proposer(config: ServeConfig, device: str, scorer_address: str) -> ServiceSpec:
@@ -162,20 +196,7 @@ def _scorer_threads(config: ServeConfig) -> int:
     cores = len(os.sched_getaffinity(0))
     if config.device != "cpu" or config.model == EMBEDDED:
         return 2
-    return max(1, (cores if cores <= 4 else cores // 2) // config.tensor_parallel_size)
-
-
-def _ranks(scorer: ServiceSpec, config: ServeConfig) -> Iterator[ServiceSpec]:
-    """Yield the scorer's processes, one a device; the first is the scorer to the others."""
-    size = config.tensor_parallel_size
-    if size == 1:
-        yield scorer
-        return
-    meeting = (("MASTER_ADDR", HOST), ("MASTER_PORT", str(free_port())), ("WORLD_SIZE", str(size)))
-    for rank in map(str, range(size)):
-        env = (*meeting, ("RANK", rank), ("LOCAL_RANK", rank))
-        name = f"scorer rank {rank}" if int(rank) else scorer.name
-        yield ServiceSpec(name, scorer.argv, env, says_ready=name == scorer.name)
+    return max(1, cores if cores <= 4 else cores // 2)
 
 
 def _argv(module: str, *flags: object) -> tuple[str, ...]:

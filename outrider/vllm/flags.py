@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from outrider.errors import ConfigError
 
@@ -27,11 +28,54 @@ SIZES: Final = frozenset(
 )
 """Those among them that say nothing if they are 1."""
 
+OWN_METHODS: Final = (
+    *("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator"),
+)
+"""Methods by which vLLM can speculate itself, under names of ours."""
+OWN_SETTINGS: Final = frozenset(
+    {
+        *(
+            "prompt_lookup_max",
+            "prompt_lookup_min",
+            "suffix_decoding_max_tree_depth",
+            "max_model_len",
+        ),
+        *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
+        "suffix_decoding_min_token_prob",
+    }
+)
+"""Keys of vLLM's `speculative_config` with the meaning of a proposer's flag."""
+
+
+def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `PARALLEL_FLAGS`."""
+    group = parser.add_argument_group("several devices, with --engine vllm: vLLM's own flags")
+    for flag, kind in PARALLEL_FLAGS.items():
+        if kind is None:
+            group.add_argument(flag, action="store_true")
+        else:
+            group.add_argument(flag, type=kind, metavar="X")
+
+
+def take_parallel_flags(args: dict[str, Any]) -> tuple[str, ...]:
+    """Take those that were given out of parsed flags, in vLLM's words."""
+    words: list[str] = []
+    for flag in PARALLEL_FLAGS:
+        value = args.pop(flag[2:].replace("-", "_"), None)
+        if value not in (None, False) and not (flag in SIZES and value == 1):
+            words += [flag] if value is True else [flag, str(value)]
+    return tuple(words)
+
 
 def num_devices(flags: Sequence[str]) -> int:
     """Return over how many devices the flags of `PARALLEL_FLAGS` spread a model."""
     counts = [int(value) for flag, value in pairwise(flags) if flag in SIZES and value.isdigit()]
     return prod(counts)
+
+
+def node_rank(flags: Sequence[str]) -> int:
+    """Return the number of this machine among those that share a model; the first is 0."""
+    return next((int(value) for flag, value in pairwise(flags) if flag == "--node-rank"), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +97,11 @@ class VllmOptions:
     start_timeout: float = 600.0  # seconds
     more: tuple[str, ...] = ()
     """Flags in vLLM's own words. They come last, so they win."""
+
+    def follow_argv(self, folder: str) -> list[str]:
+        """Return the words after `python -m` for machines after the first, which serve nothing."""
+        _, _, *flags = self.argv(folder)  # the model is no flag there
+        return ["vllm.entrypoints.cli.main", "serve", folder, "--headless", *flags]
 
     @property
     def own_speculation(self) -> bool:

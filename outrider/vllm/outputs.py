@@ -130,7 +130,9 @@ class Progress:
         if told is None or not told.per_step_drafted:
             return
         plain = max(0, len(self._accepted) - len(told.per_step_drafted))
-        self._accepted = [0] * plain + list(told.per_step_accepted)
+        accepted = [0] * plain + list(told.per_step_accepted)
+        accepted[-1] = min(accepted[-1], self._accepted[-1])  # vLLM's goes on behind the end
+        self._accepted = accepted
         self._drafted = [0] * plain + list(told.per_step_drafted)
 
     def _logprobs(self, part: Any, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:

@@ -195,7 +195,7 @@ REFUSED = {
     paddle(TWO_NODES, "static", INT8, INT8): ("--mode static: leave it out", "--ips"),
     paddle(TWO_NODES, "static", FP8, FP8): ("--mode static: leave it out", "--draft_model_quant"),
     PADDLE_EXPORT: ("--output_path /path/to/exported_model: leave it out", "--ips"),
-    VLLM_MTP: ("--quantization ascend: leave it out", "--enable-expert-parallel: leave it out"),
+    VLLM_MTP: ("--quantization ascend: leave it out",),
     RTP_VANILLA + " --sp_quantization FP8_PER_BLOCK": ("--sp_quantization FP8_PER_BLOCK: write",),
     "vllm serve a/b --api-key x": ("--api-key: write the key into a file: --api-key-file",),
     "vllm serve a/b --speculative-config '{\"lookahead\": 1}'": ("lookahead is unknown; method,",),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from outrider import engines
 from outrider.cli import serve_config
 from outrider.cli.command_line import build_parser, main
 from outrider.cli.gpus import count_gpus
@@ -44,6 +45,7 @@ def config(*flags: object, say: Said | None = None, dry: bool = False) -> ServeC
 
 def checkpoint(folder: Path, tensors: tuple[str, ...] = ("x",), **fields: object) -> Path:
     folder.mkdir()
+    fields = {"architectures": ["LlamaForCausalLM"], **fields}
     (folder / "config.json").write_text(json.dumps(fields))
     save_file({name: np.zeros(1) for name in tensors}, folder / "model.safetensors")
     return folder
@@ -204,20 +206,50 @@ def test_scorer_flags_for_module_keep_its_hidden_states(
     assert value(specs["proposer"], "--target-model") == str(target)
 
 
-@pytest.mark.usefixtures("gpus")
-def test_tensor_parallel_size_starts_a_scorer_process_for_each_device(tmp_path: Path) -> None:
+@pytest.fixture
+def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda _: object())
+
+
+@pytest.mark.usefixtures("gpus", "vllm_installed")
+def test_several_devices_are_vllms_in_one_scorer(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", dtype="bfloat16")
     specs = named(services(config(folder, "--tensor-parallel-size", 2), "/run"))
-    assert list(specs) == ["scorer", "scorer rank 1", "proposer", "gateway"]
-    first, second = (dict(specs[name].env) for name in ("scorer", "scorer rank 1"))
-    assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
-    assert not specs["scorer rank 1"].says_ready
+    assert list(specs) == ["scorer", "gateway"]
+    argv = specs["scorer"].argv
+    assert value(specs["scorer"], "--engine") == "vllm"
+    assert argv[argv.index("--") :][1:3] == ("--tensor-parallel-size", "2")
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         config(folder, "--tensor-parallel-size", 4)
-    head = checkpoint(tmp_path / "eagle3-head")
-    with pytest.raises(ConfigError, match="name another device"):
-        config(folder, "--tensor-parallel-size", 2, "--draft-model", head)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_several_devices_without_vllm_name_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pip install"):
+        config(checkpoint(tmp_path / "m", dtype="bfloat16"), "--tensor-parallel-size", 2)
+
+
+@pytest.mark.usefixtures("vllm_installed")
+def test_methods_of_vllm_become_its_own_speculation(tmp_path: Path) -> None:
+    folder, head = checkpoint(tmp_path / "m"), checkpoint(tmp_path / "eagle3-head")
+
+    def speculation(*flags: object) -> dict[str, object]:
+        argv = services(config(folder, "--engine", "vllm", *flags), "/run")[0].argv
+        assert argv[argv.index("--num-speculative-tokens") + 1] == "0"
+        return dict(json.loads(argv[argv.index("--speculative-config") + 1]))
+
+    looked_up = speculation("--num-speculative-tokens", 3, "--prompt-lookup-max", 5)
+    assert looked_up == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}
+    read = speculation("--draft-model", head)
+    assert read == {"method": "eagle3", "num_speculative_tokens": 4, "model": str(head)}
+    none = services(config(folder, "--engine", "vllm", "--method", "none"), "/run")[0].argv
+    assert none[-1] == "--"
+    for flags, said in (
+        (("--method", "deterministic"), "is not vLLM's own"),
+        (("--tree-width", 2), "--tree-width is not for vLLM's own ngram"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config(folder, "--engine", "vllm", *flags)
 
 
 def test_number_of_draft_tokens_goes_to_whoever_heeds_it() -> None:

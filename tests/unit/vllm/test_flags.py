@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.vllm.flags import VllmOptions, num_devices
+from outrider.vllm.flags import VllmOptions, node_rank, num_devices
 
 OPTIONS = VllmOptions("model", "name", "bfloat16")
 
@@ -38,6 +38,15 @@ def test_device_that_vllm_cannot_choose_is_refused() -> None:
 def test_own_speculation_is_seen_in_any_spelling(words: tuple[str, ...]) -> None:
     assert replace(OPTIONS, more=words).own_speculation
     assert not OPTIONS.own_speculation
+
+
+def test_machines_after_the_first_run_vllm_without_a_server() -> None:
+    flags = ("--nnodes", "2", "--node-rank", "1")
+    assert (node_rank(flags), node_rank(())) == (1, 0)
+    words = replace(OPTIONS, more=flags).follow_argv("/models/m")
+    assert words[1:4] == ["serve", "/models/m", "--headless"]
+    assert "--model" not in words
+    assert words[-4:] == [*flags]
 
 
 def test_devices_are_those_of_all_kinds_of_parallelism() -> None:

@@ -67,7 +67,7 @@ def test_kinds_follow_from_how_many_tokens_came_at_once() -> None:
 def test_last_output_tells_what_was_drafted() -> None:
     made = progress(k=2)
     made.commit(output(1))
-    told = Record(per_step_drafted=[2, 2], per_step_accepted=[2, 0])
+    told = Record(per_step_drafted=[2, 2], per_step_accepted=[2, 1])  # one behind the end
     made.commit(output(1, 2, 3))
     stats = made.commit(output(4, finish="length", spec_decode_metrics=told)).stats
     assert stats is not None
