@@ -31,7 +31,7 @@ def test_module_in_process_reads_the_scorers_model(tmp_path: Path) -> None:
     names = {"eagle_aux_hidden_state_layer_ids": [2, 14, 25]}
     (tmp_path / "config.json").write_text(json.dumps(names))
     module = f"--in-process-proposer=--method ngram,eagle3 --model {tmp_path} --tree-width 1"
-    flags = resolve(["--model=target", module])
+    flags = resolve(["--model=target", "--engine=native", module])
     copies, reads = flags["in_process_proposer"]
     assert isinstance(copies, NgramConfig)
     assert isinstance(reads, HeadConfig)
