@@ -11,6 +11,7 @@ engines are loaded at once, with KV caches of a fixed size, and measured in turn
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=3, help="interleaved repetitions")
     p.add_argument("--waves", type=int, default=2, help="requests of a round for each in flight")
     p.add_argument("--vllm-memory", type=float, default=0.3, help="part of the GPU, each engine")
-    p.add_argument("--proposer-flags", nargs="+", default=[], help="more of them, after --")
+    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_remote"))
     return p

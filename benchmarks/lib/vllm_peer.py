@@ -105,7 +105,8 @@ class VllmPlace:
         if not path:
             return None
         if os.path.isdir(path):
-            return cls(sys.executable, {**_GPU_ENV, "PYTHONPATH": f"{path}:{REPO}"})
+            paths = [path, str(REPO), os.environ.get("PYTHONPATH", "")]
+            return cls(sys.executable, {**_GPU_ENV, "PYTHONPATH": os.pathsep.join(paths)})
         if shutil.which(path) is None:
             raise ProcessError(f"--vllm {path} is neither a folder of wheels nor a Python.")
         return cls(path, dict(_GPU_ENV))

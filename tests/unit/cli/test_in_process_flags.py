@@ -68,4 +68,4 @@ def test_in_process_flags_that_are_bad_are_refused(flags: str, message: str) -> 
 
 def test_embedded_module_with_other_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs --model"):
-        resolve(["--model=another", "--in-process-proposer=--method eagle3"])
+        resolve(["--model=another", "--engine=native", "--in-process-proposer=--method eagle3"])
