@@ -1,0 +1,122 @@
+"""Measure how long `outrider serve` takes to its first token: with cold caches, and then again.
+
+    python -m benchmarks.start --model TARGET [--starts 2] [-- FLAGS OF serve]
+
+The first start is cold if this user has never started that model on this machine: compiled kernels
+and chosen tilings lie in the user's cache folders. Time runs from the command to the first token
+that streams from the HTTP API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.lib import report
+from benchmarks.lib.gpu import gpu_name
+from benchmarks.lib.processes import ProcessError, python_path
+from benchmarks.lib.program import arguments, guarded, say
+
+_POLL_S, _STOP_S = 0.1, 20.0
+_BODY = {"model": "default", "prompt": "def fibonacci(n):", "max_tokens": 128, "temperature": 0}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = arguments("benchmarks.start", __doc__)
+    p.add_argument("--model", default="embedded", help="a folder or a Hugging Face id")
+    p.add_argument("--starts", type=int, default=2)
+    p.add_argument("--port", type=int, default=8123)
+    p.add_argument("--timeout", type=float, default=300.0, help="seconds, of each start")
+    p.add_argument("--out", type=Path, default=Path("benchmarks/results/start"))
+    p.add_argument("flags", nargs="*", help="of `outrider serve`, after --")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if it measured, 2 if a start did not answer."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    starts = [_start(args, i) for i in range(args.starts)]
+    facts = {**report.machine(), "gpu": gpu_name() or "none"}
+    rows = [
+        [str(i + 1), f"{start['first_token_s']:.1f}", f"{start['text_s']:.2f}", start["phases"]]
+        for i, start in enumerate(starts)
+    ]
+    columns = ["start", "first token s", "the other 127 tokens s", "phases of the scorer"]
+    command = report.command("benchmarks.start")
+    text = "\n".join(
+        [*report.head("Start to first token", command, facts), *report.table(columns, rows)]
+    )
+    print(text)
+    report.write({"setup": {**facts, "command": command}, "starts": starts}, text, args.out)
+    return 0
+
+
+def _start(args: argparse.Namespace, number: int) -> dict[str, Any]:
+    """Start the stack, take a text, and stop it. Raises `ProcessError`."""
+    command = [sys.executable, "-m", "outrider.cli", "serve", args.model]
+    command += ["--port", str(args.port), "--grpc-port", str(args.port + 1), *args.flags]
+    with tempfile.TemporaryFile("w+") as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=python_path())
+        try:
+            first_token_s, text_s = _first_text(args, process, began, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        found = [line.partition("started in ")[2].strip() for line in _lines(log)]
+    say(f"start {number + 1}: first token after {first_token_s:.1f} s")
+    return {
+        "first_token_s": first_token_s,
+        "text_s": text_s,
+        "phases": next(filter(None, found), ""),
+    }
+
+
+def _first_text(
+    args: argparse.Namespace, process: subprocess.Popen[bytes], began: float, log: IO[str]
+) -> tuple[float, float]:
+    """Return the seconds to the first token, and from it to the last."""
+    while time.perf_counter() - began < args.timeout and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=args.timeout)
+        try:
+            body = json.dumps(_BODY | {"stream": True, "ignore_eos": True})
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.OK:
+                response.readline()
+                first = time.perf_counter()
+                response.read()
+                return first - began, time.perf_counter() - first
+        except OSError:
+            pass  # nothing listens yet
+        finally:
+            connection.close()
+        time.sleep(_POLL_S)
+    tail = "\n  ".join(_lines(log)[-15:])
+    raise ProcessError(f"serve gave no token in {args.timeout:.0f} s; its last lines:\n  {tail}")
+
+
+def _lines(log: IO[str]) -> list[str]:
+    log.seek(0)
+    return log.read().splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
