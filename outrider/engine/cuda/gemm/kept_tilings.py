@@ -45,7 +45,7 @@ def load(products: Iterable[Kind], candidates: Candidates) -> Choices | None:
             place: None if (name := kept[_name(place)]) is None else known[_name(place)][name]
             for place in candidates
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         logger.warning("The tilings that an earlier start kept cannot be read: %r", error)
         return None
 
@@ -55,7 +55,7 @@ def keep(products: Iterable[Kind], candidates: Candidates, choices: Choices) -> 
     named = {_name(place): tiling and str(tiling) for place, tiling in choices.items()}
     try:
         get_cache_manager(_key(products, candidates)).put(json.dumps(named), _FILE, binary=False)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # there may be no writable folder
         logger.warning("The tilings cannot be kept for later starts: %s", error)
 
 
