@@ -59,24 +59,29 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
     chain = timed(uses, int8=int8)
     if not chain:
         return
-    with start_times.phase("tilings"), _one_at_a_time():
-        began = time.perf_counter()
-        first = {Kind.of(use, linear): linear for use, linear in chain}
-        products = [Kind.of(use, linear) for use, linear in chain]
-        tried = {
-            (kind, rows): x.candidates(rows) for kind, x in first.items() for rows in CANDIDATES
-        }
-        if (kept := kept_tilings.load(products, tried)) is not None:
-            for (kind, rows), tiling in kept.items():
-                first[kind].choose(rows, tiling)
-        else:
-            _choose(chain, run)
-            chosen = {(kind, rows): first[kind].choices.get(rows) for kind, rows in tried}
-            kept_tilings.keep(products, tried, chosen)
-    all_rows = range(1, max(CANDIDATES) + 1)  # eager steps have any number of logits
-    hopper.load(_variants(chain, all_rows), chain[0][1].weight.device)
-    torch.cuda.empty_cache()
+    began = time.perf_counter()
+    with start_times.phase("tilings"):
+        with _one_at_a_time():
+            _choose_or_recall(chain, run)
+        all_rows = range(1, max(CANDIDATES) + 1)  # eager steps have any number of logits
+        hopper.load(_variants(chain, all_rows), chain[0][1].weight.device)
+        torch.cuda.empty_cache()
     logger.info("chose kernels for few rows in %.1f s", time.perf_counter() - began)
+
+
+def _choose_or_recall(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
+    """Take the tilings that an earlier start chose, or choose and keep them."""
+    first = {Kind.of(use, linear): linear for use, linear in chain}
+    products = [Kind.of(use, linear) for use, linear in chain]
+    tried = {(kind, rows): x.candidates(rows) for kind, x in first.items() for rows in CANDIDATES}
+    kept = kept_tilings.load(products, tried)
+    if kept is None:
+        _choose(chain, run)
+        chosen = {(kind, rows): first[kind].choices.get(rows) for kind, rows in tried}
+        kept_tilings.keep(products, tried, chosen)
+        return
+    for (kind, rows), tiling in kept.items():
+        first[kind].choose(rows, tiling)
 
 
 def _choose(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
