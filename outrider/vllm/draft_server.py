@@ -139,6 +139,7 @@ class DraftServer(Listener):
         from outrider.rpc.server import GrpcServer
         from outrider.rpc.telemetry import configure
         from scorer_service.config import DraftLimits
+        from scorer_service.drafting.stream import serve_proposer
         from scorer_service.hub import Hub
         from scorer_service.metrics import ScorerMetrics
         from scorer_service.servicer import (
@@ -158,37 +159,34 @@ class DraftServer(Listener):
         telemetry = configure("outrider-scorer")
         servicer = Servicer(telemetry)
         deployment = options.deployment
+        places: dict[str, Any] = {"unix_path": options.listen_unix, "tls": deployment.tls}
         server = GrpcServer(
             join_address(options.host, options.port),
             partial(add_to_server, servicer),
             [SERVICE_NAME],
-            unix_path=options.listen_unix,
             health_address=deployment.health_address(options.host),
-            tls=deployment.tls,
+            **places,
         )
-        data = DataPort(
-            options.host, options.data_port, unix_path=options.listen_unix, tls=deployment.tls
-        )
-        grpc_port, data_port = await server.start(), await data.start()
-        metrics = telemetry.serve_metrics(options.host, options.metrics_port)
-        engine = cast("Any", self._host)  # all of an `EngineWorker` that a hub uses
-        limits = DraftLimits(max_sessions=1 << 16)
-        scorer_metrics = ScorerMetrics(telemetry.registry, served.served_model_name)
-        self._hub = hub = Hub(engine, served, limits, scorer_metrics)
-        servicer.begin(Serving(engine, hub, served, cast("Any", None), data))
-        await server.set_serving(True)
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._host.listener = self
-        self._started.set_result(
-            {
+        data = DataPort(options.host, options.data_port, **places)
+        engine = cast("Any", self._host)  # all of a `ServedEngine` that a hub uses
+        async with contextlib.AsyncExitStack() as cleanup:
+            cleanup.callback(telemetry.shutdown)
+            grpc_port = await server.start()
+            cleanup.push_async_callback(server.stop, _STOP_S)
+            cleanup.push_async_callback(data.stop)
+            addresses = {
                 "grpc": join_address(options.host, grpc_port),
-                "data": join_address(options.host, data_port),
-                "metrics": metrics,
+                "data": join_address(options.host, await data.start()),
+                "metrics": telemetry.serve_metrics(options.host, options.metrics_port),
             }
-        )
-        await self._stopping.wait()
-        self._host.listener = Listener()
-        await servicer.drain(0.0)
-        await server.stop(_STOP_S)
-        await data.stop()
-        telemetry.shutdown()
+            metrics = ScorerMetrics(telemetry.registry, served.served_model_name)
+            self._hub = hub = Hub(engine, served, DraftLimits(), metrics)
+            draft = partial(serve_proposer, blocks=hub.blocks, data_port=data)
+            servicer.begin(Serving(engine, hub, served, cast("Any", None), None, draft))
+            cleanup.push_async_callback(servicer.drain, 0.0)
+            await server.set_serving(True)
+            self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+            self._host.listener = self
+            self._started.set_result(addresses)
+            await self._stopping.wait()
+            self._host.listener = Listener()
