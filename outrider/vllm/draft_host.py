@@ -11,27 +11,23 @@ sessions and proposers. Frozen values cross between them.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.draft_port import MAX_BLOCKS_AT_ONCE, DraftOffer, PostedBlock
+from outrider.draft_port import PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.errors import InternalError
 from outrider.features import FeatureSpec, FeatureWindow
-from outrider.params import TokenIds
-from outrider.policy.base import DraftMode, Policy, StepDone
-from outrider.policy.drafted_row import DraftedRow
-from outrider.policy.tracker import ArrivedBlock, DraftTracker
-from outrider.rounds import BlockFate, Round, chain_round, token_kinds
+from outrider.policy.base import DraftMode, Policy
+from outrider.policy.tracker import DraftTracker
+from outrider.rounds import BlockFate, chain_round, token_kinds
 from outrider.types import (
     Commit,
     EngineSnapshot,
@@ -41,37 +37,13 @@ from outrider.types import (
     StepEvents,
     StepTimings,
 )
+from outrider.vllm.accounting import Accounting, Emitted
+from outrider.vllm.hosted_row import HostedRow
+from outrider.vllm.inbox import Inbox
 
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
 _log = logging.getLogger(__name__)
-
-
-_Emitted = tuple["HostedRow", bool, int, Round, bool, str, str]
-"""What a step emitted for a row, to be counted later: the row; whether it is its first output; how
-many tokens are output; the round; whether a guess for the next one was wrong; who drafted, how."""
-
-
-class HostedRow(DraftedRow):
-    """A request of vLLM. Only the stepping thread writes it."""
-
-    def __init__(
-        self, name: str, request: Request, max_len: int, stop_ids: Collection[int | None], **kw: Any
-    ) -> None:
-        super().__init__(request, max_len=max_len, **kw)
-        self.name = name
-        self.stop_ids = frozenset(stop_ids)
-        self.started_at = 0.0
-        self.num_verified = 0  # draft tokens in the step that runs
-        self.ended = False
-        self.stale = False  # the text may not be vLLM's
-
-    def trim(self, tokens: TokenIds) -> tuple[TokenIds, FinishReason]:
-        """Return what is output of a request's last tokens, and why it ends."""
-        for i, token in enumerate(tokens):
-            if token in self.stop_ids:
-                return tokens[:i], FinishReason.STOP
-        return tokens[: self.max_len - len(self.token_ids)], FinishReason.LENGTH
 
 
 class Listener:
@@ -82,23 +54,6 @@ class Listener:
 
     def stepped(self, events: StepEvents) -> None:
         """Tell of what a step committed, or of its account."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step that runs, or ran last."""
-
-    began: float = 0.0
-    num_tokens: int = 0
-    num_prefilling: int = 0
-    ended: float = 0.0
-    rows: list[HostedRow] = field(default_factory=list)  # that emitted tokens, and go on
-    emitted: list[_Emitted] = field(default_factory=list)  # that is not counted yet
-    counted: bool = True
-    noted: list[_Emitted] | None = None  # the last `emitted` that the tracker knows
-    num_early_blocks: int = 0  # that came before its result, and are not counted yet
-    launched: list[HostedRow] = field(default_factory=list)  # of the rows, those that go on
-    timings: StepTimings | None = None  # None: it is accounted for
 
 
 class _NoHiddenStates:
@@ -112,7 +67,7 @@ class _NoHiddenStates:
     def drop_projection(self, sha256: bytes) -> None: ...
 
 
-class DraftHost:
+class DraftHost(Inbox):
     """Implements `DraftingEngine`, and what a hub needs besides, for an engine in lock step."""
 
     running = True
@@ -126,6 +81,7 @@ class DraftHost:
         policy: Policy,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self.features = _NoHiddenStates()
         self.listener = Listener()
         self.tracker = DraftTracker(policy)
@@ -136,14 +92,9 @@ class DraftHost:
         self._rows: dict[str, HostedRow] = {}
         self._by_session: dict[int, HostedRow] = {}
         self._last_session = 0
-        self._step = _Step()
-        self._uncounted: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
+        self._accounting = Accounting(self.tracker, clock)
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
-        self._wakeup = threading.Condition()
-        # Under the condition's lock:
-        self._offers: deque[tuple[int, DraftOffer]] = deque()
-        self._blocks: dict[int, list[PostedBlock]] = {}
 
     # Any thread: the hub's calls.
 
@@ -158,22 +109,6 @@ class DraftHost:
         rows = min(max(1, len(self._rows)), self._max_num_seqs)
         return rows.bit_length() not in self.tracker.policy.undrafted_sizes
 
-    def between_same_steps(self) -> AbstractContextManager[object]:
-        return self._wakeup  # its lock may be taken again
-
-    def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
-        with self._wakeup:
-            self._offers.append((session_id, offer))
-            self._wakeup.notify()
-
-    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        with self._wakeup:
-            for block in blocks:
-                queue = self._blocks.setdefault(block.session_id, [])
-                queue.append(block)
-                del queue[:-MAX_BLOCKS_AT_ONCE]
-            self._wakeup.notify()
-
     def snapshot(self) -> EngineSnapshot:
         """Return how many requests run; vLLM's own metrics tell of its cache."""
         undrafted = self.tracker.policy.undrafted_sizes
@@ -187,10 +122,15 @@ class DraftHost:
         """Begin a request that vLLM names `name`, in place of one of that name."""
         if name in self._rows:
             self._close(name)
-        now, prompt_len = self._clock(), len(request.prompt_token_ids)
-        max_len = min(prompt_len + request.stop.max_tokens, self._max_model_len)
-        row = HostedRow(name, request, max_len, stop_ids, drafting=self.tracker.start(request))
-        row.started_at = now
+        most = len(request.prompt_token_ids) + request.stop.max_tokens
+        row = HostedRow(
+            name,
+            request,
+            self.tracker.start(request),
+            max_len=min(most, self._max_model_len),
+            stop_ids=stop_ids,
+            started_at=self._clock(),
+        )
         self._rows[name] = self._by_session[request.session_id] = row
         self.listener.opened(request, traceparent)
         return row
@@ -217,9 +157,9 @@ class DraftHost:
         verified: Mapping[str, Sequence[int]],
     ) -> None:
         """Note what vLLM is about to run: tokens, and draft tokens among them, by request."""
-        step, finished = self._step, list(finished)
+        step, finished = self._accounting.step, list(finished)
         if finished:
-            self._settle()
+            self._accounting.settle()
         for name in finished:
             self._close(name)
         step.launched = [row for row in step.rows if row.name in scheduled]
@@ -246,9 +186,9 @@ class DraftHost:
         `token_ids` [rows, max_model_len] holds the rows' texts with that, of `lengths` [rows]. What
         is not needed for the next drafts is left to `account`.
         """
-        step = self._step
+        step = self._accounting.step
         self._take_messages(0.0)  # so that a draft is walked once
-        step.num_early_blocks = len(self._uncounted)
+        step.num_early_blocks = len(self._accounting.blocks)
         step.ended = now = self._clock()
         step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
         commits: list[Commit] = []
@@ -273,7 +213,7 @@ class DraftHost:
             wrong = row.walk(base_len, tokens, drafted)
             first = base_len == row.num_prompt_tokens
             proposer_id = d.offered.proposer.proposer_id or ""
-            step.emitted.append((row, first, num_output, round_, wrong, proposer_id, method))
+            step.emitted.append(Emitted(row, first, num_output, round_, wrong, proposer_id, method))
             kinds = token_kinds(round_.tried, min(accepted, num_output), num_output)
             commits.append(
                 Commit(row.session_id, base_len, tokens, kinds, d.num_draft_tokens, finish_reason)
@@ -292,7 +232,7 @@ class DraftHost:
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
         self._take_messages(0.0)
-        rows = self._step.rows
+        rows = self._accounting.step.rows
         if any(row.draft is None for row in rows):
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
@@ -303,10 +243,10 @@ class DraftHost:
         return list(drafts.values())
 
     def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
-        self._note_rounds()
+        self._accounting.note_rounds()
         while True:
             now = self._clock()
-            ready = self.tracker.choose_rows(rows, self._step.num_prefilling, now)
+            ready = self.tracker.choose_rows(rows, self._accounting.step.num_prefilling, now)
             if ready.rows or ready.wake_at <= now:
                 return
             self._tell()
@@ -326,102 +266,20 @@ class DraftHost:
 
     def account(self) -> None:
         """Count the step that ended, while the device works on the next one."""
-        step, tracker = self._step, self.tracker
-        self._settle()
-        launched = [(row, row.num_verified) for row in step.launched if not row.ended]
-        opened = tracker.launched(launched, step.began) if launched else []
-        if step.timings is None:
-            return
-        policy, counts, num_rows = tracker.policy, tracker.counts, len(step.emitted)
-        tokens = sum([num_output for _, _, num_output, *_ in step.emitted])
-        counts.output_tokens += tokens
-        counts.way = policy.mode.value
-        decoded = num_rows > 0 and not step.num_prefilling
-        if decoded and not any(first for _, first, *_ in step.emitted):
-            costs = policy.measured.costs
-            costs.observe_step(num_rows, step.timings.num_tokens, step.timings.forward_ms * 1e-3)
-            counts.plain_s += costs.steps.estimate(num_rows) * tokens / num_rows
-        rows = [row for row, *_ in step.emitted]
-        drafting = [row.drafting for row in rows]
-        temperatures = [row.request.sampling.temperature for row in rows]
-        ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
-        policy.step_done(
-            StepDone(
-                num_running=max(1, len(self._rows)),
-                num_rows=num_rows,
-                tokens=tokens,
-                at=step.began,
-                drafted=sum([drafted > 0 for _, drafted in launched]),
-                comparable=decoded and bool(ids),
-                answered=sum([d.awaited.blocks > 0 for d in drafting]),
-                temperature=sum(temperatures) / max(1, num_rows),
-                proposer_ids=ids,
-                may_run_ahead=any(d.proposer.runs_ahead for d in drafting),
-            )
-        )
-        events = StepEvents(
-            (),
-            (),
-            step.timings,
-            set_aside=tuple([row.session_id for row in opened]),
-            counts=tracker.take_counts(),
-            on_demand=policy.mode is DraftMode.ON_DEMAND,
-        )
-        step.timings, step.emitted = None, []
-        self.listener.stepped(events)
-
-    def _settle(self) -> None:
-        """Count the rounds of the last step, once."""
-        step = self._step
-        if self._note_rounds() and step.rows:
-            self.tracker.choose_rows(step.rows, step.num_prefilling, step.ended)
-        self._count_blocks()
-        if not step.counted:
-            step.counted = True
-            for emitted in step.emitted:
-                self._count(emitted)
-
-    def _note_rounds(self) -> bool:
-        """Tell the tracker of the last step's rounds; False if it knows them."""
-        step = self._step
-        if step.noted is step.emitted:
-            return False
-        step.noted = step.emitted
-        later = self._uncounted[step.num_early_blocks :]
-        del self._uncounted[step.num_early_blocks :]
-        self._count_blocks()
-        self._uncounted = later
-        for row, _, _, round_, wrong, *_ in step.emitted:
-            self.tracker.round_done(row, round_, wrong, step.ended)
-        return True
-
-    def _count(self, emitted: _Emitted) -> None:
-        row, first, num_output, round_, _, proposer_id, method = emitted
-        counters, counts = row.counters, self.tracker.counts
-        seconds = self._step.timings.forward_ms * 1e-3 if self._step.timings else 0.0
-        drafted, kept = round_.drafted, min(round_.accepted, num_output)
-        if num_output:
-            counters.count_round(drafted, kept, method)
-            if drafted or not first:
-                counts.rounds[drafted, kept] += 1
-            if drafted:
-                counts.drafted_by[proposer_id] += drafted
-                counts.accepted_by[proposer_id] += kept
-        if first:
-            counters.prefill_s = self._step.ended - row.started_at
-        else:
-            counters.score_s += seconds
-            counts.score_s += seconds
+        events = self._accounting.finish(len(self._rows))
+        if events is not None:
+            self.listener.stepped(events)
 
     def distrust(self) -> None:
         """Take all rows' texts for wrong, after a fault: they begin again."""
         for row in self._rows.values():
             row.stale = True
-        self._uncounted, self._untold, self._step = [], None, _Step(began=self._clock())
+        self._untold = None
+        self._accounting.begin_again()
 
     def take_stats(self, name: str) -> RequestStats | None:
         """Return the account of a request; of one that vLLM has forgotten, once."""
-        self._settle()
+        self._accounting.settle()
         row = self._rows.get(name)
         return self._ended.pop(name, None) if row is None else row.stats()
 
@@ -430,7 +288,9 @@ class DraftHost:
         if row is None:
             return
         del self._by_session[row.session_id]
-        self._step.rows = [each for each in self._step.rows if each is not row]
+        self._accounting.step.rows = [
+            each for each in self._accounting.step.rows if each is not row
+        ]
         self._ended[name] = stats = row.stats()
         if len(self._ended) > _KEPT_STATS:
             self._ended.popitem(last=False)
@@ -441,11 +301,7 @@ class DraftHost:
 
     def _take_messages(self, timeout_s: float) -> None:
         """Carry out what the event loop sent; wait for it so long."""
-        with self._wakeup:
-            if timeout_s > 0.0 and not (self._offers or self._blocks):
-                self._wakeup.wait(timeout_s)
-            offers, self._offers = self._offers, deque()
-            blocks, self._blocks = self._blocks, {}
+        offers, blocks = self.take(timeout_s)
         for session_id, offer in offers:
             row = self._by_session.get(session_id)
             if row is not None and not row.ended:
@@ -460,17 +316,5 @@ class DraftHost:
         if row.drafting.proposer_id != block.proposer_id:
             return
         fate = row.take_block(block.tree, block.method)
-        if fate is BlockFate.INVALID:
-            return
-        self._uncounted.append((row, block, fate))
-        if fate is not BlockFate.USEFUL and self._step.noted is self._step.emitted:
-            self._count_blocks()  # whether the row waits depends on it
-
-    def _count_blocks(self) -> None:
-        arrived, self._uncounted = self._uncounted, []
-        for row, block, fate in arrived:
-            at = self._clock() if block.arrived_at is None else block.arrived_at
-            made_by, draft_s = block.proposer_id, block.draft_us * 1e-6
-            self.tracker.block_arrived(
-                ArrivedBlock(row, block.tree, fate, made_by, block.method, draft_s, at)
-            )
+        if fate is not BlockFate.INVALID:
+            self._accounting.block_arrived(row, block, fate)

@@ -1,0 +1,166 @@
+"""The account of a step, which its drafts do not wait for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.draft_port import PostedBlock
+from outrider.policy.base import DraftMode, StepDone
+from outrider.policy.tracker import ArrivedBlock, DraftTracker
+from outrider.rounds import BlockFate, Round
+from outrider.types import StepEvents, StepTimings
+from outrider.vllm.hosted_row import HostedRow
+
+
+class Emitted(NamedTuple):  # one per row and step: a dataclass takes three times as long
+    """What a step emitted for a row."""
+
+    row: HostedRow
+    first: bool  # it is the row's first output
+    num_output: int  # tokens, after trimming
+    round: Round
+    wrong: bool  # a guess for the next round was
+    proposer_id: str
+    method: str
+
+
+@dataclass(slots=True)
+class Step:
+    """The step that runs, or ran last."""
+
+    began: float = 0.0
+    num_tokens: int = 0
+    num_prefilling: int = 0
+    ended: float = 0.0
+    rows: list[HostedRow] = field(default_factory=list)  # that emitted tokens, and go on
+    emitted: list[Emitted] = field(default_factory=list)  # that is not counted yet
+    counted: bool = True
+    noted: list[Emitted] | None = None  # the last `emitted` that the tracker knows
+    num_early_blocks: int = 0  # that came before its result, and are not counted yet
+    launched: list[HostedRow] = field(default_factory=list)  # of the rows, those that go on
+    timings: StepTimings | None = None  # None: it is accounted for
+
+
+class Accounting:
+    """Counts rounds and blocks, and lets the policy learn. Used on the stepping thread."""
+
+    def __init__(
+        self, tracker: DraftTracker, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.tracker = tracker
+        self._clock = clock
+        self.step = Step()
+        self.blocks: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
+        """Blocks that came and are not counted yet."""
+
+    def begin_again(self) -> None:
+        """Forget the step, after a fault."""
+        self.blocks, self.step = [], Step(began=self._clock())
+
+    def finish(self, num_running: int) -> StepEvents | None:
+        """Count the step that ended, of so many requests that run; None if it was counted."""
+        step, tracker = self.step, self.tracker
+        self.settle()
+        launched = [(row, row.num_verified) for row in step.launched if not row.ended]
+        opened = tracker.launched(launched, step.began) if launched else []
+        if step.timings is None:
+            return None
+        policy, counts, num_rows = tracker.policy, tracker.counts, len(step.emitted)
+        tokens = sum([each.num_output for each in step.emitted])
+        counts.output_tokens += tokens
+        counts.way = policy.mode.value
+        decoded = num_rows > 0 and not step.num_prefilling
+        if decoded and not any(each.first for each in step.emitted):
+            costs = policy.measured.costs
+            costs.observe_step(num_rows, step.timings.num_tokens, step.timings.forward_ms * 1e-3)
+            counts.plain_s += costs.steps.estimate(num_rows) * tokens / num_rows
+        rows = [each.row for each in step.emitted]
+        drafting = [row.drafting for row in rows]
+        temperatures = [row.request.sampling.temperature for row in rows]
+        ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
+        policy.step_done(
+            StepDone(
+                num_running=max(1, num_running),
+                num_rows=num_rows,
+                tokens=tokens,
+                at=step.began,
+                drafted=sum([drafted > 0 for _, drafted in launched]),
+                comparable=decoded and bool(ids),
+                answered=sum([d.awaited.blocks > 0 for d in drafting]),
+                temperature=sum(temperatures) / max(1, num_rows),
+                proposer_ids=ids,
+                may_run_ahead=any(d.proposer.runs_ahead for d in drafting),
+            )
+        )
+        events = StepEvents(
+            (),
+            (),
+            step.timings,
+            set_aside=tuple([row.session_id for row in opened]),
+            counts=tracker.take_counts(),
+            on_demand=policy.mode is DraftMode.ON_DEMAND,
+        )
+        step.timings, step.emitted = None, []
+        return events
+
+    def settle(self) -> None:
+        """Count the rounds of the last step, once."""
+        step = self.step
+        if self.note_rounds() and step.rows:
+            self.tracker.choose_rows(step.rows, step.num_prefilling, step.ended)
+        self.count_blocks()
+        if not step.counted:
+            step.counted = True
+            for emitted in step.emitted:
+                self._count(emitted)
+
+    def note_rounds(self) -> bool:
+        """Tell the tracker of the last step's rounds; False if it knows them."""
+        step = self.step
+        if step.noted is step.emitted:
+            return False
+        step.noted = step.emitted
+        later = self.blocks[step.num_early_blocks :]
+        del self.blocks[step.num_early_blocks :]
+        self.count_blocks()
+        self.blocks = later
+        for each in step.emitted:
+            self.tracker.round_done(each.row, each.round, each.wrong, step.ended)
+        return True
+
+    def _count(self, emitted: Emitted) -> None:
+        row, first, num_output, round_, _, proposer_id, method = emitted
+        counters, counts = row.counters, self.tracker.counts
+        seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
+        drafted, kept = round_.drafted, min(round_.accepted, num_output)
+        if num_output:
+            counters.count_round(drafted, kept, method)
+            if drafted or not first:
+                counts.rounds[drafted, kept] += 1
+            if drafted:
+                counts.drafted_by[proposer_id] += drafted
+                counts.accepted_by[proposer_id] += kept
+        if first:
+            counters.prefill_s = self.step.ended - row.started_at
+        else:
+            counters.score_s += seconds
+            counts.score_s += seconds
+
+    def block_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
+        """Note a block. A useful one is counted later: its row can run."""
+        self.blocks.append((row, block, fate))
+        if fate is not BlockFate.USEFUL and self.step.noted is self.step.emitted:
+            self.count_blocks()  # whether the row waits depends on it
+
+    def count_blocks(self) -> None:
+        """Tell the tracker of blocks that came."""
+        arrived, self.blocks = self.blocks, []
+        for row, block, fate in arrived:
+            at = self._clock() if block.arrived_at is None else block.arrived_at
+            made_by, draft_s = block.proposer_id, block.draft_us * 1e-6
+            self.tracker.block_arrived(
+                ArrivedBlock(row, block.tree, fate, made_by, block.method, draft_s, at)
+            )
