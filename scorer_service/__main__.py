@@ -220,17 +220,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime.prepare_grpc()
         runtime.progress("scorer", "starting")
         with start_times.phase("imports"), runtime.importing():
-            from outrider.engine.model.parallel.ranks import Ranks
             from scorer_service.app import ScorerApp
             from scorer_service.config import ScorerOptions
             from scorer_service.core import NAME
-            from scorer_service.follower import follow
     except KeyboardInterrupt:  # torch takes seconds to import; afterwards the loop has the signal
         return 130
-    options = ScorerOptions(**args, ranks=Ranks.of(os.environ))
-    if options.ranks is not None and not options.ranks.leads:
-        return follow(options, options.ranks)
-    return runtime.run(NAME, ScorerApp(options), exit_with_parent=exit_with_parent)
+    app = ScorerApp(ScorerOptions(**args))
+    return runtime.run(NAME, app, exit_with_parent=exit_with_parent)
 
 
 def _follow(args: dict[str, Any]) -> NoReturn:
@@ -238,7 +234,7 @@ def _follow(args: dict[str, Any]) -> NoReturn:
     from scorer_service.config import ScorerOptions
 
     folder = resolve_model(args["model"], "target")
-    words = ScorerOptions(**args, ranks=None).for_vllm().follow_argv(str(folder))
+    words = ScorerOptions(**args).for_vllm().follow_argv(str(folder))
     os.execv(sys.executable, [sys.executable, "-P", "-m", *words])
 
 

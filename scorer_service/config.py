@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.drafting.building.config import MethodConfig
-from outrider.engine.model.parallel.ranks import Ranks
 from outrider.features import FeatureSpec
 from outrider.rpc.deployment import Deployment
 from outrider.vllm.flags import VllmOptions
@@ -43,8 +42,6 @@ class ScorerOptions:
     engine: str  # native or vllm
     vllm_flags: tuple[str, ...]
     """In vLLM's own words: the flags of several devices, and those after "--"."""
-    ranks: Ranks | None
-    """No flag: this process among those of its replica. None: it is the only one."""
 
     def for_vllm(self) -> VllmOptions:
         """Return what vLLM is to serve."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,11 +21,10 @@ from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.loader import check_config
-from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.worker import EngineWorker
 from outrider.engine_port import ServedEngine
 from outrider.engines import VLLM, naming_vllm
-from outrider.errors import ConfigError, DeadlineError, InternalError, UnsupportedModelError
+from outrider.errors import DeadlineError, InternalError, UnsupportedModelError
 from outrider.models.resolve import find_local, resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -45,7 +43,7 @@ from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
 from scorer_service.drafting.stream import refuse_proposers, serve_proposer
 from scorer_service.hub import Hub
-from scorer_service.loading import join, load
+from scorer_service.loading import load
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import DraftHandler, Serving
 
@@ -65,7 +63,6 @@ class ScorerCore:
         self._options = options
         self._telemetry = telemetry
         self._engine: ServedEngine | None = None
-        self._group: RankGroup | None = None
         self._hub: Hub | None = None
         self._constraints: Constraints | None = None
 
@@ -74,10 +71,6 @@ class ScorerCore:
         options = self._options
         if options.engine == VLLM:
             return  # which models it serves is vLLM's to say
-        if options.ranks is not None and options.in_process_proposer:
-            raise ConfigError(
-                "--in-process-proposer is for a replica of one rank: start a proposer beside it."
-            )
         folder = find_local(options.model, "target")
         if folder is not None:
             with _naming_vllm():
@@ -101,9 +94,7 @@ class ScorerCore:
             return folder
 
         def build() -> Engine:
-            folder = find()
-            self._group = join(options)
-            return build_engine(folder, options, self._group, colocated)
+            return build_engine(find(), options, colocated)
 
         colocated: InProcessProposer | None = None
         if options.in_process_proposer:
@@ -123,8 +114,6 @@ class ScorerCore:
         if isinstance(engine, VllmEngine):
             await engine.warm_up()
         folder, hash_ = found[0]
-        if self._group is not None:
-            self._group.watch(_end)
         served = ServedModel(
             scorer_id=options.scorer_id,
             model=options.model,
@@ -137,7 +126,7 @@ class ScorerCore:
             num_speculative_tokens=info.num_speculative_tokens,
             page_size=options.page_size,
             features=info.features,
-            device=device_id(options.device) if options.ranks is None else "",
+            device=device_id(options.device),
             drafted_elsewhere=options.engine == VLLM,
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
@@ -159,10 +148,6 @@ class ScorerCore:
     async def stop(self, timeout_s: float) -> None:
         """Stop the engine's thread, and what else the start has begun."""
         await asyncio.wrap_future(in_thread(lambda: self.halt(timeout_s)))
-        if self._group is not None:
-            with contextlib.suppress(TimeoutError):  # a rank that hangs ends without us
-                stopped = asyncio.wrap_future(in_thread(self._group.stop))
-                await asyncio.wait_for(stopped, timeout_s)
 
     def halt(self, timeout_s: float) -> None:
         """Stop this process's own threads, on any thread."""
@@ -187,13 +172,6 @@ def _naming_vllm() -> Iterator[None]:
         yield
     except UnsupportedModelError as error:
         raise naming_vllm(error) from error
-
-
-def _end(reason: str) -> None:
-    # Nothing that runs can be finished, and the engine's thread may hang in a collective for ever.
-    # Gateways resume the requests elsewhere.
-    runtime.progress(NAME, f"this replica cannot go on: {reason}")
-    os._exit(1)
 
 
 def _watch(metrics: ScorerMetrics, engine: ServedEngine, hub: Hub, served: ServedModel) -> None:
@@ -222,7 +200,6 @@ def _watch(metrics: ScorerMetrics, engine: ServedEngine, hub: Hub, served: Serve
 def build_engine(
     folder: Path,
     options: ScorerOptions,
-    group: RankGroup | None = None,
     colocated: InProcessProposer | None = None,
 ) -> Engine:
     """Load, check and warm up the engine and its colocated proposer, on the engine's thread.
@@ -238,7 +215,7 @@ def build_engine(
         f"a minute or more for a large model from a disk{first}",
     )
     build_first = () if colocated is None else (colocated.build,)
-    model, runner, step_times = load(folder, options, group, *build_first)
+    model, runner, step_times = load(folder, options, *build_first)
     config = EngineConfig(
         page_size=options.page_size,
         num_pages=model.num_pages,

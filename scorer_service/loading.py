@@ -1,4 +1,4 @@
-"""Loads the model with its cache, on every rank of a replica."""
+"""Loads the model with its cache."""
 
 from __future__ import annotations
 
@@ -20,36 +20,24 @@ from outrider.engine.model.loader import (
     read_features,
 )
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.rpc import runtime
 from scorer_service.config import ScorerOptions
 
 
-def join(options: ScorerOptions) -> RankGroup | None:
-    """Join the other ranks of the replica, if there are any."""
-    ranks = options.ranks
-    if ranks is None:
-        return None
-    device = ranks.device(options.device)
-    return RankGroup(ranks, device, start_timeout_s=options.start_timeout)
-
-
 def load(
     folder: Path,
     options: ScorerOptions,
-    group: RankGroup | None,
     build_first: Callable[[], None] = lambda: None,
 ) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
     """Return the model with its cache, its runner if torch alone is not, and step times.
 
-    The step times are (rows, tokens, seconds) of captured steps. All ranks of a group load at the
-    same time. `build_first` loads what shares the device with the model: keys and values get the
-    memory that is left.
+    The step times are (rows, tokens, seconds) of captured steps. `build_first` loads what shares
+    the device with the model: keys and values get the memory that is left.
     """
     dtype = getattr(torch, options.dtype)
-    device = _device(options.device) if group is None else group.device
+    device = _device(options.device)
     asked = options.hidden_features
     features = None if asked is None else read_features(folder, asked)
 
@@ -58,26 +46,20 @@ def load(
 
     @fitting("The model", options.kv_cache_memory)
     def load_with(num_pages: int) -> PagedModel:
-        try:
-            return load_model(
-                folder,
-                ModelOptions(
-                    page_size=options.page_size,
-                    num_pages=num_pages,
-                    max_model_len=options.max_model_len,
-                    attention_backend=options.attention_backend,
-                    features=features,
-                ),
-                dtype=dtype,
-                device=device,
-                group=group,
-                reader=reader,
-                prepare=prepare,
-            )
-        except RuntimeError as error:
-            if group is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise group.failed("loading", error) from error
+        return load_model(
+            folder,
+            ModelOptions(
+                page_size=options.page_size,
+                num_pages=num_pages,
+                max_model_len=options.max_model_len,
+                attention_backend=options.attention_backend,
+                features=features,
+            ),
+            dtype=dtype,
+            device=device,
+            reader=reader,
+            prepare=prepare,
+        )
 
     def load_given() -> PagedModel:
         page_bytes = kv_bytes_per_page(
@@ -85,13 +67,10 @@ def load(
             dtype=dtype,
             page_size=options.page_size,
             features=features,
-            num_ranks=1 if group is None else group.ranks.size,
         )
         assert options.kv_cache_memory is not None, "a CPU has a default"
         num_pages = count_pages(options.kv_cache_memory, page_bytes)
-        return _with_room(
-            load_with(num_pages if group is None else group.least(num_pages)), options
-        )
+        return _with_room(load_with(num_pages), options)
 
     if device.type != "cuda":
         build_first()
@@ -118,21 +97,14 @@ def load(
     memory = None
     if options.kv_cache_memory is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)
-        if group is not None:
-            memory.limit = group.least(memory.limit)
-    if group is None:
-        with fitting("The model", options.kv_cache_memory):
-            reader = DeviceReader(folder, device)  # beside what is built first
-        prepare = partial(compile_steps, limits=limits, say=progress)
+    with fitting("The model", options.kv_cache_memory):
+        reader = DeviceReader(folder, device)  # beside what is built first
+    prepare = partial(compile_steps, limits=limits, say=progress)
     build_first()
     model = load_given() if memory is None else load_with(TRIAL_PAGES)
-    # Nobody needs more memory than the leader.
-    if memory is not None and (group is None or group.ranks.leads):
+    if memory is not None:
         with start_times.phase("memory"):
             size_cache(memory, model, limits, progress)
-    if group is not None:
-        progress("a model on several ranks: every step runs eagerly")
-        return model, None, []
     with start_times.phase("steps"):
         captured = capture_steps(model, limits, progress)
         claim_activations(

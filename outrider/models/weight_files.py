@@ -23,8 +23,8 @@ _NAMED = 4  # tensors that an error lists
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack"})
 _ELSEWHERE = (
-    "This engine reads float32, float16 and bfloat16 weights; serve the checkpoint with "
-    "--engine vllm (pip install 'outrider[vllm]'), or use one that is not quantised."
+    "This engine reads float32, float16 and bfloat16 weights; serve the checkpoint with vLLM "
+    "(--engine vllm; pip install 'outrider[vllm]'), or use one that is not quantised."
 )
 
 # Buffers that older versions of transformers saved and every version computes.

@@ -161,7 +161,7 @@ def scorer_options(given: Arguments) -> ScorerOptions:
         options["in_process_proposer"] = methods
         options["num_speculative_tokens"] = tokens
         options["hidden_features"] = states_of(methods)
-    return ScorerOptions(**options, ranks=None)
+    return ScorerOptions(**options)
 
 
 def _dtype(given: Arguments, *, on_gpu: bool) -> str:

@@ -52,7 +52,7 @@ async def test_scorer_when_forward_hangs_ends_with_its_requests(
     (tmp_path / "config.json").write_text("{}")
     flags = resolve([f"--model={tmp_path}", "--drain-grace-seconds=60"])
     del flags["exit_with_parent"]
-    scorer = app.ScorerApp(ScorerOptions(**flags, ranks=None))
+    scorer = app.ScorerApp(ScorerOptions(**flags))
     try:
         async with asyncio.timeout(20):
             addresses = await scorer.start()

@@ -48,7 +48,7 @@ def test_scorer_start_on_missing_device_is_refused_by_name(device: str) -> None:
     flags = resolve(["--device", device])
     del flags["exit_with_parent"]
     with pytest.raises(ConfigError, match=f"--device {device}"):
-        load(Path(), ScorerOptions(**flags, ranks=None), None)
+        load(Path(), ScorerOptions(**flags))
 
 
 async def test_scorer_start_with_longest_socket_path_listens() -> None:

@@ -137,7 +137,7 @@ class Loop:
 def _engine(features: str) -> Engine:
     flags = resolve([*SCORER, *(("--hidden-features", features) if features else ())])
     del flags["exit_with_parent"]
-    options = ScorerOptions(**flags, ranks=None)
+    options = ScorerOptions(**flags)
     return build_engine(resolve_model(options.model, "target"), options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,14 +32,6 @@ class AttentionTraits:
     softcap: bool
     sinks: bool
     latent: bool
-
-    def shard(self, num_ranks: int) -> AttentionTraits:
-        """Return the traits of one of `num_ranks` ranks, which share the heads evenly."""
-        return replace(
-            self,
-            num_heads=self.num_heads // num_ranks,
-            num_kv_heads=self.num_kv_heads // num_ranks,
-        )
 
 
 def attention_traits(model: nn.Module) -> AttentionTraits:

@@ -46,13 +46,12 @@ def read_model(
     config: Any,
     dtype: torch.dtype,
     tensors: dict[str, Tensor] | None = None,
-    **options: Any,
 ) -> nn.Module:
     """Read the weights of a folder that `check_folder` accepted.
 
     `tensors` are those of its files where they are at hand; the model keeps them on their device.
-    `options` go to `from_pretrained`. Raises `ConfigError` that names the tensors which are
-    missing, unused, of another shape than config.json says, or not finite.
+    Raises `ConfigError` that names the tensors which are missing, unused, of another shape than
+    config.json says, or not finite.
     """
     # Progress bars and reports of transformers would run through the services' own lines.
     log = transformers.utils.logging
@@ -61,12 +60,13 @@ def read_model(
     log.set_verbosity(log.CRITICAL)
     try:
         source: Any = folder
+        placed: dict[str, Any] = {}
         from_pretrained, fitting = AutoModelForCausalLM.from_pretrained, config
         if tensors:
             # The classes for any model take no tensors in place of a folder.
             source, from_pretrained, fitting = None, *_class_of(config)
             device = next(iter(tensors.values())).device
-            options |= {"state_dict": tensors, "device_map": {"": device}}
+            placed = {"state_dict": tensors, "device_map": {"": device}}
         model, report = from_pretrained(
             source,
             config=fitting,
@@ -74,7 +74,7 @@ def read_model(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported, and refused here
-            **options,
+            **placed,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError) as error:
         reason = _one_line(error)

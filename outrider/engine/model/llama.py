@@ -21,7 +21,6 @@ from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import LlamaOps, Use
 from outrider.engine.model.config_sizes import head_dim, num_kv_heads
 from outrider.engine.model.pack import pack_linear
-from outrider.engine.model.parallel.shards import WHOLE, Sharding, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +63,29 @@ def _sliding_window(attention: Any) -> int | None:
 
 
 def _concatenated(*modules: Any) -> Linear:
-    """Concatenate the outputs of layers with one input; of sharded layers this rank's part."""
-    weight = torch.cat([local(module.weight) for module in modules])
+    """Concatenate the outputs of layers with one input."""
+    weight = torch.cat([module.weight for module in modules])
     if modules[0].bias is None:
         return pack_linear(weight, None)
-    return pack_linear(weight, torch.cat([local(module.bias) for module in modules]))
+    return pack_linear(weight, torch.cat([module.bias for module in modules]))
 
 
 class FusedLlama:
     """The layers of a loaded model of the Llama family, over the pools that it allocates."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pools: KVPools,
-        ops: LlamaOps,
-        max_model_len: int,
-        sharding: Sharding = WHOLE,
-    ) -> None:
+    def __init__(self, model: nn.Module, pools: KVPools, ops: LlamaOps, max_model_len: int) -> None:
         parts: Any = model
         config = parts.config
         base = parts.model
         self._ops = ops
         self._features = pools.features
-        self._sharding = sharding
-        self._heads = config.num_attention_heads // sharding.size
-        self._kv_heads = num_kv_heads(config) // sharding.size
+        self._heads = config.num_attention_heads
+        self._kv_heads = num_kv_heads(config)
         self._head_dim = head_dim(config)
         self._eps = config.rms_norm_eps
-        self._embedding = sharding.whole(base.embed_tokens.weight.detach())
+        self._embedding: Tensor = base.embed_tokens.weight.detach()
         self._norm: Tensor = base.norm.weight.detach()
-        self._head = sharding.gathered(parts.lm_head.weight.detach(), parts.lm_head.bias)
+        self._head = pack_linear(parts.lm_head.weight.detach(), parts.lm_head.bias)
         self._uses: list[Use] = []
         self._rope = self._rope_table(base.rotary_emb, max_model_len)
         self._layers = [
@@ -118,27 +109,24 @@ class FusedLlama:
         input_norm = layer.input_layernorm.weight.detach()
         post_norm = layer.post_attention_layernorm.weight.detach()
         qkv, gate_up = _concatenated(q, k, v), _concatenated(gate, up)
-        o, down = self._local(attention.o_proj), self._local(mlp.down_proj)
+        o, down = (
+            pack_linear(each.weight, each.bias) for each in (attention.o_proj, mlp.down_proj)
+        )
         self._uses += [Use(qkv, input_norm), Use(o), Use(gate_up, post_norm, True), Use(down)]
         return _Layer(
             input_norm=input_norm,
             qkv=qkv,
             qk_norm=qk_norm,
-            o=self._sharding.summed(o),
+            o=o,
             post_norm=post_norm,
             gate_up=gate_up,
-            down=self._sharding.summed(down),
+            down=down,
             pool=pool,
             params=AttentionParams(
                 scaling=attention.scaling,
                 sliding_window=_sliding_window(attention),
             ),
         )
-
-    def _local(self, module: Any) -> Linear:
-        """Return this rank's part of a layer whose outputs are summed over ranks."""
-        bias = module.bias if self._sharding.rank == 0 else None
-        return pack_linear(local(module.weight), None if bias is None else local(bias))
 
     def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
         """Return [positions, 2, 2, head_dim / 2]: the cosines of both halves, then -sin, sin."""

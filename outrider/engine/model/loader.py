@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.distributed import DistributedConfig
 
 from outrider import start_times
 from outrider.engine.attention.base import ATTENTION_NAME
@@ -27,12 +26,8 @@ from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.pack import prepack_linears
 from outrider.engine.model.paged_model import ModelInfo, PagedModel, Step
-from outrider.engine.model.parallel.leading_model import LeadingModel
-from outrider.engine.model.parallel.ranks import RankGroup
-from outrider.engine.model.parallel.shards import WHOLE, Sharding
 from outrider.engine.model.selftest import check_against, eager_reference
 from outrider.engine.model.supported_models import (
-    check_shardable,
     check_supported,
     check_supported_config,
     max_exact_len,
@@ -74,29 +69,20 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device = CPU,
-    group: RankGroup | None = None,
     reader: DeviceReader | None = None,
     prepare: Prepare | None = None,
 ) -> PagedModel:
     """Read a Hugging Face folder (config.json, safetensors) and make it ready to run.
 
     `reader` may already be reading the weights to the device. `prepare` may compile kernels.
-    Given a `group`, load this rank's shard. All ranks load at the same time with the same
-    arguments, and then all but the leader `follow`, which includes the leader's self-test.
-
     Raises `ConfigError` for files that are missing or broken and for an attention backend that
     cannot be used, and `UnsupportedModelError` for a model that this engine would not run exactly.
     """
     eos_token_ids = read_eos_token_ids(folder)
     with start_times.phase("weights"):
-        model = _read(folder, dtype, device, group, reader)
+        model = _read(folder, dtype, device, reader)
     return build_paged_model(
-        model,
-        options,
-        name=folder.name,
-        eos_token_ids=eos_token_ids,
-        group=group,
-        prepare=prepare,
+        model, options, name=folder.name, eos_token_ids=eos_token_ids, prepare=prepare
     )
 
 
@@ -106,20 +92,15 @@ def build_paged_model(
     *,
     name: str = "model",
     eos_token_ids: frozenset[int] = frozenset(),
-    group: RankGroup | None = None,
     prepare: Prepare | None = None,
 ) -> PagedModel:
     """Take over a loaded `transformers` model; `model` must not be used afterwards.
 
-    `eos_token_ids` end a text. `group` is the ranks among which `transformers` has sharded it.
-    `prepare` comes before the self-test.
+    `eos_token_ids` end a text. `prepare` comes before the self-test.
     """
     parts: Any = model.eval()
     check_supported(model)
-    traits = attention_traits(model)
-    if group is not None:
-        traits = traits.shard(group.ranks.size)
-    backend = choose_backend(options.attention_backend, traits, parts.device)
+    backend = choose_backend(options.attention_backend, attention_traits(model), parts.device)
     length = _bounded_length(model, options.max_model_len, name)
     reference = None
     if options.self_test:
@@ -129,7 +110,6 @@ def build_paged_model(
                 page_size=options.page_size,
                 num_pages=options.num_pages,
                 max_model_len=length,
-                sharded=group is not None,
             )
     fused = options.fused and fits(model)
     pools = KVPools(
@@ -142,12 +122,10 @@ def build_paged_model(
     )
     step: Step
     if fused:
-        sharding = WHOLE if group is None else Sharding(group.ranks.rank, group.ranks.size)
         ops = choose_llama_ops(parts.device, parts.dtype, int8_weights=options.int8_weights)
-        step = FusedLlama(model, pools, ops, length, sharding)
+        step = FusedLlama(model, pools, ops, length)
     else:
-        if group is None:
-            prepack_linears(model)
+        prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
         step = TransformersStep(model, pools)
     info = ModelInfo(
@@ -158,13 +136,7 @@ def build_paged_model(
         dtype=parts.dtype,
         device=parts.device,
     )
-    if group is None:
-        paged = PagedModel(step, pools, backend, info)
-    else:
-        group.meet()  # ranks of one machine tune their kernels one after another
-        if not group.ranks.leads:
-            return PagedModel(step, pools, backend, info)
-        paged = LeadingModel(group, step, pools, backend, info)
+    paged = PagedModel(step, pools, backend, info)
     if prepare is not None:
         prepare(paged)
     if reference is not None:
@@ -212,30 +184,17 @@ def _read(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    group: RankGroup | None,
     reader: DeviceReader | None,
 ) -> nn.Module:
     config = check_config(folder)
-    if group is None and device.type == "cuda":
+    if device.type == "cuda":
         reader = reader or DeviceReader(folder, device)
         model = read_model(folder, config, dtype, reader.tensors())
         check_finite(model, folder)
         return model
-    shards: dict[str, Any] = {}
-    if group is not None:
-        check_shardable(config, group.ranks.size)
-        shards["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=group.ranks.size)
-    model = read_model(folder, config, dtype, **shards)
+    model = read_model(folder, config, dtype)
     check_finite(model, folder)
-    if group is None:
-        return model.to(device)
-    placed: Any = model
-    if placed.device != device:
-        raise ConfigError(
-            f"transformers shards over {placed.device.type}, not {device.type}: without "
-            "CUDA_VISIBLE_DEVICES= a machine with GPUs cannot share a model out over CPUs."
-        )
-    return model
+    return model.to(device)
 
 
 def kv_bytes_per_page(
@@ -244,18 +203,16 @@ def kv_bytes_per_page(
     dtype: torch.dtype,
     page_size: int,
     features: FeatureSpec | None = None,
-    num_ranks: int = 1,
 ) -> int:
-    """Return one rank's bytes per page over all layers, `features` included.
+    """Return the bytes of a page over all layers, `features` included.
 
     It reads config.json alone, so that a service knows `num_pages` before it loads the weights.
     """
     config = read_text_config(folder)
-    if caches_latents(config):  # every rank keeps all latents
+    if caches_latents(config):
         width = int(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))
     else:
         width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layer_configs(config))
-        width //= num_ranks
     return page_size * (
         int(width) * dtype.itemsize + (0 if features is None else features.row_bytes)
     )

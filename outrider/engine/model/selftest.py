@@ -47,17 +47,13 @@ class Reference:
     tree: tuple[int, ...]  # tokens of the nodes
     logits: Tensor  # [positions of all rows, vocab_size], row by row
     tree_logits: Tensor  # [nodes, vocab_size]
-    window: int | None  # length of the shortened windows; None: they were left as they are
 
 
 @torch.inference_mode()
 def eager_reference(
-    model: nn.Module, *, page_size: int, num_pages: int, max_model_len: int, sharded: bool = False
+    model: nn.Module, *, page_size: int, num_pages: int, max_model_len: int
 ) -> Reference:
-    """Run the unchanged model with its own eager attention and no cache.
-
-    All ranks of a `sharded` model call this together; it runs as it is.
-    """
+    """Run the unchanged model with its own eager attention and no cache."""
     parts: Any = model
     rows_in_pool = min(len(_LENGTHS), num_pages)
     longest = min(max_model_len, num_pages // rows_in_pool * page_size)
@@ -70,8 +66,7 @@ def eager_reference(
 
     rows = tuple(draw(min(length, room)) for length in _LENGTHS[:rows_in_pool])
     tree = draw(len(_TREE)) if longest >= len(rows[0]) + len(_TREE) else ()
-    window = None if sharded else _WINDOW
-    with _in_float32(model, sharded=sharded) as exact, _shortened(exact, window):
+    with _in_float32(model) as exact, shortened_windows(exact, _WINDOW):
         run: Any = exact
 
         def logits(tokens: Sequence[int]) -> Tensor:
@@ -88,7 +83,7 @@ def eager_reference(
         for path in _PATHS if tree else ():
             branch = logits((*rows[0], *(tree[node] for node in path)))
             of_tree[list(path)] = branch[-len(path) :]
-    return Reference(rows, tree, of_rows, of_tree, window)
+    return Reference(rows, tree, of_rows, of_tree)
 
 
 def _cannot_run(where: str, error: Exception) -> UnsupportedModelError:
@@ -98,18 +93,14 @@ def _cannot_run(where: str, error: Exception) -> UnsupportedModelError:
     )
 
 
-def _shortened(model: nn.Module, window: int | None) -> AbstractContextManager[None]:
-    return contextlib.nullcontext() if window is None else shortened_windows(model, window)
-
-
 @contextlib.contextmanager
-def _in_float32(model: nn.Module, *, sharded: bool) -> Iterator[nn.Module]:
+def _in_float32(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model with eager attention, as a float32 copy if there is memory for one."""
     parts: Any = model
     size = 4 * sum(weight.numel() for weight in model.parameters())
     wide = parts.dtype in (torch.float32, torch.float64)
     exact: Any = model
-    if not wide and not sharded and _free_bytes(parts.device) > size + _SPARE_BYTES:
+    if not wide and _free_bytes(parts.device) > size + _SPARE_BYTES:
         exact = copy.deepcopy(model).float()
     before = exact.config._attn_implementation
     exact.set_attn_implementation("eager")
@@ -135,8 +126,7 @@ def _free_bytes(device: torch.device) -> int:
 def check_against(model: _Runnable, reference: Reference) -> None:
     """Raise `UnsupportedModelError` if the paged model disagrees with the reference."""
     try:
-        shorten = reference.window is not None
-        with model.windows_at_most(_WINDOW) if shorten else contextlib.nullcontext():
+        with model.windows_at_most(_WINDOW):
             logits = torch.cat(_run(model, reference)).float()
     except torch.OutOfMemoryError:
         raise

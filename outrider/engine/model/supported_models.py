@@ -7,14 +7,12 @@ changes for the whole batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from outrider.engine.model.config_sizes import num_kv_heads
 from outrider.errors import UnsupportedModelError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -46,22 +44,6 @@ def check_supported_config(config: Any) -> None:
     if reason is not None:
         name = next(iter(getattr(config, "architectures", None) or ()), config.model_type)
         raise UnsupportedModelError(f"{name} is not supported: {reason}.")
-
-
-def check_shardable(config: Any, num_ranks: int) -> None:
-    """Raise `UnsupportedModelError` unless `num_ranks` ranks can share the model out evenly."""
-    text = config.get_text_config(decoder=True)
-    if not getattr(text, "base_model_tp_plan", None):
-        raise UnsupportedModelError(
-            f"{text.model_type} cannot be served by {num_ranks} ranks: transformers has no plan of "
-            "how to shard it."
-        )
-    heads, kv_heads = int(text.num_attention_heads), num_kv_heads(text)
-    if heads % num_ranks or kv_heads % num_ranks:
-        raise UnsupportedModelError(
-            f"{num_ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads evenly: "
-            f"take a number of ranks that divides both, such as {math.gcd(heads, kv_heads)}."
-        )
 
 
 def _class_refusal(model: Any) -> str | None:

@@ -99,7 +99,7 @@ def _start(folder: Path) -> str:
     del flags["exit_with_parent"]
     try:
         check_target(str(folder))
-        build_engine(folder, ScorerOptions(**flags, ranks=None))
+        build_engine(folder, ScorerOptions(**flags))
     except (ConfigError, UnsupportedModelError) as error:
         return " ".join(error.message.split())
     return ""

@@ -1,1 +1,0 @@
-"""Run one model over several GPUs of one host."""
