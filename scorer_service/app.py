@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
+from outrider.engines import NATIVE
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.server import GrpcServer
@@ -34,9 +35,11 @@ class ScorerApp:
             health_address=deployment.health_address(options.host),
             tls=deployment.tls,
         )
-        self._data_port = DataPort(
-            options.host, options.data_port, unix_path=options.listen_unix, tls=deployment.tls
-        )
+        self._data_port: DataPort | None = None
+        if options.engine == NATIVE:  # else proposers are connected to vLLM's worker
+            self._data_port = DataPort(
+                options.host, options.data_port, unix_path=options.listen_unix, tls=deployment.tls
+            )
 
     async def start(self) -> dict[str, str]:
         """Listen, with health NOT_SERVING, then load the model and serve.
@@ -47,14 +50,15 @@ class ScorerApp:
         options = self._options
         await self._core.check()
         port = await self._server.start()
-        data_port = await self._data_port.start()
+        data = ""
+        if self._data_port is not None:
+            data = join_address(options.host, await self._data_port.start())
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
         serving = await self._core.start(self._data_port)
         self._servicer.begin(serving)
         await self._server.set_serving(True)
         address = join_address(options.host, port)
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
-        data = join_address(options.host, data_port)
         cache = serving.info.num_pages * serving.info.page_size
         return {
             **{"grpc": address, "data": data, "metrics": metrics_url},
@@ -67,7 +71,8 @@ class ScorerApp:
         await self._server.set_serving(False)
         await self._servicer.drain(self._options.deployment.drain_grace_s)
         await self._server.stop(_STOP_TIMEOUT_S)
-        await self._data_port.stop()
+        if self._data_port is not None:
+            await self._data_port.stop()
         await self._core.stop(_STOP_TIMEOUT_S)
         self._telemetry.shutdown()
 

@@ -58,8 +58,20 @@ class ScorerOptions:
             gpu_memory_utilization=self.gpu_memory_utilization,
             page_size=self.page_size,
             enable_prefix_caching=self.enable_prefix_caching,
+            draft_flags=self._draft_flags(),
             more=self.vllm_flags,
         )
+
+    def _draft_flags(self) -> tuple[str, ...]:
+        """Return the flags of the draft side in vLLM's worker; its gRPC is reached through ours."""
+        flags: list[object] = ["--host", self.host, "--port", 0, "--data-port", self.data_port]
+        flags += ["--scorer-id", self.scorer_id, "--speculation-policy", self.speculation_policy]
+        if self.listen_unix is not None:  # in the same folder, where proposers look for its data
+            flags += ["--listen-unix", f"{self.listen_unix}.vllm"]
+        if (tls := self.deployment.tls) is not None:
+            flags += ["--tls-cert", tls.cert, "--tls-key", tls.key]
+            flags += [] if tls.ca is None else ["--tls-ca", tls.ca]
+        return tuple(map(str, flags))
 
 
 @dataclass(frozen=True, slots=True)

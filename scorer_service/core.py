@@ -41,11 +41,11 @@ from scorer_service.config import DraftLimits, ScorerOptions, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
-from scorer_service.drafting.stream import refuse_proposers, serve_proposer
+from scorer_service.drafting.side import DraftSide, LocalDrafts, NoDrafts, RelayedDrafts
 from scorer_service.hub import Hub
 from scorer_service.loading import load
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import DraftHandler, Serving
+from scorer_service.servicer import Serving
 
 NAME: Final = "scorer"
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -124,7 +124,7 @@ class ScorerCore:
             dtype=options.dtype,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
-            page_size=options.page_size,
+            page_size=info.page_size,
             features=info.features,
             device=device_id(options.device),
             drafted_elsewhere=options.engine == VLLM,
@@ -134,16 +134,16 @@ class ScorerCore:
         self._hub = hub = Hub(engine, served, limits, metrics)
         _watch(metrics, engine, hub, served)
         hubs.append(hub)
-        draft: DraftHandler = partial(serve_proposer, blocks=hub.blocks, data_port=data_port)
-        if options.engine == VLLM:
-            draft = refuse_proposers
+        drafts: DraftSide = LocalDrafts(hub.blocks, data_port)
+        if isinstance(engine, VllmEngine):
+            drafts = RelayedDrafts(engine.draft_target) if engine.draft_target else NoDrafts()
         else:
             self._constraints = await asyncio.wrap_future(
                 in_thread(lambda: Constraints.load(folder, info))
             )
         if colocated is not None:
             attach(hub.registry, worker, colocated, served)
-        return Serving(engine, hub, served, info, self._constraints, draft)
+        return Serving(engine, hub, served, info, self._constraints, drafts)
 
     async def stop(self, timeout_s: float) -> None:
         """Stop the engine's thread, and what else the start has begun."""

@@ -20,8 +20,7 @@ def begin(model: str, device: str) -> None:
     if folder is not None:
         threading.Thread(target=_read_ahead, args=(folder,), daemon=True).start()
     kind, _, index = device.partition(":")
-    ranked = "RANK" in os.environ  # and so on a device that torch chooses
-    if kind == "cuda" and not ranked and (not index or index.isdecimal()):
+    if kind == "cuda" and (not index or index.isdecimal()):
         threading.Thread(target=_make_context, args=(int(index or 0),), daemon=True).start()
 
 

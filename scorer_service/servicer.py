@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +23,7 @@ from outrider.types import Commit, EngineInfo, Request, RequestStats
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import ServedModel
 from scorer_service.constraints import Constraints
+from scorer_service.drafting.side import DraftSide
 from scorer_service.hub import Hub
 from scorer_service.round_spans import RoundSpans
 
@@ -35,10 +36,6 @@ _STATS_ON_SPANS: Final = (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-DraftHandler = Callable[[AsyncIterator[draft_pb2.DraftRequest], Context], Awaitable[None]]
-"""Runs one proposer's stream until either side ends it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The parts that answer RPCs once the engine is up."""
@@ -48,7 +45,7 @@ class Serving:
     served: ServedModel
     info: EngineInfo
     constraints: Constraints | None  # None: the engine compiles them itself
-    draft: DraftHandler
+    drafts: DraftSide
 
 
 class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
@@ -88,7 +85,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context
     ) -> None:
         try:
-            await self._ready().draft(request_iterator, context)
+            await self._ready().drafts.serve(request_iterator, context)
         except Exception as error:
             await status.abort(context, error)
 
@@ -96,7 +93,8 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self, _request: scorer_pb2.GetScorerInfoRequest, context: Context
     ) -> scorer_pb2.GetScorerInfoResponse:
         try:
-            return self._info(self._ready(even_draining=True))
+            serving = self._ready(even_draining=True)
+            return _info(serving, await serving.drafts.attached())
         except Exception as error:
             await status.abort(context, error)
 
@@ -152,37 +150,6 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                 if session.stats is not None:
                     span.set_attributes(_stats_attributes(session.stats))
 
-    def _info(self, serving: Serving) -> scorer_pb2.GetScorerInfoResponse:
-        served, snapshot = serving.served, serving.engine.snapshot()
-        now = asyncio.get_running_loop().time()
-        return scorer_pb2.GetScorerInfoResponse(
-            scorer_id=served.scorer_id,
-            model=served.model,
-            served_model_name=served.served_model_name,
-            vocab_size=served.vocab_size,
-            tokenizer_hash=served.tokenizer_hash,
-            max_model_len=served.max_model_len,
-            protocol_version=PROTOCOL_VERSION,
-            eos_token_ids=sorted(served.eos_token_ids),
-            dtype=served.dtype,
-            running_requests=snapshot.running,
-            waiting_requests=snapshot.waiting,
-            total_pages=snapshot.total_pages,
-            page_size=served.page_size,
-            free_pages=snapshot.free_pages,
-            features=features_to_proto(served.features),
-            proposers=[
-                scorer_pb2.AttachedProposer(
-                    proposer_id=proposer.id,
-                    method=proposer.method,
-                    model=proposer.model,
-                    sessions=len(proposer.sessions),
-                    set_aside=proposer.set_aside_until > now,
-                )
-                for proposer in serving.hub.registry.proposers
-            ],
-        )
-
 
 def add_to_server(servicer: ScorerServicer, server: grpc.aio.Server) -> None:
     """Register the service, with a serializer of its own for the messages of Draft."""
@@ -193,6 +160,30 @@ def add_to_server(servicer: ScorerServicer, server: grpc.aio.Server) -> None:
     )
     scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(SERVICE_NAME, {"Draft": draft})  # in its place
+
+
+def _info(
+    serving: Serving, proposers: Sequence[scorer_pb2.AttachedProposer]
+) -> scorer_pb2.GetScorerInfoResponse:
+    served, snapshot = serving.served, serving.engine.snapshot()
+    return scorer_pb2.GetScorerInfoResponse(
+        scorer_id=served.scorer_id,
+        model=served.model,
+        served_model_name=served.served_model_name,
+        vocab_size=served.vocab_size,
+        tokenizer_hash=served.tokenizer_hash,
+        max_model_len=served.max_model_len,
+        protocol_version=PROTOCOL_VERSION,
+        eos_token_ids=sorted(served.eos_token_ids),
+        dtype=served.dtype,
+        running_requests=snapshot.running,
+        waiting_requests=snapshot.waiting,
+        total_pages=snapshot.total_pages,
+        page_size=served.page_size,
+        free_pages=snapshot.free_pages,
+        features=features_to_proto(served.features),
+        proposers=proposers,
+    )
 
 
 class _Call:

@@ -11,14 +11,14 @@ from outrider.cli.gpus import count_gpus
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
 from outrider.config import DTYPES
-from outrider.engines import AUTO, NATIVE, Wanted, choose
+from outrider.engines import AUTO, NATIVE, VLLM, Wanted, choose
 from outrider.errors import ConfigError
-from outrider.methods import HIDDEN_STATE_METHODS
+from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
 from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
 from outrider.models.modules import MODULE_FILES
 from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 from outrider.models.tokenizer import tokenizer_hash
-from outrider.vllm.flags import num_devices, take_parallel_flags
+from outrider.vllm.flags import gives_speculation, num_devices, take_parallel_flags
 
 Say = Callable[[str], None]
 """Takes a line about what is done."""
@@ -47,16 +47,22 @@ def take_config(
         if target is not None:
             wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
         engine = choose(args.engine, wanted, installed=True if dry else None)
+    vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
     methods, draft = _drafting(args, name, models)
+    draft_device = args.draft_device
+    if engine == VLLM:
+        if gives_speculation(vllm_flags):
+            methods, draft = (), None
+        draft_device = draft_device or _beside_vllm(methods, device, num_gpus, devices)
     _check_tokenizers(name, draft, methods, models)
     return ServeConfig(
         model=models.served(name),
         draft_model=None if draft is None else models.served(draft),
         methods=methods,
         device=device,
-        draft_device=args.draft_device,
+        draft_device=draft_device,
         engine=engine,
-        vllm_flags=(*parallel, *getattr(args, "vllm_flags", ())),
+        vllm_flags=vllm_flags,
         dtype=_dtype(args.dtype, device, target, say),
         num_speculative_tokens=args.num_speculative_tokens,
         speculation_policy=args.speculation_policy,
@@ -64,6 +70,17 @@ def take_config(
         flags=_passed(args),
         **fields,
     )
+
+
+def _beside_vllm(
+    methods: Sequence[str], device: str, num_gpus: int, num_devices: int
+) -> str | None:
+    """Return where a proposer beside vLLM drafts; None: vLLM drafts itself, or nobody does."""
+    if not methods or not set(HIDDEN_STATE_METHODS).isdisjoint(methods):
+        return None
+    if device == "cpu" or COPYING_METHODS.issuperset(methods):
+        return "cpu"
+    return f"cuda:{num_devices}" if num_gpus > num_devices else None
 
 
 def _model_name(args: argparse.Namespace) -> str:

@@ -67,6 +67,11 @@ class ServeConfig:
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
         if self.engine == VLLM and self.methods and self.draft_device is None:
             self.own_speculation()  # raises
+        if self.engine == VLLM and self.head and self.draft_device is not None:
+            raise ConfigError(
+                f"--method {self.head} reads hidden states, which vLLM does not give out: leave "
+                "--draft-device out, and vLLM drafts itself."
+            )
         if self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus:
             raise ConfigError(
                 f"--draft-device {self.draft_device} is the model's own: leave it out, and the "

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from math import prod
 from typing import Any, Final
 
 import torch
 
 from outrider.config import DTYPES, SPECULATION_POLICIES
+from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
@@ -89,6 +93,7 @@ class Arguments:
     speculation_policy: str = "adaptive"
     served_model_name: str | None = None
     speculative_config: Mapping[str, Any] | None = None
+    engine: str = AUTO
 
 
 def check_others(others: Mapping[str, Any], name: str = NAME) -> None:
@@ -118,13 +123,20 @@ def take_old_speculation(others: dict[str, Any]) -> dict[str, Any] | None:
     return found or None
 
 
-def scorer_options(given: Arguments) -> ScorerOptions:
-    """Return the options of the scorer within this process. Raises `ConfigError`."""
+def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) -> ScorerOptions:
+    """Return the options of the scorer within this process; `others` are arguments of vLLM's.
+
+    Raises `ConfigError`.
+    """
+    others = others or {}
     device = given.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device.startswith("cuda")
-    defaults = resolve([f"--device={device}"])
+    engine = _engine(given, others, on_gpu=on_gpu)
+    if engine == NATIVE:
+        check_others(others)
+    defaults = resolve([f"--device={device}", f"--engine={engine}"])
     del defaults["exit_with_parent"]
     options: dict[str, Any] = {
         "model": given.model,
@@ -143,25 +155,54 @@ def scorer_options(given: Arguments) -> ScorerOptions:
     options = defaults | {key: value for key, value in options.items() if value is not None}
     for key, least in _LEAST.items():
         value = options[key]
-        if value is not None and (type(value) is not int or value < least):
+        changed = value is not None and value != defaults[key]
+        if changed and (type(value) is not int or value < least):
             raise ConfigError(f"{key} must be a number of at least {least}.")
     if given.speculation_policy not in SPECULATION_POLICIES:
         raise ConfigError(f"speculation_policy must be one of {', '.join(SPECULATION_POLICIES)}.")
     if not 0.0 < given.gpu_memory_utilization <= 1.0:
         raise ConfigError("gpu_memory_utilization must be above 0 and at most 1.")
-    if given.max_num_batched_tokens is None:
+    if given.max_num_batched_tokens is None and engine == NATIVE:
         rows = options["max_num_seqs"]
         options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], rows)
-    elif options["max_num_batched_tokens"] < options["max_num_seqs"]:
+    elif 0 < options["max_num_batched_tokens"] < options["max_num_seqs"]:
         raise ConfigError("max_num_batched_tokens must be at least max_num_seqs.")
     options["enable_prefix_caching"] = given.enable_prefix_caching
     options["num_speculative_tokens"] = 0
+    if engine == VLLM:
+        own = dict(others) | {"speculative_config": given.speculative_config or None}
+        return ScorerOptions(**options | {"vllm_flags": tuple(_words(own))})
     if given.speculative_config is not None and given.speculative_config != {}:
         methods, tokens = read_speculation(given.speculative_config, given.model, device)
         options["in_process_proposer"] = methods
         options["num_speculative_tokens"] = tokens
         options["hidden_features"] = states_of(methods)
     return ScorerOptions(**options)
+
+
+def _engine(given: Arguments, others: Mapping[str, Any], *, on_gpu: bool) -> str:
+    if given.engine not in ENGINES:
+        raise ConfigError(f"engine={given.engine!r} must be one of {', '.join(ENGINES)}.")
+    if given.engine == NATIVE or (given.engine == AUTO and find_spec("vllm") is None):
+        return NATIVE  # which refuses what only vLLM serves
+    folder = resolve_model(given.model, "target", tokenizer_only=True)
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    devices = prod(int(others.get(name) or 1) for name in sizes)
+    wanted = Wanted.of(folder, on_gpu=on_gpu, num_devices=devices)
+    if others.get("quantization"):
+        wanted = replace(wanted, quantised=True)
+    return choose(given.engine, wanted)
+
+
+def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield arguments of vLLM's as flags of vLLM's."""
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None:
+            said = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+            yield from (f"--{flag}", said)
 
 
 def _dtype(given: Arguments, *, on_gpu: bool) -> str:

@@ -16,7 +16,6 @@ from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.arguments import (
     Arguments,
-    check_others,
     scorer_options,
     take_old_speculation,
 )
@@ -41,9 +40,8 @@ class Model:
         known = {name: arguments.pop(name) for name in Arguments.__slots__ if name in arguments}
         if (old := take_old_speculation(arguments)) is not None:
             known.setdefault("speculative_config", old)
-        check_others(arguments)
         given = Arguments(model=str(model), **known)
-        options = scorer_options(given)
+        options = scorer_options(given, arguments)
         self.folder = resolve_model(tokenizer or given.model, "target", tokenizer_only=True)
         self._seeds = random.Random(given.seed)
         self._ids = itertools.count()

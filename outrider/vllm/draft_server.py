@@ -139,7 +139,7 @@ class DraftServer(Listener):
         from outrider.rpc.server import GrpcServer
         from outrider.rpc.telemetry import configure
         from scorer_service.config import DraftLimits
-        from scorer_service.drafting.stream import serve_proposer
+        from scorer_service.drafting.side import LocalDrafts
         from scorer_service.hub import Hub
         from scorer_service.metrics import ScorerMetrics
         from scorer_service.servicer import (
@@ -181,8 +181,8 @@ class DraftServer(Listener):
             }
             metrics = ScorerMetrics(telemetry.registry, served.served_model_name)
             self._hub = hub = Hub(engine, served, DraftLimits(), metrics)
-            draft = partial(serve_proposer, blocks=hub.blocks, data_port=data)
-            servicer.begin(Serving(engine, hub, served, cast("Any", None), None, draft))
+            drafts = LocalDrafts(hub.blocks, data)
+            servicer.begin(Serving(engine, hub, served, cast("Any", None), None, drafts))
             cleanup.push_async_callback(servicer.drain, 0.0)
             await server.set_serving(True)
             self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +35,7 @@ from outrider.types import (
     Request,
     StepEvents,
 )
+from outrider.vllm.accounts import Accounts
 from outrider.vllm.flags import VllmOptions
 from outrider.vllm.outputs import Progress
 from outrider.vllm.params import Abilities, sampling_fields, structured_fields
@@ -82,6 +86,9 @@ class VllmEngine:
         """Take a function that returns the model's folder, which may download it."""
         self._resolve = resolve
         self._options = options
+        self.draft_target = ""
+        """gRPC address of the draft side; empty if vLLM's worker hosts none."""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._on_events = on_events
         self.running = True
         self._llm: Any = None
@@ -91,6 +98,7 @@ class VllmEngine:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._commits: list[Commit] = []  # since the last event
         self._counts = StepCounts()
+        self._accounts = Accounts(self._ask)
         self._heard = 0.0  # when vLLM answered last
 
     def start(self, timeout_s: float) -> EngineInfo:
@@ -103,12 +111,16 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout says "ready"
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(timeout_s)))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # session ids are unique
         # This process has threads, gRPC's among them, and cannot be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         from outrider.vllm.async_llm import build, facts
 
         has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-        argv = self._options.argv(str(folder), has_tokenizer=has_tokenizer)
+        options = self._options
+        if options.takes_proposers:
+            options = replace(options, draft_flags=self._listening(options.draft_flags))
+        argv = options.argv(str(folder), has_tokenizer=has_tokenizer)
         try:
             self._llm = build(argv, self._load)
         except OutriderError:
@@ -132,9 +144,24 @@ class VllmEngine:
         )
         return self._info
 
+    def _listening(self, flags: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the draft side's flags, with a socket that this process dials."""
+        path = next((b for a, b in pairwise(flags) if a == "--listen-unix"), None)
+        if path is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
+            path = f"{self._folder.name}/drafts"
+            flags = (*flags, "--listen-unix", path)
+        self.draft_target = f"unix:{path}"
+        return flags
+
     async def warm_up(self) -> None:
         """Run each kind of request once, since vLLM compiles some samplers at their first use."""
         assert self._info is not None
+        if self.draft_target:
+            told = await self._llm.collective_rpc("outrider_info")
+            verification = next((each["verification"] for each in told if each), "")
+            coupled = verification == VerificationRule.COUPLED.value
+            self._can = replace(self._can, coupled=coupled, takes_proposers=True)
         for sampling, top_logprobs in _WARM_UP:
             request = Request(
                 session_id=0,  # the hub's begin at 1
@@ -154,6 +181,8 @@ class VllmEngine:
         self.running = False
         if self._llm is not None:
             self._llm.shutdown(timeout=timeout_s)
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def submit(self, request: Request, constraint: Any = None) -> None:  # noqa: ARG002
         """Hand a request to vLLM, which compiles the request's constraint itself."""
@@ -216,6 +245,9 @@ class VllmEngine:
             async for output in outputs:
                 commit = progress.commit(output)
                 if commit.finish_reason is not None:
+                    if self._can.takes_proposers:
+                        told = await self._accounts.ask(str(session_id))
+                        commit = commit._replace(stats=progress.stats_with(told))
                     self._tasks.pop(session_id, None)
                 self._publish(commit, progress if first else None)
                 first = False
@@ -233,6 +265,10 @@ class VllmEngine:
             failure = InternalError(f"The engine failed: {type(error).__name__}.")
         if self._tasks.pop(session_id, None) is not None:
             self._on_events(StepEvents((), (Failure(session_id, failure),), None))
+
+    async def _ask(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        told = await self._llm.collective_rpc("outrider_stats", args=(list(names),))
+        return {name: stats for each in told for name, stats in each.items()}
 
     def _publish(self, commit: Commit, begun: Progress | None) -> None:
         """Pass on a commit, together with those of the same step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,6 +74,12 @@ def num_devices(flags: Sequence[str]) -> int:
     return prod(counts)
 
 
+def gives_speculation(flags: Sequence[str]) -> bool:
+    """Return whether flags in vLLM's words choose how it speculates."""
+    names = (word.partition("=")[0].partition(".")[0].replace("_", "-") for word in flags)
+    return not {"--speculative-config", "-sc"}.isdisjoint(names)
+
+
 def node_rank(flags: Sequence[str]) -> int:
     """Return the number of this machine among those that share a model; the first is 0."""
     return next((int(value) for flag, value in pairwise(flags) if flag == "--node-rank"), 0)
@@ -94,7 +101,8 @@ class VllmOptions:
     gpu_memory_utilization: float = 0.9
     page_size: int = 0
     enable_prefix_caching: bool = True
-    start_timeout: float = 600.0  # seconds
+    draft_flags: tuple[str, ...] = ()
+    """Flags of the draft side, which vLLM's worker hosts (`draft_server.ServerOptions`)."""
     more: tuple[str, ...] = ()
     """Flags in vLLM's own words. They come last, so they win."""
 
@@ -106,7 +114,33 @@ class VllmOptions:
     @property
     def own_speculation(self) -> bool:
         """Tell whether vLLM's own words choose how it speculates."""
-        return _gives("--speculative-config", self.more) or _gives("-sc", self.more)
+        return gives_speculation(self.more)
+
+    @property
+    def takes_proposers(self) -> bool:
+        """Tell whether vLLM's worker hosts a draft side."""
+        return self.num_speculative_tokens > 0 and not self.own_speculation
+
+    def _hosting(self) -> list[str]:
+        if num_devices(("--data-parallel-size", self._given("--data-parallel-size"))) > 1:
+            raise ConfigError(
+                "--data-parallel-size takes no proposers: start a scorer for each replica, or give "
+                "--num-speculative-tokens 0, or vLLM's own --speculative-config after --."
+            )
+        config = {
+            "method": "custom_class",
+            "model": "outrider.vllm.proposer.RemoteProposer",
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+        worker = "CPUWorker" if self.device == "cpu" else "GPUWorker"
+        return [
+            *("--speculative-config", json.dumps(config)),
+            *("--worker-cls", f"outrider.vllm.worker.{worker}"),
+            *("--additional-config", json.dumps({"outrider": shlex.join(self.draft_flags)})),
+        ]
+
+    def _given(self, flag: str) -> str:
+        return next((value for name, value in pairwise(self.more) if name == flag), "")
 
     def argv(self, folder: str, *, has_tokenizer: bool = True) -> list[str]:
         """Return vLLM's flags for a model's folder. Raises `ConfigError`."""
@@ -133,9 +167,6 @@ class VllmOptions:
                 flags += [flag, value]
         if not has_tokenizer:
             flags += ["--skip-tokenizer-init"]
+        if self.takes_proposers:
+            flags += self._hosting()
         return [*map(str, flags), *self.more]
-
-
-def _gives(flag: str, words: tuple[str, ...]) -> bool:
-    names = (word.partition("=")[0].partition(".")[0] for word in words)
-    return flag in (name.replace("_", "-") for name in names)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.errors import InternalError
 from outrider.params import VerificationRule
-from outrider.types import Commit, FinishReason, Request, RequestStats, TokenKind, TokenLogprobs
+from outrider.types import (
+    Commit,
+    FinishReason,
+    MethodCounts,
+    Request,
+    RequestStats,
+    TokenKind,
+    TokenLogprobs,
+)
 
+_OF_DRAFTS = (
+    *("rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late"),
+    *("misses_wrong", "waits", "wait_ms", "fallback_rounds", "propose_ms", "score_ms"),
+    *("network_ms", "proposer_ids", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
+    "hits_after_miss",
+)
+"""Fields of `RequestStats` that the draft side knows better."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -99,6 +115,19 @@ class Progress:
             preemptions=self._preemptions,
             verification=self._rule,
         )
+
+    def stats_with(self, told: dict[str, Any] | None) -> RequestStats:
+        """Return the account with what the draft side tells: the fields of its `RequestStats`."""
+        ours = self.stats()
+        if told is None:
+            return ours
+        fields = {name: told[name] for name in _OF_DRAFTS}
+        for name in ("accepted_per_pos", "k_histogram", "proposer_ids"):
+            fields[name] = tuple(fields[name])
+        by_method = told["by_method"]
+        if isinstance(by_method, list | tuple):
+            fields["by_method"] = tuple(MethodCounts(*counts) for counts in by_method)
+        return replace(ours, **fields)
 
     def _kinds(self, count: int) -> tuple[TokenKind, ...]:
         """Return the kinds of an output's tokens; of several rounds if the reader was slow."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 from outrider.errors import InvalidRequestError, UnavailableError
 from outrider.params import Constraint, ConstraintKind, VerificationRule
 from outrider.types import EngineInfo, Request
+from outrider.vllm.requests import Extras
 
 _STRUCTURED: Final[dict[ConstraintKind, Callable[[str], dict[str, Any]]]] = {
     ConstraintKind.JSON_OBJECT: lambda _: {"json_object": True},
@@ -29,6 +30,8 @@ class Abilities:
     """K of vLLM's speculation, by proposers or its own; 0: it does not speculate."""
     own_method: str | None = None
     """vLLM's own speculation; None: proposers', if any."""
+    takes_proposers: bool = False
+    """vLLM's worker hosts a draft side, which follows what a request says of speculation."""
 
     def rule(self, request: Request) -> VerificationRule:
         """Return the rule by which drafts of a request are verified."""
@@ -63,6 +66,9 @@ def sampling_fields(request: Request, info: EngineInfo, can: Abilities) -> dict[
         "stop_token_ids": sorted(ends),
         "logprobs": request.top_logprobs,
         "detokenize": False,
+        "extra_args": (
+            Extras(request.speculation, request.tenant).to_args() if can.takes_proposers else None
+        ),
     }
 
 

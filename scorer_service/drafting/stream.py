@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from outrider.errors import (
-    DeadlineError,
-    InvalidRequestError,
-    OutriderError,
-    ProposerRefusedError,
-)
+from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
 from outrider.rpc.data_connection import DataPort, Offer
 from outrider.rpc.tasks import first_of
 from outrider.rpc.versions import agreed_version
@@ -63,15 +58,6 @@ async def serve_proposer(
         # Other errors are gRPC's, of reads and writes on a stream that is gone.
         if isinstance(result, OutriderError):
             raise result
-
-
-async def refuse_proposers(_requests: Requests, _context: Context) -> None:
-    """End a stream at once: the engine speculates by itself, or not at all."""
-    raise ProposerRefusedError(
-        "this scorer takes no proposers: its engine, vLLM, speculates by itself or not at all. "
-        "Start it with --num-speculative-tokens above 0 and without a --speculative-config.",
-        reason="NO_PROPOSERS",
-    )
 
 
 async def _converse(

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
-from scorer_service.drafting.stream import serve_proposer
+from scorer_service.drafting.side import LocalDrafts
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
@@ -237,8 +236,8 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
     if setup.data_connections:
         data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls)
     data_address = "" if data_port is None else f"127.0.0.1:{await data_port.start()}"
-    draft = partial(serve_proposer, blocks=hub.blocks, data_port=data_port)
-    servicer.begin(Serving(worker, hub, served, info, constraints, draft))
+    drafts = LocalDrafts(hub.blocks, data_port)
+    servicer.begin(Serving(worker, hub, served, info, constraints, drafts))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),

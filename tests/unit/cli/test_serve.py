@@ -215,9 +215,10 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_devices_are_vllms_in_one_scorer(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", dtype="bfloat16")
     specs = named(services(config(folder, "--tensor-parallel-size", 2), "/run"))
-    assert list(specs) == ["scorer", "gateway"]
+    assert list(specs) == ["scorer", "proposer", "gateway"]
     argv = specs["scorer"].argv
     assert value(specs["scorer"], "--engine") == "vllm"
+    assert value(specs["proposer"], "--method") == "ngram"
     assert argv[argv.index("--") :][1:3] == ("--tensor-parallel-size", "2")
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         config(folder, "--tensor-parallel-size", 4)
@@ -238,15 +239,13 @@ def test_methods_of_vllm_become_its_own_speculation(tmp_path: Path) -> None:
         assert argv[argv.index("--num-speculative-tokens") + 1] == "0"
         return dict(json.loads(argv[argv.index("--speculative-config") + 1]))
 
-    looked_up = speculation("--num-speculative-tokens", 3, "--prompt-lookup-max", 5)
-    assert looked_up == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}
-    read = speculation("--draft-model", head)
-    assert read == {"method": "eagle3", "num_speculative_tokens": 4, "model": str(head)}
+    read = speculation("--draft-model", head, "--num-speculative-tokens", 3)
+    assert read == {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head)}
     none = services(config(folder, "--engine", "vllm", "--method", "none"), "/run")[0].argv
     assert none[-1] == "--"
     for flags, said in (
-        (("--method", "deterministic"), "is not vLLM's own"),
-        (("--tree-width", 2), "--tree-width is not for vLLM's own ngram"),
+        (("--draft-model", head, "--tree-width", 2), "--tree-width is not for vLLM's own eagle3"),
+        (("--draft-model", head, "--draft-device", "cpu"), "reads hidden states"),
     ):
         with pytest.raises(ConfigError, match=said):
             config(folder, "--engine", "vllm", *flags)

@@ -1,0 +1,45 @@
+"""`LLM`'s arguments with vLLM as the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import engines
+from outrider.errors import ConfigError
+from outrider.offline import arguments
+from outrider.offline.arguments import Arguments, scorer_options
+
+
+@pytest.fixture(autouse=True)
+def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engines, arguments):
+        monkeypatch.setattr(module, "find_spec", lambda _: object())
+
+
+def test_further_arguments_become_vllms_flags() -> None:
+    given = Arguments(
+        model="embedded",
+        device="cpu",
+        engine="vllm",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )
+    options = scorer_options(given, {"enforce_eager": True, "swap_space": None, "load_format": "x"})
+    assert (options.engine, options.num_speculative_tokens) == ("vllm", 0)
+    assert options.vllm_flags[:3] == ("--enforce-eager", "--load-format", "x")
+    assert options.vllm_flags[3] == "--speculative-config"
+    assert (options.max_num_batched_tokens, options.page_size) == (0, 0)
+    assert not options.for_vllm().takes_proposers
+
+
+@pytest.mark.parametrize(
+    ("others", "engine"),
+    [({}, "native"), ({"tensor_parallel_size": 2}, "vllm"), ({"quantization": "fp8"}, "vllm")],
+)
+def test_auto_takes_what_the_table_says(others: dict[str, object], engine: str) -> None:
+    given = Arguments(model="embedded", device="cpu")
+    assert scorer_options(given, others).engine == engine
+
+
+def test_engine_of_another_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="engine='sglang' must be one of auto, native, vllm"):
+        scorer_options(Arguments(model="embedded", engine="sglang"))
