@@ -44,7 +44,7 @@ from scorer_service.drafting.in_process_link import attach
 from scorer_service.drafting.side import DraftSide, LocalDrafts, NoDrafts, RelayedDrafts
 from scorer_service.hub import Hub
 from scorer_service.loading import load
-from scorer_service.metrics import ScorerMetrics
+from scorer_service.metrics import EngineMetrics, ScorerMetrics
 from scorer_service.servicer import Serving
 
 NAME: Final = "scorer"
@@ -113,6 +113,7 @@ class ScorerCore:
             info = await asyncio.wrap_future(in_thread(lambda: engine.start(options.start_timeout)))
         if isinstance(engine, VllmEngine):
             await engine.warm_up()
+            self._telemetry.registry.register(EngineMetrics("vllm:"))
         folder, hash_ = found[0]
         served = ServedModel(
             scorer_id=options.scorer_id,

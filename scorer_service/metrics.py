@@ -6,10 +6,11 @@ outrider/counts.py), so the cost does not grow with tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 
 from outrider.counts import DRAFT_FATES, StepCounts, sum_rounds
 from outrider.features import FeatureBatch
@@ -61,6 +62,17 @@ _HISTOGRAMS = {
     "iteration_tokens_total": ("Query tokens in an engine step.", _POWERS),
     "step_output_tokens": ("Tokens that an engine step added to its rows.", _POWERS),
 }
+
+
+class EngineMetrics:
+    """Passes on an engine's own metrics, which it keeps in the process's global registry."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield those whose names begin with the prefix."""
+        yield from (each for each in REGISTRY.collect() if each.name.startswith(self._prefix))
 
 
 class ScorerMetrics:

@@ -39,6 +39,7 @@ from outrider.vllm.accounts import Accounts
 from outrider.vllm.flags import VllmOptions
 from outrider.vllm.outputs import Progress
 from outrider.vllm.params import Abilities, sampling_fields, structured_fields
+from outrider.vllm.reaper import Reaper
 from outrider.vllm.stats import Load
 from outrider.watchdog import PATIENCE_S
 
@@ -88,6 +89,7 @@ class VllmEngine:
         self._options = options
         self.draft_target = ""
         """gRPC address of the draft side; empty if vLLM's worker hosts none."""
+        self._reaper: Reaper | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._on_events = on_events
         self.running = True
@@ -127,6 +129,7 @@ class VllmEngine:
             raise
         except Exception as error:
             raise ConfigError(f"vLLM does not serve this: {_first_line(error)}") from error
+        self._reaper = Reaper()
         found = facts(self._llm)
         self._can = Abilities(
             num_speculative_tokens=found.num_speculative_tokens, own_method=found.own_method
@@ -181,6 +184,8 @@ class VllmEngine:
         self.running = False
         if self._llm is not None:
             self._llm.shutdown(timeout=timeout_s)
+        if self._reaper is not None:
+            self._reaper.dismiss()
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -21,13 +21,15 @@ from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2, scorer_pb2_grpc
-from tests.support.services.up import addresses, service
+from tests.support.services.up import EVERY_ROUND, Up, addresses, service
+from tests.support.services.up import running as running_stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 LIMITS = ("--model", "embedded", "--max-num-seqs", 8, "--max-model-len", 512)
 SMALL = (*LIMITS, "--kv-cache-memory", 64)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+GREEDY = common_pb2.SamplingParams(temperature=0.0)
 TEXTS = ("def fibonacci(n):\n", "class Stack:\n    def push(self, item):\n", "import os\n")
 Request = scorer_pb2.ScorerServiceGenerateRequest
 Response = scorer_pb2.ScorerServiceGenerateResponse
@@ -72,6 +74,14 @@ def vllm(process: subprocess.Popen[str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def served() -> Iterator[Up]:
+    """`outrider serve` with vLLM and a draft model beside it."""
+    flags = ("--engine", "vllm", *SMALL[2:], *EVERY_ROUND, "--", "--enforce-eager")
+    with running_stack(*flags) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.load(resolve_model("embedded", "target"))
 
@@ -82,7 +92,7 @@ async def generate(
     on_tokens: Callable[[int], None] = lambda _: None,
     **fields: Any,
 ) -> list[Response]:
-    sampling = fields.pop("sampling", common_pb2.SamplingParams(temperature=0.0))
+    sampling = fields.pop("sampling", GREEDY)
     stop = fields.pop("stop", common_pb2.StopParams(max_tokens=40))
     request = Request(prompt_token_ids=prompt, sampling=sampling, stop=stop, **fields)
     responses: list[Response] = []
@@ -212,11 +222,16 @@ def test_gateway_over_vllm_answers_openai_clients_and_counts(vllm: dict[str, str
     assert "".join(json.loads(each)["choices"][0]["text"] for each in lines) == text
     metrics = httpx.get(vllm["metrics"], timeout=10).text
     assert 'outrider:generation_tokens_total{model_name="default"}' in metrics
+    assert "vllm:num_requests_running" in metrics
     assert 'outrider:request_success_total{finished_reason="length"' in metrics
 
 
 async def answer_over(
-    first: str, other: str, other_pid: int, fail: Callable[[], None]
+    first: str,
+    other: str,
+    other_pid: int,
+    fail: Callable[[], None],
+    sampling: common_pb2.SamplingParams = GREEDY,
 ) -> tuple[list[int], generation_pb2.GenerateResponse]:
     """What a gateway answers that begins with the scorer `first`, which fails after ten tokens."""
     targets = f"{first},{other}"
@@ -230,17 +245,17 @@ async def answer_over(
                     os.kill(other_pid, signal.SIGCONT)
                     fail()
 
-            return await _answer(address, on_tokens)
+            return await _answer(address, on_tokens, sampling)
     finally:
         os.kill(other_pid, signal.SIGCONT)
 
 
 async def _answer(
-    gateway: str, on_tokens: Callable[[int], None]
+    gateway: str, on_tokens: Callable[[int], None], sampling: common_pb2.SamplingParams
 ) -> tuple[list[int], generation_pb2.GenerateResponse]:
     request = generation_pb2.GenerateRequest(
         text=TEXTS[1],
-        sampling=common_pb2.SamplingParams(temperature=0.0),
+        sampling=sampling,
         stop=common_pb2.StopParams(max_tokens=120, ignore_eos=True),
         aux_info=True,
     )
@@ -292,6 +307,53 @@ async def test_own_speculation_keeps_the_text_until_its_engine_is_killed(
         assert tokens == expected
         assert last.aux_info.retries == 1
         assert process.wait(30) == 1
+
+
+SAMPLED = common_pb2.SamplingParams(temperature=1.0, seed=5, top_p=0.95)
+
+
+async def test_proposer_behind_the_scorers_port_changes_no_sampled_text(
+    served: Up, native: str, tokenizer: Tokenizer
+) -> None:
+    prompt, scorer = tokenizer.encode(TEXTS[0]), served.scorer
+    coupled = common_pb2.SpeculationParams()
+    coupled.verification.rule = common_pb2.VERIFICATION_RULE_COUPLED
+    drafted = await generate(scorer, prompt, sampling=SAMPLED, speculation=coupled)
+    off = common_pb2.SpeculationParams(enabled=False)
+    plain = await generate(scorer, prompt, sampling=SAMPLED, speculation=off)
+    ours = await generate(native, prompt, sampling=SAMPLED)
+    assert tokens_of(drafted) == tokens_of(plain) == tokens_of(ours)
+    account = drafted[-1].aux_info
+    assert account.drafted >= account.accepted > 0
+    assert account.rounds < len(tokens_of(drafted))
+    [counts] = account.by_method
+    assert (counts.method, counts.accepted) == ("draft_model", account.accepted)
+    assert len(account.proposer_ids) == 1
+    assert account.verification == "coupled"
+    assert plain[-1].aux_info.drafted == 0
+    two = common_pb2.SpeculationParams(num_speculative_tokens=2)
+    shorter = await generate(scorer, prompt, sampling=SAMPLED, speculation=two)
+    assert tokens_of(shorter) == tokens_of(plain)
+    assert 2 <= len(shorter[-1].aux_info.k_histogram) <= 3
+    other = common_pb2.SpeculationParams(methods=["suffix"])  # nobody drafts by it
+    assert (await generate(scorer, prompt, speculation=other))[-1].aux_info.drafted == 0
+    async with open_channel(scorer) as channel:
+        stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+        info = await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
+    assert [proposer.method for proposer in info.proposers] == ["draft_model"]
+
+
+async def test_sampled_text_of_a_native_scorer_that_is_killed_goes_on_with_vllm_and_a_proposer(
+    served: Up, native: str, tokenizer: Tokenizer
+) -> None:
+    stop = common_pb2.StopParams(max_tokens=120, ignore_eos=True)
+    expected = await generate(native, tokenizer.encode(TEXTS[1]), sampling=SAMPLED, stop=stop)
+    flags = (*SMALL, "--threads", 1, "--engine", "native")
+    with service("scorer_service", *flags) as victim:
+        first, vllm_pid = addresses(victim)["grpc"], served.services["scorer_service"]
+        tokens, last = await answer_over(first, served.scorer, vllm_pid, victim.kill, SAMPLED)
+    assert tokens == tokens_of(expected)
+    assert (last.aux_info.retries, last.aux_info.exact) == (1, True)
 
 
 def descendants(pid: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from outrider.counts import DRAFT_FATES, Admission, StepCounts
 from outrider.features import (
@@ -17,7 +17,7 @@ from outrider.features import (
     FeatureWindow,
 )
 from outrider.types import StepTimings
-from scorer_service.metrics import ScorerMetrics
+from scorer_service.metrics import EngineMetrics, ScorerMetrics
 
 TIMINGS = StepTimings(
     schedule_ms=1.0,
@@ -136,3 +136,15 @@ def test_scorer_metrics_with_hidden_states_count_them() -> None:
     assert metrics("feature_rows_total") == 8
     assert metrics("feature_bytes_total") == 48
     assert metrics("feature_seconds_total") == 0.25
+
+
+def test_engine_metrics_pass_on_what_has_their_prefix() -> None:
+    own = Gauge("theirs:running", "Of an engine.")  # in the process's registry
+    try:
+        own.set(3)
+        registry = CollectorRegistry()
+        registry.register(EngineMetrics("theirs:"))
+        assert registry.get_sample_value("theirs:running") == 3
+        assert [each.name for each in registry.collect()] == ["theirs:running"]
+    finally:
+        REGISTRY.unregister(own)
