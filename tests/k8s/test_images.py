@@ -13,12 +13,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.kubernetes import helm
 
 DOCKERFILE = (helm.ROOT / "Dockerfile").read_text()
 PACKAGES = {"gateway", "outrider", "proposer_service", "scorer_service"}
-ON_CUDA = {"cuda", "flash_attn", "flashinfer", "triton"}  # imported where they are installed
+ON_OTHER_DEVICES = {"cuda", "flash_attn", "flashinfer", "triton", "vllm"}  # where installed
 TIMEOUT_S = 100
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
@@ -115,7 +116,7 @@ def imported(context: Path) -> set[str]:
     """Distributions that the packages in the image import, without those for CUDA alone."""
     line = re.compile(r"^ *(?:from|import) (\w+)[\w.]*(?: import .+| as \w+)?$", re.MULTILINE)
     names = {name for path in context.rglob("*.py") for name in line.findall(path.read_text())}
-    names -= PACKAGES | ON_CUDA | set(sys.stdlib_module_names)
+    names -= PACKAGES | ON_OTHER_DEVICES | set(sys.stdlib_module_names)
     found = importlib.metadata.packages_distributions()
     return {found[name][-1].lower().replace("_", "-") for name in names}
 
@@ -128,6 +129,48 @@ def test_packages_of_image_are_all_pinned(device: str, opt: Path, context: Path)
     assert ("flash-attn-4" in found) == (device == "cuda")
     beyond = found.keys() - pins("constraints.txt").keys() if device == "cpu" else set()  # CUDA's
     assert {name: found[name] for name in found.keys() - beyond}.items() <= ALL_PINS.items()
+
+
+def test_packages_of_vllm_image_are_all_pinned(opt: Path, context: Path) -> None:
+    done = run("packages-vllm", opt, context, "--dry-run")
+    found = dict(re.findall(r"^ \+ ([\w-]+)==(\S+)$", done.stderr, re.MULTILINE))
+    assert {"vllm", "torch", "transformers", "grpcio"} <= found.keys()
+    assert found.items() <= pins("constraints-vllm.txt").items()
+
+
+def test_caches_of_compiled_kernels_are_kept_where_a_claim_can_be() -> None:
+    variables = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", DOCKERFILE, re.MULTILINE))
+    kept = {name for name, value in variables.items() if value.startswith("/var/cache/outrider")}
+    assert kept >= {"HF_HOME", "TRITON_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "NUMBA_CACHE_DIR"}
+    assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" in kept  # else /tmp/$USER, and there is no user
+    assert variables["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+
+
+def test_image_is_labelled_and_built_in_stages() -> None:
+    assert len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE)) > 5
+    for label in ("title", "licenses", "version", "revision"):
+        assert f"org.opencontainers.image.{label}=" in DOCKERFILE
+
+
+@pytest.mark.parametrize("workflow", sorted(helm.ROOT.glob(".github/workflows/*.yaml")))
+def test_workflow_fits_its_schema(workflow: Path) -> None:
+    done = helm.call("check-jsonschema", "--builtin-schema", "vendor.github-workflows", workflow)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_publishing_builds_every_image_and_scans_before_it_pushes() -> None:
+    jobs = yaml.safe_load((helm.ROOT / ".github/workflows/publish.yaml").read_text())["jobs"]
+    stages = set(re.findall(r"^FROM .* AS packages-(\w+)$", DOCKERFILE, re.MULTILINE))
+    assert set(jobs["images"]["strategy"]["matrix"]["device"]) == stages
+    uses = [step.get("uses", "").partition("@")[0] for step in jobs["images"]["steps"]]
+    builds = [at for at, name in enumerate(uses) if name == "docker/build-push-action"]
+    assert builds[0] < uses.index("aquasecurity/trivy-action") < builds[-1]
+    pushed = jobs["images"]["steps"][builds[-1]]["with"]
+    assert (pushed["push"], pushed["sbom"]) == (True, True)
+    assert {"images", "install"} <= set(jobs["chart"]["needs"])
+    scripts = " ".join(step.get("run", "") for step in jobs["install"]["steps"])
+    assert "--values k8s/examples/kind.yaml" in scripts
+    assert "helm test" in scripts
 
 
 def test_image_when_run_serves_at_all_addresses(opt: Path, context: Path, tmp_path: Path) -> None:
