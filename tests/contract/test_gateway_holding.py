@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 
 import grpc
@@ -171,3 +172,22 @@ async def test_served_model_under_an_alias_is_listed_and_answers() -> None:
         assert done.choices[0].text == TEXT
         with pytest.raises(openai.NotFoundError):
             await gateway.client.completions.create(model="n", prompt="x")
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6")
+async def test_gateway_at_all_addresses_serves_ipv6_and_dials_it() -> None:
+    scorer = fake_scorer(Script(tokens(TEXT)))
+    async with serving(scorer, host="[::1]"), running_gateway(scorer, host="::") as gateway:
+        port = gateway.http.rpartition(":")[2]
+        async with httpx.AsyncClient(base_url=f"http://[::1]:{port}") as client:
+            assert (await client.get("/health")).status_code == 200
+            done = await client.post("/v1/completions", json={"prompt": "x"})
+    assert done.json()["choices"][0]["text"] == TEXT

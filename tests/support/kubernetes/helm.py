@@ -38,9 +38,15 @@ def validate(versions: list[str], *files: Path) -> subprocess.CompletedProcess[s
     return call("python", Path(__file__).with_name("schemas.py"), ",".join(versions), *files)
 
 
-@cache
 def template(*sets: str, values: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`helm template` with `--set` for each of `sets`; what was rendered once is kept."""
+    return _template(sets, values, "" if values is None else values.read_text())
+
+
+@cache
+def _template(
+    sets: tuple[str, ...], values: Path | None, _text: str
+) -> subprocess.CompletedProcess[str]:
     files = () if values is None else ("--values", values)
     flags = [flag for text in sets for flag in ("--set", text)]
     return call("helm", "template", "outrider", CHART, "--namespace", "llm", *files, *flags)
