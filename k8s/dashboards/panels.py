@@ -16,6 +16,7 @@ from grafana_foundation_sdk.builders import (
     timeseries,
 )
 from grafana_foundation_sdk.cog import variants
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common as models
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
@@ -75,7 +76,7 @@ class Traces:
 Panel = Graph | Number | Traces
 
 
-class _JaegerSearch(variants.Dataquery):
+class _JaegerSearch(variants.Dataquery, Builder[variants.Dataquery]):
     """A query of Jaeger's data source, which the SDK lacks."""
 
     def __init__(self, service: str) -> None:
@@ -165,7 +166,10 @@ def build(
 def _traces(panel: Traces) -> table.Panel:
     """Build a table, whose rows open their trace."""
     source = DataSourceRef(type_val=panel.source, uid=f"${{{panel.source}}}")
-    query = f'{{resource.service.name="{panel.service}"}}'
+    query: Builder[variants.Dataquery] = _JaegerSearch(panel.service)
+    if panel.source == "tempo":
+        traceql = f'{{resource.service.name="{panel.service}"}}'
+        query = tempo.TempoQuery().query_type("traceql").query(traceql).limit(20).ref_id("A")
     return (
         table.Panel()
         .title(panel.title)
@@ -173,11 +177,7 @@ def _traces(panel: Traces) -> table.Panel:
         .datasource(source)
         .height(8)
         .span(12)
-        .with_target(
-            tempo.TempoQuery().query_type("traceql").query(query).limit(20).ref_id("A")
-            if panel.source == "tempo"
-            else _JaegerSearch(panel.service)
-        )
+        .with_target(query)
     )
 
 
