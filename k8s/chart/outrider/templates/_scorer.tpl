@@ -40,8 +40,8 @@
 {{/* Flags of the engine: how vLLM shares a model over GPUs and nodes. */}}
 {{- define "outrider.engineFlags" -}}
 {{- with .Values.scorer }}
+- --engine={{ .engine }}
 {{- if eq .engine "vllm" }}
-- --engine=vllm
 - --tensor-parallel-size={{ .parallel.tensor }}
 - --pipeline-parallel-size={{ .parallel.pipeline }}
 {{- if .parallel.expert }}
@@ -128,13 +128,14 @@ spec:
       env:
         {{- include "outrider.podName" .root | nindent 8 }}
         {{- with include "outrider.env" (dict "root" .root "model" $fetched "env" $values.env) }}{{ . | trim | nindent 8 }}{{ end }}
+      {{- /* A follower is vLLM's own process: nothing of it can be probed. */}}
       {{- if ne .rank "follower" }}
       ports:
         - {name: grpc, containerPort: 7001}
         - {name: data, containerPort: 7002}
         - {name: metrics, containerPort: 9101}
-      {{- end }}
       {{- include "outrider.grpcProbes" (dict "root" .root "port" 9201 "service" "outrider.v1.ScorerService") | nindent 6 }}
+      {{- end }}
       resources:
         {{- include "outrider.resources" $args | nindent 8 }}
       {{- include "outrider.container" $args | nindent 6 }}
