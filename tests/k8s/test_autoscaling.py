@@ -120,6 +120,11 @@ def test_metrics_ports_of_every_service_are_scraped() -> None:
 def test_alerts_when_rendered_are_of_their_release_alone() -> None:
     rules = helm.only(helm.render("monitoring.rules.enabled=true"), "PrometheusRule", "outrider")
     file = yaml.safe_load((helm.CHART / "files/alerts.yaml").read_text())
+    linked = helm.template(
+        "monitoring.rules.enabled=true", "monitoring.rules.runbooks=https://wiki.example/runbooks"
+    )
+    assert "runbook_url: https://wiki.example/runbooks#outridernoscorer" in linked.stdout
+    assert "runbook_url: docs/" not in linked.stdout
     jobs = 'namespace="llm",job=~"outrider-(gateway|scorer|proposer-.+)"'
     for group, same in zip(rules["spec"]["groups"], file["groups"], strict=True):
         for rule, written in zip(group["rules"], same["rules"], strict=True):

@@ -31,9 +31,9 @@ SERVED = {"prometheus": 9090, "grafana": 3000, "jaeger": 16686}
 
 
 def read(path: Path) -> Any:
-    """A YAML file, with variables as they are by default, or "x"."""
+    """A YAML file, with variables as they are by default, or "embedded"."""
     variable = r"\$\{\w+:(?:-(.*?)|\?.*?)\}"
-    return yaml.safe_load(re.sub(variable, lambda found: found[1] or "x", path.read_text()))
+    return yaml.safe_load(re.sub(variable, lambda found: found[1] or "embedded", path.read_text()))
 
 
 @pytest.fixture(scope="module")

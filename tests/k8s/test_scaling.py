@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.kubernetes import helm
-from tests.support.kubernetes.autoscaler import PERIOD_S, Autoscaler
+from tests.support.kubernetes.autoscaler import PERIOD_S, Autoscaler, Keda
 
 SETS = (
     "monitoring.serviceMonitor.enabled=true",
@@ -165,3 +165,19 @@ def test_scaling_with_missing_metrics_removes_nobody() -> None:
     for now in range(0, 3600, PERIOD_S):
         autoscaler.sync(now, {"requests": None, "open": 1, "kv": None})
     assert autoscaler.replicas == 4
+
+
+def test_scorers_at_zero_come_with_held_requests_and_go_when_it_is_quiet() -> None:
+    rendered = helm.render(values=helm.EXAMPLES / "scale-to-zero.yaml")
+    spec = helm.only(rendered, "ScaledObject", "outrider-scorer")["spec"]
+    keda = Keda(spec, ("requests", "open", "kv"))
+    none: dict[str, float | None] = {"requests": None, "open": 0, "kv": None}  # nobody is scraped
+    at_zero = [keda.poll(now, none) for now in range(0, 600, PERIOD_S)]
+    assert set(at_zero) == {0}
+    held = [keda.poll(now, none | {"open": 100}) for now in range(600, 1200, PERIOD_S)]
+    assert (held[0], held[-1]) == (1, 3)  # 100 / 48, before a scorer serves
+    cooldown_s = spec["cooldownPeriod"]
+    quiet: dict[str, float | None] = {"requests": 0, "open": 0, "kv": 0}
+    later = [keda.poll(now, quiet) for now in range(1200, 1200 + 2 * cooldown_s, PERIOD_S)]
+    assert 0 not in later[: (cooldown_s - PERIOD_S) // PERIOD_S]
+    assert later[-1] == 0

@@ -8,7 +8,7 @@ the metrics; then the stabilisation windows, the policies of `behavior`, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,46 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
     },
 }
+
+
+class Keda:
+    """KEDA's part for one ScaledObject: to zero and back. In between its own HPA decides.
+
+    Any trigger above 0 makes it active; inactive for `cooldownPeriod`, it goes to the minimum.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], signals: Sequence[str]) -> None:
+        metrics = [
+            {
+                "external": {
+                    "metric": {"selector": {"matchLabels": {"signal": signal}}},
+                    "target": {"averageValue": trigger["metadata"]["threshold"]},
+                }
+            }
+            for signal, trigger in zip(signals, spec["triggers"], strict=True)
+        ]
+        hpa = spec["advanced"]["horizontalPodAutoscalerConfig"] | {
+            "metrics": metrics,
+            "minReplicas": max(1, spec["minReplicaCount"]),
+            "maxReplicas": spec["maxReplicaCount"],
+        }
+        self._hpa = Autoscaler(hpa, 1)
+        self._spec = spec
+        self._active_at = 0.0
+        self.replicas = spec["minReplicaCount"]
+
+    def poll(self, now: float, values: Mapping[str, float | None]) -> int:
+        """Take the values of the signals by name; None: there is no such series."""
+        active = any(value for value in values.values())
+        if active:
+            self._active_at = now
+        if self.replicas == 0:
+            self.replicas = self._hpa.replicas = 1 if active else 0
+        elif not active and now - self._active_at >= self._spec.get("cooldownPeriod", 300):
+            self.replicas = self._spec["minReplicaCount"]
+        else:
+            self.replicas = self._hpa.sync(now, {k: v or 0 for k, v in values.items()})
+        return self.replicas
 
 
 @dataclass
