@@ -1,0 +1,226 @@
+"""The formats that models write calls and reasoning in, and which of them a template means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.answers import deepseek as ds
+from gateway.answers import harmony as gpt_oss
+from gateway.answers import mistral as mi
+from gateway.answers.deepseek import deepseek
+from gateway.answers.harmony import harmony
+from gateway.answers.hermes import CLOSE, OPEN, hermes
+from gateway.answers.llama import PYTHON_TAG, llama
+from gateway.answers.mistral import mistral
+from gateway.answers.reader import Parse, Reader
+from gateway.answers.tagged import glm45, qwen3_coder
+from gateway.answers.thinking import Marks
+from gateway.answers.tools import Tools
+from outrider.errors import ConfigError
+
+Calls = Callable[[Reader, Tools], Parse[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """How a call whose arguments are JSON is written, `{name}` standing for the function's."""
+
+    begin: str
+    end: str
+    between: str = ""  # two calls
+    before: str = ""  # the first call
+    after: str = ""  # the last one
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A format of tool calls."""
+
+    calls: Calls
+    text: CallText | None  # None: arguments are tagged
+    marks: tuple[str, ...] = ()
+    """Parts of the format that are special tokens in some tokenizers."""
+    id_chars: int = 24
+    """Characters of a call's id behind its prefix; templates may want a certain number."""
+    is_answer: bool = False
+    """Whether it is the format of whole answers, with reasoning."""
+
+
+_DEEPSEEK_MARKS: Final = (ds.CALLS, ds.CALLS_END, ds.CALL, ds.CALL_END, ds.SEPARATOR)
+_MISTRAL_MARKS: Final = (mi.OPEN, mi.CALL_ID, mi.ARGS)
+_MISTRAL_ID_CHARS: Final = 9
+_HARMONY_MARKS: Final = (
+    *(gpt_oss.START, gpt_oss.CHANNEL, gpt_oss.CONSTRAIN, gpt_oss.MESSAGE),
+    *(gpt_oss.MESSAGE_END, gpt_oss.CALL_END, gpt_oss.RETURN),
+)
+
+
+def _named(key: str) -> str:
+    return f'{{"name": "{{name}}", "{key}": '
+
+
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
+    "hermes": ToolFormat(
+        hermes,
+        CallText(f"{OPEN}\n{_named('arguments')}", f"}}\n{CLOSE}", "\n"),
+        (OPEN, CLOSE),
+    ),
+    "qwen3_coder": ToolFormat(qwen3_coder, None, (OPEN, CLOSE)),
+    "glm45": ToolFormat(
+        glm45,
+        None,
+        (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "llama3_json": ToolFormat(llama, CallText(_named("parameters"), "}", "; "), (PYTHON_TAG,)),
+    "mistral_list": ToolFormat(
+        mistral,
+        CallText(_named("arguments"), "}", ", ", f"{mi.OPEN}[", "]"),
+        _MISTRAL_MARKS,
+        _MISTRAL_ID_CHARS,
+    ),
+    "mistral": ToolFormat(
+        mistral, CallText(f"{mi.OPEN}{{name}}", ""), _MISTRAL_MARKS, _MISTRAL_ID_CHARS
+    ),
+    "mistral_args": ToolFormat(
+        mistral, CallText(f"{mi.OPEN}{{name}}{mi.ARGS}", ""), _MISTRAL_MARKS, _MISTRAL_ID_CHARS
+    ),
+    "deepseek_v3": ToolFormat(
+        deepseek,
+        CallText(
+            f"{ds.CALL}function{ds.SEPARATOR}{{name}}\n{ds.FENCE}\n",
+            f"\n```{ds.CALL_END}",
+            *("\n", ds.CALLS, ds.CALLS_END),
+        ),
+        _DEEPSEEK_MARKS,
+    ),
+    "deepseek_v31": ToolFormat(
+        deepseek,
+        CallText(f"{ds.CALL}{{name}}{ds.SEPARATOR}", ds.CALL_END, "", ds.CALLS, ds.CALLS_END),
+        _DEEPSEEK_MARKS,
+    ),
+    "openai": ToolFormat(
+        harmony,
+        CallText(
+            f"{gpt_oss.CHANNEL}commentary to=functions.{{name}} {gpt_oss.CONSTRAIN}json"
+            f"{gpt_oss.MESSAGE}",
+            "",
+            parallel=False,
+        ),
+        _HARMONY_MARKS,
+        is_answer=True,
+    ),
+}
+"""By the names of vLLM's parsers where it has one."""
+
+_THINK: Final = Marks()
+REASONING_FORMATS: Final[Mapping[str, Marks | None]] = {
+    "think": _THINK,
+    "deepseek_r1": Marks(always=True),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "openai": None,
+    "none": None,
+}
+_SAME: Final = ("qwen3", "glm45", "deepseek_v3")
+"""Names of vLLM's for what "think" does."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model answers."""
+
+    tools: ToolFormat | None = None
+    marks: Marks | None = None
+    template_takes_tools: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are messages in channels."""
+        return self.tools is not None and self.tools.is_answer
+
+    def reading(self, prompt: str, tools: Tools) -> Reading | None:
+        """Return how to read answers to a prompt; None: as they are."""
+        calls = self.tools if tools or self.is_harmony else None
+        if calls is None and self.marks is None:
+            return None
+        names = calls.marks if calls is not None else ()
+        marks = self.marks
+        return Reading(
+            calls=None if calls is None else calls.calls,
+            tools=tools,
+            marks=marks,
+            thinks=marks is not None and marks.is_open(prompt),
+            special=names if marks is None else (*names, marks.open, marks.close),
+            id_chars=24 if calls is None else calls.id_chars,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read the answers to one request."""
+
+    calls: Calls | None
+    tools: Tools
+    marks: Marks | None
+    thinks: bool
+    """Whether the prompt began the reasoning."""
+    special: tuple[str, ...] = ()
+    """Special tokens that are part of the format."""
+    id_chars: int = 24
+
+
+def answer_format(
+    template: str, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> AnswerFormat:
+    """Return the format that a model's template shows, or that its operator names.
+
+    Raises `ConfigError` for an unknown name.
+    """
+    if tool_parser not in ("auto", *TOOL_FORMATS):
+        known = ", ".join(("auto", *TOOL_FORMATS))
+        raise ConfigError(f"--tool-call-parser must be one of {known}, not {tool_parser!r}.")
+    if reasoning_parser not in ("auto", *REASONING_FORMATS, *_SAME):
+        known = ", ".join(("auto", *REASONING_FORMATS, *_SAME))
+        raise ConfigError(f"--reasoning-parser must be one of {known}, not {reasoning_parser!r}.")
+    shown = tool_format_of(template)
+    name = (shown or "hermes") if tool_parser == "auto" else tool_parser
+    if reasoning_parser == "openai":
+        name = "openai"
+    if reasoning_parser == "auto":
+        reasoning_parser = _reasoning_format_of(template)
+    marks = _THINK if reasoning_parser in _SAME else REASONING_FORMATS[reasoning_parser]
+    return AnswerFormat(
+        TOOL_FORMATS[name],
+        None if name == "openai" else marks,
+        tool_parser != "auto" or "tools" in template,
+    )
+
+
+def tool_format_of(template: str) -> str | None:
+    """Return the format of calls that a chat template writes; None if it is unknown."""
+    if gpt_oss.CHANNEL in template:
+        return "openai"
+    if "<arg_key>" in template:
+        return "glm45"
+    if "<function=" in template and "<parameter=" in template:
+        return "qwen3_coder"
+    if OPEN in template:
+        return "hermes"
+    if ds.CALLS in template:
+        return "deepseek_v3" if ds.FENCE in template else "deepseek_v31"
+    if mi.OPEN in template:
+        if mi.ARGS in template:
+            return "mistral_args"
+        lists = f"{mi.OPEN} [" in template or f"{mi.OPEN}[" in template
+        return "mistral_list" if lists else "mistral"
+    if PYTHON_TAG in template or ("<|start_header_id|>" in template and "parameters" in template):
+        return "llama3_json"
+    return None
+
+
+def _reasoning_format_of(template: str) -> str:
+    if "[THINK]" in template:
+        return "mistral"
+    return "think" if _THINK.close in template else "none"

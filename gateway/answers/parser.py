@@ -1,0 +1,40 @@
+"""An answer's events from its text, in any pieces."""
+
+from __future__ import annotations
+
+from gateway.answers.events import Event
+from gateway.answers.formats import Reading
+from gateway.answers.reader import Parse, Reader
+from gateway.answers.thinking import read_thinking
+
+
+class AnswerParser:
+    """Reads one answer. Malformed calls are text; nothing raises."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._reader = Reader(trims=bool(reading.tools))
+        self._parse = self._whole()
+        next(self._parse)
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that a piece of the text made certain."""
+        self._reader.push(text)
+        next(self._parse)
+        return self._reader.take()
+
+    def finish(self) -> list[Event]:
+        """Return the rest of the events: the text has ended."""
+        self._reader.end()
+        next(self._parse, None)
+        self._reader.close()
+        return self._reader.take()
+
+    def _whole(self) -> Parse[None]:
+        reader, reading = self._reader, self._reading
+        yield
+        if reading.marks is not None:
+            yield from read_thinking(reader, reading.marks, is_open=reading.thinks)
+        if reading.calls is not None:
+            yield from reading.calls(reader, reading.tools)
+        yield from reader.until([], reader.content)

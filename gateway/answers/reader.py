@@ -1,0 +1,195 @@
+"""The text of an answer as parsers read it: forwards, with one place to go back to.
+
+Parsers are generators over a `Reader`. They yield where they need more text, and decide by the
+characters alone, never by where the pieces of the text ended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import Final, TypeVar
+
+from gateway.answers.events import Arguments, Call, Content, Event, Reasoning, append
+
+T = TypeVar("T")
+Parse = Generator[None, None, T]
+Sink = Callable[[str], None]
+
+END: Final = ""
+MAX_NAME_CHARS: Final = 256
+SPACE: Final = " \t\r\n"
+
+
+class Reader:
+    """The text so far, and the events that were found in it.
+
+    With `trims`, white space beside tool calls is markup: content neither begins nor ends with it.
+    """
+
+    def __init__(self, *, trims: bool) -> None:
+        self._text = ""
+        self._at = 0
+        self._mark: int | None = None
+        self._ended = False
+        self._trims = trims
+        self.called = False  # whether a call has begun
+        self._said = False
+        self._space = ""  # of content, which waits for what follows
+        self._thought = ""  # line breaks of reasoning, likewise
+        self._thinks = False
+        self._events: list[Event] = []
+
+    # For the parser's owner.
+
+    def push(self, text: str) -> None:
+        """Append text."""
+        drop = self._at if self._mark is None else self._mark
+        self._text = self._text[drop:] + text
+        self._at -= drop
+        self._mark = None if self._mark is None else 0
+
+    def end(self) -> None:
+        """Nothing more will be pushed."""
+        self._ended = True
+
+    def close(self) -> None:
+        """Release white space that waits for more text: there is none."""
+        if not self.called:
+            append(self._events, Content(self._space))
+        self._space = ""
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # What was found.
+
+    def content(self, text: str) -> None:
+        """Take text that is for the reader."""
+        if not self._trims:
+            append(self._events, Content(text))
+            return
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        if not body:
+            return
+        if self.called and not self._said:
+            body = body.lstrip()
+        self._said = True
+        append(self._events, Content(body))
+
+    def reasoning(self, text: str) -> None:
+        """Take text of the model's thinking; line breaks around it are markup."""
+        text = self._thought + text
+        body = text.rstrip("\n")
+        self._thought = text[len(body) :]
+        if not body:
+            return
+        append(self._events, Reasoning(body if self._thinks else body.lstrip("\n")))
+        self._thinks = True
+
+    def call(self, name: str) -> None:
+        """Begin a tool call; what was read of it is final."""
+        self._mark = None
+        self.called = True
+        append(self._events, Call(name))
+
+    def arguments(self, text: str) -> None:
+        """Take a piece of the call's arguments."""
+        append(self._events, Arguments(text))
+
+    # Reading.
+
+    def mark(self) -> None:
+        """Keep this place to go back to."""
+        self._mark = self._at
+
+    def rewind(self) -> None:
+        """Go back to the mark, and forget it."""
+        assert self._mark is not None
+        self._at, self._mark = self._mark, None
+
+    def release(self) -> None:
+        """Forget the mark."""
+        self._mark = None
+
+    def get(self) -> Parse[str]:
+        """Return the next character, or `END`."""
+        while self._at == len(self._text):
+            if self._ended:
+                return END
+            yield
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def peek(self) -> Parse[str]:
+        """Return the next character, or `END`, without reading it."""
+        while self._at == len(self._text):
+            if self._ended:
+                return END
+            yield
+        return self._text[self._at]
+
+    def skip(self, chars: str) -> Parse[str]:
+        """Read over any of `chars`; return the next character without reading it."""
+        while (char := (yield from self.peek())) != END and char in chars:
+            self._at += 1
+        return char
+
+    def literal(self, expected: str) -> Parse[bool]:
+        """Read `expected`, or stop within it and return False."""
+        for char in expected:
+            if (yield from self.peek()) != char:
+                return False
+            self._at += 1
+        return True
+
+    def until(self, markers: Sequence[str], sink: Sink) -> Parse[str]:
+        """Read up to and over the first marker and return it, or `END`; `sink` takes the text.
+
+        No marker may be part of another.
+        """
+        find = _any_of(tuple(markers)) if markers else None
+        while True:
+            found = find.search(self._text, self._at) if find else None
+            if found:
+                sink(self._text[self._at : found.start()])
+                self._at = found.end()
+                return found.group()
+            certain = len(self._text)
+            if not self._ended:
+                certain -= _begun(markers, self._text, self._at)
+            sink(self._text[self._at : certain])
+            self._at = certain
+            if self._ended:
+                return END
+            yield
+
+    def name(self, ends: str) -> Parse[str | None]:
+        """Read a name up to one of the characters `ends`; None if there is no name."""
+        name = ""
+        while (char := (yield from self.peek())) != END and char not in ends:
+            if len(name) == MAX_NAME_CHARS or char in "\n{}[]<>\"'":
+                return None
+            name += char
+            self._at += 1
+        return name.strip() or None if char != END else None
+
+
+@lru_cache(maxsize=256)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def _begun(markers: Sequence[str], text: str, start: int) -> int:
+    """Return how many characters at the end of the text may begin a marker."""
+    longest = min(max(map(len, markers), default=1) - 1, len(text) - start)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0
