@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         ("max_body_bytes", int, "larger requests get 413, over gRPC RESOURCE_EXHAUSTED"),
         ("default_max_tokens", int, "for requests that set none"),
         ("seed", int, "for requests that give none; unset: a new one for each"),
+        ("tool_call_parser", str, "format of tool calls; auto: as the chat template shows"),
+        ("reasoning_parser", str, "format of reasoning; auto: likewise; none: there is none"),
     ):
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=_DEFAULTS[name], help=text

@@ -59,6 +59,10 @@ class Account:
             seen.accepted += sum(accepted_per_pos)
             _add_elementwise(seen.accepted_per_pos, accepted_per_pos)
 
+    def insert(self, num_tokens: int) -> None:
+        """Count tokens of the output that no scorer wrote."""
+        self._positions += [-1] * num_tokens
+
     def report(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
         """Take over the scorer's latest account of this segment."""
         self._reported = aux_info

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from gateway.answers.formats import answer_format
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
@@ -34,6 +35,10 @@ class GeneratorConfig:
     """A request for more tokens than the context holds gets as many; otherwise it is refused."""
     seed: int | None = None
     """For requests that give none. None: a new one is drawn for each."""
+    tool_call_parser: str = "auto"
+    """The format of the model's tool calls; "auto": the one that its chat template shows."""
+    reasoning_parser: str = "auto"
+    """The format of its reasoning, likewise; "none": it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,7 @@ class GatewayConfig(GeneratorConfig):
         for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        answer_format("", self.tool_call_parser, self.reasoning_parser)
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError("--seed must be an unsigned 64-bit number.")
         for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s", "hold_timeout_s"):

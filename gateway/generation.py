@@ -11,12 +11,14 @@ from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.admission import Admission
+from gateway.answers.formats import answer_format
 from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import NewToken, OutputAssembler, OutputToken
 from gateway.pool import Pool
 from gateway.replay import Replayer, Round
+from gateway.thinking_budget import within_budget
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
@@ -67,6 +69,9 @@ class Generator:
         held_s = config.hold_timeout_s
         self._metrics.hold.set(held_s or 0)
         self._hold_timeout_s = config.resume_timeout_s if held_s is None else held_s
+        self.answers = answer_format(
+            tokenizer.chat_template_source, config.tool_call_parser, config.reasoning_parser
+        )
         self._replayer = Replayer(
             pool,
             telemetry,
@@ -104,6 +109,7 @@ class Generator:
             request.stop.min_tokens,
             spelled_stops=spelled,
             spell_special=self.tokenizer.spell_special,
+            shown=self.tokenizer.special_ids(request.marks) if request.marks else {},
         )
         model = self.config.served_model_name
         with (
@@ -115,7 +121,10 @@ class Generator:
             reason: FinishReason | None = None
             stop_token_id: int | None = None
             tokens: list[OutputToken] = []
-            rounds = self._replayer.stream(request, account, span, deadline)
+            rounds = within_budget(
+                lambda part: self._replayer.stream(part, account, span, deadline),
+                *(request, account, self.tokenizer.token_bytes),
+            )
             async with aclosing(rounds):
                 async for round_ in rounds:
                     if first_token is None and round_.token_ids:

@@ -13,6 +13,7 @@ from gateway.generation import Chunk, Generator
 from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError
+from outrider.models.chat_template import Conversation
 from outrider.rpc.codec import (
     FINISH_TO_PROTO,
     KIND_TO_PROTO,
@@ -92,7 +93,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids = list(request.tokens.token_ids)
         elif param == "chat":
             operation = "chat"
-            token_ids = await intake.encode_chat([*map(_message, request.chat.messages)], param)
+            conversation = Conversation([*map(_message, request.chat.messages)])
+            token_ids, _ = await intake.encode_chat(conversation, param)
         else:
             raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
         stop = request.stop

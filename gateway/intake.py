@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from gateway.config import GeneratorConfig
 from gateway.pool import Pool
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from outrider.models.chat_template import Message
+from outrider.models.chat_template import Conversation
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import (
     MAX_TOP_LOGPROBS,
@@ -45,6 +45,17 @@ class Limits:
     stop_strings_param: str = "stop"  # the client's name of them
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """A bound on the reasoning at the begin of an answer."""
+
+    max_tokens: int
+    end: TokenIds
+    """What ends reasoning that goes on after so many tokens."""
+    goes_on: Callable[[bytes], bool]
+    """Tells whether such a text is reasoning that has not ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of a request besides its prompt and limits."""
@@ -56,6 +67,8 @@ class Settings:
     constraint: Constraint | None = None
     top_logprobs: int | None = None  # None: no logprobs
     tenant: str = ""
+    marks: tuple[str, ...] = ()  # special tokens that are part of the text
+    thinking: ThinkingBudget | None = None
     stream_interval: int = 0  # tokens wanted at a time, but for the first; 0: each round's
 
 
@@ -66,6 +79,7 @@ class GenerationRequest(Settings):
     prompt_token_ids: TokenIds
     stop: StopParams
     stop_strings: tuple[str, ...]
+    num_resumed: int = 0  # tokens at the prompt's end that are output already
 
     def choice(self, index: int, request_id: str) -> GenerationRequest:
         """Return this request for choice `index` of several, with a seed of its own.
@@ -116,13 +130,16 @@ class Intake:
             )
         )
 
-    async def encode_chat(self, messages: Sequence[Message], param: str) -> list[int]:
-        """Render and encode a conversation. Raises `InvalidRequestError`."""
-        if not messages:
+    async def encode_chat(self, conversation: Conversation, param: str) -> tuple[list[int], str]:
+        """Render and encode a conversation; return its tokens and its text.
+
+        Raises `InvalidRequestError`.
+        """
+        if not conversation.messages:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        chars = sum(len(m["content"]) + len(m.get("name", "")) for m in messages)
-        self._check_chars(chars, param)
-        return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages)
+        parts = (conversation.messages, conversation.tools, conversation.variables)
+        self._check_chars(sum(map(_chars, parts)), param)
+        return await asyncio.to_thread(self._tokenizer.encode_chat, conversation)
 
     def _check_chars(self, chars: int, param: str) -> None:
         """Refuses, without the work of encoding it, a text that cannot fit."""
@@ -220,3 +237,12 @@ def _check_stop_strings(stop_strings: tuple[str, ...], param: str) -> None:
         param,
         f"strings of at most {MAX_STOP_STRING_CHARS} characters",
     )
+
+
+def _chars(value: object) -> int:
+    """Count the characters of all texts in a value of JSON's kinds, but for names of members."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_chars, value.values()))
+    return sum(map(_chars, value)) if isinstance(value, list | tuple) else 0

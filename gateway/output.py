@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.stop_strings import StopStringMatcher
@@ -40,8 +41,9 @@ class OutputAssembler:
     text may begin a stop string. The tokens released are the completion: the concatenation of
     their texts is its text. Stop strings within the first `min_tokens` tokens do not count.
 
-    Special tokens have no text. `spelled_stops` are stop strings that name some, as `spell_special`
-    writes them ("" for any other token): they are looked for in the text with special tokens.
+    Special tokens have no text but for those `shown`, by id. `spelled_stops` are stop strings that
+    name some, as `spell_special` writes them ("" for any other token): they are looked for in the
+    text with special tokens.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class OutputAssembler:
         *,
         spelled_stops: Sequence[str] = (),
         spell_special: Callable[[int], str] = lambda _: "",
+        shown: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stop_strings)
         self._spelled_matcher = StopStringMatcher(spelled_stops)
         self._spell_special = spell_special
+        self._shown = shown
         self._stops = bool(stop_strings or spelled_stops)
         self._min_tokens = min_tokens
         self._held: deque[_Held] = deque()
@@ -78,7 +82,13 @@ class OutputAssembler:
         detokenizer, held = self._detokenizer, self._held
         for token_id, kind, logprobs in tokens:
             self._seen += 1
-            text = detokenizer.push(token_id)
+            if token_id in self._shown:
+                if self._end_character():
+                    released += self._release(len(held))
+                    break
+                text = self._shown[token_id]
+            else:
+                text = detokenizer.push(token_id)
             complete = detokenizer.complete
             token = OutputToken(token_id, kind, text, logprobs)
             if complete and not self._stops and not held:  # by far the most common case
@@ -86,7 +96,7 @@ class OutputAssembler:
                 continue
             spelled = text or self._spell_special(token_id)
             held.append(_Held(token, spelled, unfinished=not complete))
-            if text:
+            if text and token_id not in self._shown:
                 self._share_out()
             if self._match(text, spelled):
                 released += self._release(len(held))
@@ -98,16 +108,21 @@ class OutputAssembler:
 
     def finish(self) -> list[OutputToken]:
         """Return the tokens that are left when the scorer has ended the completion."""
-        rest = "" if self.stopped else self._detokenizer.flush()
-        if rest:  # an incomplete character kept its token here
-            last = self._held[-1]
-            last.token = last.token._replace(text=last.token.text + rest)
-            last.spelled += rest
-            self._share_out()
-            self._match(rest, rest)
+        if not self.stopped:
+            self._end_character()
         tokens = self._release(len(self._held))
         self.released += len(tokens)
         return tokens
+
+    def _end_character(self) -> bool:
+        """Take in what is there of an incomplete character; return whether a stop string ends."""
+        if not (rest := self._detokenizer.flush()):
+            return False
+        last = self._held[-1]  # an incomplete character kept its token here
+        last.token = last.token._replace(text=last.token.text + rest)
+        last.spelled += rest
+        self._share_out()
+        return self._match(rest, rest)
 
     def _share_out(self) -> None:
         """Give the text that was held back for several tokens to those it belongs to."""

@@ -176,7 +176,7 @@ def _continuation(
         running_stats=bool(request.stop_strings),
         constraint=constraint_to_proto(request.constraint),
         top_logprobs=request.top_logprobs,
-        num_resumed_tokens=done,
+        num_resumed_tokens=request.num_resumed + done,
         tenant=request.tenant,
         stream_interval=min(request.stream_interval, most),
     )

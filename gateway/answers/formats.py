@@ -15,7 +15,18 @@ from gateway.answers.hermes import CLOSE, OPEN, hermes
 from gateway.answers.llama import PYTHON_TAG, llama
 from gateway.answers.mistral import mistral
 from gateway.answers.reader import Parse, Reader
-from gateway.answers.tagged import glm45, qwen3_coder
+from gateway.answers.tagged import (
+    FUNCTION,
+    FUNCTION_END,
+    KEY,
+    KEY_END,
+    PARAMETER,
+    PARAMETER_END,
+    VALUE,
+    VALUE_END,
+    glm45,
+    qwen3_coder,
+)
 from gateway.answers.thinking import Marks
 from gateway.answers.tools import Tools
 from outrider.errors import ConfigError
@@ -25,7 +36,7 @@ Calls = Callable[[Reader, Tools], Parse[None]]
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """How a call whose arguments are JSON is written, `{name}` standing for the function's."""
+    """How a call is written, its arguments as JSON; `{name}` stands for the function's."""
 
     begin: str
     end: str
@@ -36,26 +47,37 @@ class CallText:
 
 
 @dataclass(frozen=True, slots=True)
+class TaggedText(CallText):
+    """How a call is written whose arguments are texts; `{key}` stands for an argument's name."""
+
+    argument: str = ""
+    value_end: str = ""
+    argument_end: str = ""  # behind it
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A format of tool calls."""
 
     calls: Calls
-    text: CallText | None  # None: arguments are tagged
-    marks: tuple[str, ...] = ()
-    """Parts of the format that are special tokens in some tokenizers."""
-    id_chars: int = 24
-    """Characters of a call's id behind its prefix; templates may want a certain number."""
+    text: CallText
+    mark: str
+    """What the first call begins with; empty: calls are the whole answer."""
+    others: tuple[str, ...] = ()
+    """More parts of the format that may be special tokens."""
+    id_chars: int | None = None
+    """Characters of a call's id, where templates want so many."""
     is_answer: bool = False
     """Whether it is the format of whole answers, with reasoning."""
 
 
-_DEEPSEEK_MARKS: Final = (ds.CALLS, ds.CALLS_END, ds.CALL, ds.CALL_END, ds.SEPARATOR)
-_MISTRAL_MARKS: Final = (mi.OPEN, mi.CALL_ID, mi.ARGS)
-_MISTRAL_ID_CHARS: Final = 9
+_DEEPSEEK_MARKS: Final = (ds.CALLS_END, ds.CALL, ds.CALL_END, ds.SEPARATOR)
+_MISTRAL: Final = (mi.OPEN, (mi.CALL_ID, mi.ARGS), 9)
 _HARMONY_MARKS: Final = (
-    *(gpt_oss.START, gpt_oss.CHANNEL, gpt_oss.CONSTRAIN, gpt_oss.MESSAGE),
+    *(gpt_oss.START, gpt_oss.CONSTRAIN, gpt_oss.MESSAGE),
     *(gpt_oss.MESSAGE_END, gpt_oss.CALL_END, gpt_oss.RETURN),
 )
+_GLM_MARKS: Final = (CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 
 
 def _named(key: str) -> str:
@@ -66,27 +88,36 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     "hermes": ToolFormat(
         hermes,
         CallText(f"{OPEN}\n{_named('arguments')}", f"}}\n{CLOSE}", "\n"),
-        (OPEN, CLOSE),
+        *(OPEN, (CLOSE,)),
     ),
-    "qwen3_coder": ToolFormat(qwen3_coder, None, (OPEN, CLOSE)),
+    "qwen3_coder": ToolFormat(
+        qwen3_coder,
+        TaggedText(
+            f"{OPEN}\n{FUNCTION}{{name}}>\n",
+            *(f"{FUNCTION_END}\n{CLOSE}", "\n"),
+            argument=f"{PARAMETER}{{key}}>\n",
+            value_end=f"\n{PARAMETER_END}\n",
+        ),
+        *(OPEN, (CLOSE,)),
+    ),
     "glm45": ToolFormat(
         glm45,
-        None,
-        (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        TaggedText(
+            *(f"{OPEN}{{name}}\n", CLOSE, "\n"),
+            argument=f"{KEY}{{key}}{KEY_END}\n{VALUE}",
+            value_end=VALUE_END,
+            argument_end="\n",
+        ),
+        *(OPEN, _GLM_MARKS),
     ),
-    "llama3_json": ToolFormat(llama, CallText(_named("parameters"), "}", "; "), (PYTHON_TAG,)),
+    "llama3_json": ToolFormat(
+        llama, CallText(_named("parameters"), "}", "; "), *("", (PYTHON_TAG,))
+    ),
     "mistral_list": ToolFormat(
-        mistral,
-        CallText(_named("arguments"), "}", ", ", f"{mi.OPEN}[", "]"),
-        _MISTRAL_MARKS,
-        _MISTRAL_ID_CHARS,
+        mistral, CallText(_named("arguments"), "}", ", ", f"{mi.OPEN}[", "]"), *_MISTRAL
     ),
-    "mistral": ToolFormat(
-        mistral, CallText(f"{mi.OPEN}{{name}}", ""), _MISTRAL_MARKS, _MISTRAL_ID_CHARS
-    ),
-    "mistral_args": ToolFormat(
-        mistral, CallText(f"{mi.OPEN}{{name}}{mi.ARGS}", ""), _MISTRAL_MARKS, _MISTRAL_ID_CHARS
-    ),
+    "mistral": ToolFormat(mistral, CallText(f"{mi.OPEN}{{name}}", ""), *_MISTRAL),
+    "mistral_args": ToolFormat(mistral, CallText(f"{mi.OPEN}{{name}}{mi.ARGS}", ""), *_MISTRAL),
     "deepseek_v3": ToolFormat(
         deepseek,
         CallText(
@@ -94,12 +125,12 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
             f"\n```{ds.CALL_END}",
             *("\n", ds.CALLS, ds.CALLS_END),
         ),
-        _DEEPSEEK_MARKS,
+        *(ds.CALLS, _DEEPSEEK_MARKS),
     ),
     "deepseek_v31": ToolFormat(
         deepseek,
         CallText(f"{ds.CALL}{{name}}{ds.SEPARATOR}", ds.CALL_END, "", ds.CALLS, ds.CALLS_END),
-        _DEEPSEEK_MARKS,
+        *(ds.CALLS, _DEEPSEEK_MARKS),
     ),
     "openai": ToolFormat(
         harmony,
@@ -109,7 +140,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
             "",
             parallel=False,
         ),
-        _HARMONY_MARKS,
+        *(gpt_oss.CHANNEL, _HARMONY_MARKS),
         is_answer=True,
     ),
 }
@@ -145,7 +176,7 @@ class AnswerFormat:
         calls = self.tools if tools or self.is_harmony else None
         if calls is None and self.marks is None:
             return None
-        names = calls.marks if calls is not None else ()
+        names = () if calls is None else (calls.mark, *calls.others)
         marks = self.marks
         return Reading(
             calls=None if calls is None else calls.calls,
@@ -153,7 +184,8 @@ class AnswerFormat:
             marks=marks,
             thinks=marks is not None and marks.is_open(prompt),
             special=names if marks is None else (*names, marks.open, marks.close),
-            id_chars=24 if calls is None else calls.id_chars,
+            may_think=marks is not None and not marks.is_closed(prompt),
+            id_chars=None if calls is None else calls.id_chars,
         )
 
 
@@ -166,9 +198,12 @@ class Reading:
     marks: Marks | None
     thinks: bool
     """Whether the prompt began the reasoning."""
+    may_think: bool
+    """Whether the answer may begin with reasoning."""
     special: tuple[str, ...] = ()
     """Special tokens that are part of the format."""
-    id_chars: int = 24
+    id_chars: int | None = None
+    """Characters of a call's id, where templates want so many."""
 
 
 def answer_format(

@@ -21,6 +21,10 @@ class Marks:
         end = prompt.rstrip()
         return end.endswith(self.open) or (self.always and not end.endswith(self.close))
 
+    def is_closed(self, prompt: str) -> bool:
+        """Tell whether the prompt ended the reasoning."""
+        return prompt.rstrip().endswith(self.close)
+
 
 def read_thinking(reader: Reader, marks: Marks, *, is_open: bool) -> Parse[None]:
     """Read reasoning, if there is any; `is_open`: the prompt began it."""

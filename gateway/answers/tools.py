@@ -22,24 +22,49 @@ class Tool:
 Tools = Mapping[str, Tool]
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a request says about calls."""
+
+    tools: Tools
+    forced: tuple[str, ...] = ()
+    """The functions of which one must be called; none: the model may call any, or answer."""
+    one: bool = False
+    """Whether an answer has at most one call."""
+
+
 def parameter_types(tools: Tools, function: str, parameter: str) -> frozenset[str]:
     """Return the JSON types that a parameter's schema names; of an unknown parameter, string."""
-    properties = tools[function].parameters.get("properties") if function in tools else None
+    root = tools[function].parameters if function in tools else {}
+    properties = root.get("properties")
     schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return frozenset(_types(schema, 0)) or frozenset({"string"})
+    return frozenset(_types(schema, root, 0)) or frozenset({"string"})
 
 
-def _types(schema: Any, depth: int) -> Iterator[str]:
+def _types(schema: Any, root: Schema, depth: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or depth > 8:
         return
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _types(_referred(reference, root), root, depth + 1)
     declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else (declared or ())
+    names = [declared] if isinstance(declared, str) else declared
+    yield from (name for name in names or () if isinstance(name, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if declared is None and isinstance(values, list):
         yield from map(_type_of, values)
     for union in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(union) or ():
-            yield from _types(part, depth + 1)
+        for part in parts if isinstance(parts := schema.get(union), list) else ():
+            yield from _types(part, root, depth + 1)
+
+
+def _referred(reference: str, root: Schema) -> Any:
+    """Return the schema within `root` that a $ref names; None for any other."""
+    start, *path = reference.split("/")
+    found: Any = root if start == "#" else None
+    for step in path:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _type_of(value: Any) -> str:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.generation import Chunk, Ending, Generator
+from gateway.openai.deltas import MessageReader
 from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.job import Job, collect, run_job
 from gateway.openai.responses import event
@@ -91,6 +92,7 @@ class Answer(Response):
         """
         shaper = self._job.shaper
         shown: dict[int, int] = {}  # characters of each choice's text
+        readers: dict[int, MessageReader | None] = {}
         endings: dict[int, Ending] = {}
 
         async def beat() -> None:
@@ -99,14 +101,21 @@ class Answer(Response):
 
         async for index, chunk in _with_beats(chunks, beat):
             await start()
-            data = b"" if index in shown else shaper.opening(index)
-            data += shaper.piece(index, chunk, shown.get(index, 0))
+            data = b""
+            if index not in shown:
+                readers[index] = shaper.reader()
+                data = shaper.opening(index)
+            reader = readers[index]
+            data += shaper.piece(index, chunk, shown.get(index, 0), reader)
             shown[index] = shown.get(index, 0) + len(chunk.text)
             if chunk.ending is not None:
                 endings[index] = chunk.ending
                 last = len(endings) == len(self._job.work)
                 ordered = [endings[n] for n in sorted(endings)]
-                data += shaper.end_of_choice(index, chunk.ending, ordered if last else None)
+                called = reader is not None and reader.called
+                data += shaper.end_of_choice(
+                    index, chunk.ending, ordered if last else None, called=called
+                )
                 data += shaper.end(ordered) if last else b""
             if data:
                 await _send_piece(send, data, more=True)

@@ -14,6 +14,7 @@ from gateway.generation import Chunk, Ending, Generator
 from gateway.intake import GenerationRequest, Settings
 from gateway.merge import merged, one_ahead
 from gateway.openai.advice import read_advice
+from gateway.openai.plan import Plan, plan_chat
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from gateway.openai.responses import Completion, Shaper
 from gateway.output import OutputToken
@@ -72,9 +73,17 @@ def num_completions(body: Request, generator: Generator) -> int:
 
 async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
     """Tokenise and check a request. Raises `InvalidRequestError`."""
-    prompts, echoes = await _prompts(body, generator)
+    prompts: Sequence[Sequence[int]]
+    echoes: tuple[str, ...] = ()
+    if isinstance(body, ChatRequest):
+        plan = await plan_chat(body, generator)
+        prompts = [plan.token_ids]
+    else:
+        assert isinstance(body, CompletionRequest)
+        plan = Plan(*body.constraint())
+        prompts, echoes = await _prompts(body, generator)
     request_id = uuid.uuid4().hex
-    work = await _work(body, prompts, generator, tenant, request_id)
+    work = await _work(body, prompts, generator, plan, (tenant, request_id))
     n, per_prompt = body.num_choices()
     shaper = Shaper(
         kind=body.operation,
@@ -88,14 +97,11 @@ async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
         include_usage=body.include_usage,
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
         spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,
+        how=plan.how,
         echoes=echoes,
     )
-    constraint, param = body.constraint()
-    return Job(
-        work=tuple(work),
-        shaper=shaper,
-        names={} if constraint is None else {constraint.kind.value: param},
-    )
+    names = {} if plan.constraint is None else {plan.constraint.kind.value: plan.param}
+    return Job(work=tuple(work), shaper=shaper, names=names)
 
 
 def run_job(
@@ -133,17 +139,12 @@ async def collect(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> 
 
 
 async def _prompts(
-    body: Request, generator: Generator
+    body: CompletionRequest, generator: Generator
 ) -> tuple[list[Sequence[int]], tuple[str, ...]]:
     """Return the prompts' tokens, and their texts if they are to be repeated in the answer."""
-    intake = generator.intake
-    if isinstance(body, ChatRequest):
-        messages = [message.for_template() for message in body.messages]
-        return [await intake.encode_chat(messages, "messages")], ()
-    assert isinstance(body, CompletionRequest)
     prompts = body.prompts()
     token_ids: list[Sequence[int]] = [
-        await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+        await generator.intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
     echoes = tuple(
@@ -158,10 +159,11 @@ async def _work(
     body: Request,
     prompts: Sequence[Sequence[int]],
     generator: Generator,
-    tenant: str,
-    request_id: str,
+    plan: Plan,
+    tenant_and_id: tuple[str, str],
 ) -> list[GenerationRequest]:
     """Return the completions to run, prompt by prompt. Raises `InvalidRequestError`."""
+    tenant, request_id = tenant_and_id
     intake = generator.intake
     n, per_prompt = body.num_choices()
     top_logprobs = body.wanted_logprobs()
@@ -175,7 +177,9 @@ async def _work(
         sampling=body.sampling(0),
         speculation=replace(body.speculation_params(), advice=advice),
         request_id=request_id,
-        constraint=body.constraint()[0],
+        constraint=plan.constraint,
+        marks=() if plan.how is None else plan.how.reading.special,
+        thinking=plan.thinking,
         # The best of several are known by their logprobs.
         top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
         tenant=tenant,

@@ -43,6 +43,8 @@ _MISSING = {
 _ALLOWED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+    "messages.tool_calls.function.arguments": "a JSON text, or the object",
     "messages.content": "a string or a list of text parts; images, audio and files are not read",
     "prediction.content": "a string or a list of text parts",
     "speculation.references": "a list of strings or lists of token ids",

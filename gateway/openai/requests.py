@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from gateway.answers.tools import Choice, Tool, Tools
 from gateway.intake import Limits
 from gateway.openai.request_objects import (
     UINT32,
@@ -26,7 +27,9 @@ from gateway.openai.request_objects import (
     TextPart,
     join,
 )
+from gateway.openai.tools import ToolCall, ToolChoice, ToolObject
 from outrider.errors import InvalidRequestError
+from outrider.models.chat_template import RESERVED, Conversation
 from outrider.params import MAX_TOP_LOGPROBS, Constraint, SamplingParams, SpeculationParams, require
 
 MAX_CHOICES = 128
@@ -187,13 +190,17 @@ class CompletionRequest(Request):
 class ChatMessage(Strict):
     """A turn of the conversation. What an assistant's answer carries besides must be empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM names it
+    parsed: Any = None  # openai-python's reading of the content
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @field_validator("content")
@@ -203,11 +210,19 @@ class ChatMessage(Strict):
             raise ValueError("must be given")
         return value
 
-    def for_template(self) -> dict[str, str]:
-        """Role, text and perhaps a name, as chat templates know them."""
+    def for_template(self) -> dict[str, Any]:
+        """Return the turn as chat templates know it. Without content, a call has None."""
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": join(self.content or "")}
-        return message if self.name is None else message | {"name": self.name}
+        message: dict[str, Any] = {"role": role, "content": join(self.content or "")}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["content"] = message["content"] or None
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return message | {name: value for name, value in optional.items() if value is not None}
 
 
 class ChatRequest(Request):
@@ -221,6 +236,62 @@ class ChatRequest(Request):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Items[ToolObject] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    # Under vLLM's names:
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
+
+    def offered(self) -> Tools:
+        """Return the tools that the model may call. Raises `InvalidRequestError`."""
+        tools = {
+            tool.function.name: Tool(
+                tool.function.name, tool.function.parameters or {}, bool(tool.function.strict)
+            )
+            for tool in self.tools or ()
+        }
+        require(len(tools) == len(self.tools or ()), "tools", "functions of different names")
+        return {} if self.tool_choice == "none" else tools
+
+    def choice(self) -> Choice:
+        """Return which of the tools must be called. Raises `InvalidRequestError`."""
+        tools, chosen = self.offered(), self.tool_choice
+        names: tuple[str, ...] = ()
+        if isinstance(chosen, ToolChoice):
+            names = (chosen.function.name,)
+            require(names[0] in tools, "tool_choice", "the name of a function among tools")
+        elif chosen == "required":
+            names = tuple(tools)
+            require(bool(tools), "tool_choice", "none or auto where there are no tools")
+        if names and self.constraint()[0] is not None:
+            raise InvalidRequestError(
+                "An answer that must be a call has no format of its own: leave out "
+                f"{self.constraint()[1]}, or let tool_choice be auto.",
+                param="tool_choice",
+            )
+        one = self.parallel_tool_calls is False or isinstance(chosen, ToolChoice)
+        return Choice(tools, names, one=one)
+
+    def conversation(self) -> Conversation:
+        """Return what the chat template is given. Raises `InvalidRequestError`."""
+        variables = dict(self.chat_template_kwargs or {})
+        for name in sorted(RESERVED & variables.keys()):
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequestError(f"{param} is a parameter of its own here.", param=param)
+        if self.reasoning_effort == "none":
+            variables = {"enable_thinking": False, "thinking": False} | variables
+        elif self.reasoning_effort is not None:
+            variables = {"reasoning_effort": self.reasoning_effort} | variables
+        return Conversation(
+            [message.for_template() for message in self.messages],
+            [tool.for_template() for tool in self.tools or ()] if self.offered() else (),
+            variables,
+        )
 
     def wanted_max_tokens(self) -> tuple[int | None, str]:
         if self.max_completion_tokens is not None:

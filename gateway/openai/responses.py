@@ -10,9 +10,11 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from gateway.generation import Chunk, Ending
+from gateway.openai.deltas import MessageReader, MessageReading, message_of
 from gateway.openai.logprobs import Spell, chat_logprobs, completion_logprobs, mean_logprob
 from gateway.openai.request_objects import Kind
 from gateway.output import OutputToken
+from outrider.types import FinishReason
 from outrider.v1 import common_pb2
 
 DONE = b"data: [DONE]\n\n"
@@ -41,6 +43,7 @@ class Shaper:
     include_usage: bool
     predicted: bool  # whether usage tells what became of a prediction
     spell: Spell | None  # if logprobs are wanted
+    how: MessageReading | None  # None: answers are text alone
     echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -63,17 +66,19 @@ class Shaper:
         return ranked[: self.n]
 
     def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        text = "".join(token.text for token in completion.tokens)
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if self.kind == "chat"
-            else {"text": self._echo(index) + text}
-        )
+        text = "".join([token.text for token in completion.tokens])
+        called = False
+        content: dict[str, Any]
+        if self.kind == "chat":
+            message, called = message_of(self.how, text)
+            content = {"message": message}
+        else:
+            content = {"text": self._echo(index) + text}
         return {
             "index": index,
             **content,
             "logprobs": self._logprobs(completion.tokens, 0),
-            "finish_reason": completion.ending.reason.value,
+            "finish_reason": finish_reason(completion.ending, called=called),
             **self._tokens(completion.tokens),
         }
 
@@ -84,20 +89,32 @@ class Shaper:
         echo = self._echo(index)
         return self._event(self._choice(index, echo, None)) if echo else b""
 
-    def piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
+    def reader(self) -> MessageReader | None:
+        """Create the reader of one choice's answer; None where answers are text alone."""
+        return None if self.how is None else MessageReader(self.how)
+
+    def piece(self, index: int, chunk: Chunk, offset: int, reader: MessageReader | None) -> bytes:
         """`offset`: characters of the choice's text before it. Nothing to tell: no event."""
-        if not chunk.text and not ((self.spell or self.token_kinds) and chunk.tokens):
+        content: Any = {"content": chunk.text} if self.kind == "chat" else chunk.text
+        told = bool(chunk.text)
+        if reader is not None:
+            content = reader.delta(chunk.text, last=chunk.ending is not None)
+            told = bool(content)
+        if not told and not ((self.spell or self.token_kinds) and chunk.tokens):
             return b""
-        content = {"content": chunk.text} if self.kind == "chat" else chunk.text
         logprobs = self._logprobs(chunk.tokens, offset)
         choice = self._choice(index, content, None, logprobs)
         return self._event({**choice, **self._tokens(chunk.tokens)})
 
-    def end_of_choice(self, index: int, ending: Ending, endings: Sequence[Ending] | None) -> bytes:
+    def end_of_choice(
+        self, index: int, ending: Ending, endings: Sequence[Ending] | None, *, called: bool
+    ) -> bytes:
         """Return the event with the finish reason; `endings` of all choices if this is the last."""
         content: Any = {} if self.kind == "chat" else ""
         extra = {} if endings is None or self.include_usage else self._aux_info(endings)
-        return self._event(self._choice(index, content, ending.reason.value), extra)
+        return self._event(
+            self._choice(index, content, finish_reason(ending, called=called)), extra
+        )
 
     def end(self, endings: Sequence[Ending]) -> bytes:
         """Return the stream's last events."""
@@ -176,6 +193,11 @@ class Shaper:
             return {}
         infos = [aux_info_fields(ending.aux_info) for ending in endings]
         return {"aux_info": infos[0] if len(infos) == 1 else infos}
+
+
+def finish_reason(ending: Ending, *, called: bool) -> str:
+    """Return OpenAI's word for the reason why a choice has ended."""
+    return "tool_calls" if called and ending.reason is FinishReason.STOP else ending.reason.value
 
 
 def event(body: dict[str, Any]) -> bytes:

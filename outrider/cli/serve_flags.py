@@ -40,6 +40,8 @@ PASSED: Final = (
     PassedFlag("gateway", "max-in-flight", flag_types.positive, "completions at once (256)"),
     PassedFlag("gateway", "api-key-file", str, "one key per line; default: anyone may ask"),
     PassedFlag("gateway", "cors-origin", str, "of a web page that may call, or *", repeated=True),
+    PassedFlag("gateway", "tool-call-parser", str, "format of tool calls (as the template shows)"),
+    PassedFlag("gateway", "reasoning-parser", str, "format of reasoning (likewise); none: none"),
     PassedFlag("draft", "max-draft-tokens", flag_types.positive, "per round at most"),
     PassedFlag("draft", "prompt-lookup-min", flag_types.positive, "ngram: shortest match (2)"),
     PassedFlag("draft", "prompt-lookup-max", flag_types.positive, "ngram: longest match (4)"),

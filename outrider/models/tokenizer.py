@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.models.chat_template import ChatTemplate, Message
+from outrider.models.chat_template import ChatTemplate, Conversation, Message
 from outrider.models.detokenizer import (
     BYTE_TOKEN,
     ByteLevelDetokenizer,
@@ -94,19 +94,28 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template_source(self) -> str:
+        """Return the template that renders conversations with tools; empty if there is none."""
+        return "" if self._chat_template is None else self._chat_template.tool_source
+
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's answer.
 
         Raises `InvalidRequestError` when the model has no template or the template refuses.
         """
+        return self.encode_chat(Conversation(messages))[0]
+
+    def encode_chat(self, conversation: Conversation) -> tuple[list[int], str]:
+        """Return a conversation's token ids, and its text. Raises `InvalidRequestError`."""
         if self._chat_template is None:
             raise InvalidRequestError(
                 "This model has no chat template. Use a plain completion instead.",
                 param="messages",
                 reason="NO_CHAT_TEMPLATE",
             )
-        text = self._chat_template.render(messages)  # the template writes BOS itself
-        return self.encode(text, add_special_tokens=False, param="messages")
+        text = self._chat_template.render(conversation)  # the template writes BOS itself
+        return self.encode(text, add_special_tokens=False, param="messages"), text
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode `token_ids` without special tokens; broken UTF-8 becomes U+FFFD."""
@@ -131,6 +140,11 @@ class Tokenizer:
     def spell_special(self, token_id: int) -> str:
         """Return a special token as it is written; "" for any other token."""
         return self._special.get(token_id, "")
+
+    def special_ids(self, names: Sequence[str]) -> dict[int, str]:
+        """Return those of `names` that are special tokens, by their ids."""
+        wanted = frozenset(names)
+        return {token_id: name for token_id, name in self._special.items() if name in wanted}
 
     def names_special(self, text: str) -> bool:
         """Return whether `text` holds a special token as it is written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from outrider.errors import (
     PromptTooLongError,
     UnauthenticatedError,
 )
-from outrider.models.chat_template import ChatTemplate
+from outrider.models.chat_template import ChatTemplate, Conversation
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -94,8 +94,8 @@ async def test_generate_with_tokens_or_chat_sends_their_ids() -> None:
 async def test_chat_message_with_name_reaches_template(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[dict[str, str]] = []
 
-    def render(_: ChatTemplate, messages: Sequence[dict[str, str]]) -> str:
-        rendered.extend(messages)
+    def render(_: ChatTemplate, conversation: Conversation) -> str:
+        rendered.extend(map(dict, conversation.messages))
         return "x"
 
     monkeypatch.setattr(ChatTemplate, "render", render)

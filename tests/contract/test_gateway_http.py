@@ -486,7 +486,7 @@ async def test_admission_when_full_refuses_before_encoding() -> None:
         running = asyncio.create_task(post(gateway, "/v1/completions", {"prompt": "x"}, timeout=60))
         await until(lambda: gateway.scorer.running == 1)
         with pytest.MonkeyPatch.context() as patch:
-            for method in ("encode", "apply_chat_template"):
+            for method in ("encode", "encode_chat"):
                 patch.delattr(Tokenizer, method)
             for path, body in (("completions", {"prompt": "x"}), ("chat/completions", chat)):
                 assert (await post(gateway, f"/v1/{path}", body)).status_code == 429

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from concurrent.futures import Future
@@ -14,7 +15,9 @@ from outrider.params import Constraint, ConstraintKind
 
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 """White space that JSON may have between tokens; without a bound some models never end."""
+_JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": ESCAPES}
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+_SCHEMA = re.compile(rf"(?P<schema>%json\s*(?=\{{))|{_LITERAL.pattern}")
 _INTERSECTION = re.compile(r"&|~(?!\s*\d)")
 """Intersection of terminals by `&`, or exclusion by `~`. (`x ~ 3` repeats x.)"""
 
@@ -67,11 +70,29 @@ def _grammar_of(constraint: Constraint) -> str:
         # No limit bounds the search for a text in an intersection.
         if _INTERSECTION.search(_LITERAL.sub("", source)):
             raise ValueError("terminals with & or ~ are not supported, write what they may be")
-        return LLMatcher.grammar_from_lark(source)
+        return LLMatcher.grammar_from_lark(_with_mended_schemas(source))
     anything = constraint.kind is ConstraintKind.JSON_OBJECT
     schema = '{"type": "object"}' if anything else without_dead_ends(source)
-    options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": ESCAPES}
-    return LLMatcher.grammar_from_json_schema(schema, defaults=options)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def _with_mended_schemas(source: str) -> str:
+    """Give the JSON schemas in a Lark grammar the form that they have as constraints themselves.
+
+    Raises `ValueError` for a schema that has none.
+    """
+    parts, at, json_text = [], 0, json.JSONDecoder()
+    while found := _SCHEMA.search(source, at):
+        if found["schema"] is None:
+            parts.append(source[at : found.end()])
+            at = found.end()
+            continue
+        schema, end = json_text.raw_decode(source, found.end())
+        mended = json.loads(without_dead_ends(json.dumps(schema)))
+        mended["x-guidance"] = {**_JSON_OPTIONS, **mended.get("x-guidance", {})}
+        parts += [source[at : found.end()], json.dumps(mended)]
+        at = end
+    return "".join([*parts, source[at:]])
 
 
 def _limits(kind: ConstraintKind) -> LLParserLimits:

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.models.chat_template import ChatTemplate
+from outrider.models.chat_template import ChatTemplate, Conversation
 from outrider.models.tokenizer import Tokenizer, tokenizer_hash
 from tests.support.models.tokenizers import byte_level_bpe, save
 
@@ -72,7 +73,10 @@ def test_chat_template_with_filters_and_globals_renders_as_transformers(
     reference = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "é日 <b>&"}, {"role": "assistant", "content": "ok"}]
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert ChatTemplate(source, reference.special_tokens_map).render(messages) == expected
+    assert (
+        ChatTemplate(source, reference.special_tokens_map).render(Conversation(messages))
+        == expected
+    )
     assert Tokenizer.load(folder).apply_chat_template(messages) == reference.encode(
         expected, add_special_tokens=False
     )
@@ -187,3 +191,63 @@ def test_tokenizer_hash_of_reformatted_file_is_the_same(tmp_path: Path) -> None:
 def test_tokenizer_when_imported_imports_no_torch() -> None:
     code = "import sys, outrider.models.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def tool_turns(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "y", "tool_call_id": "1"},
+    ]
+
+
+def test_tools_and_calls_render_as_transformers(tmp_path: Path) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}"
+        "{{ m.reasoning_content or '' }}{% if m.content is defined %}{{ m.content }}"
+        "{% endif %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% endfor %}{{ enable_thinking }}"
+    )
+    folder = save(byte_level_bpe(), tmp_path, chat_template=template)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    turns = tool_turns({"a": "é"})
+    reference = AutoTokenizer.from_pretrained(folder)
+    expected = reference.apply_chat_template(
+        turns, tools=tools, add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    given = Conversation(turns, tools, {"enable_thinking": False})
+    ids, text = Tokenizer.load(folder).encode_chat(given)
+    assert text == expected
+    assert ids == reference.encode(expected, add_special_tokens=False)
+
+
+def test_template_that_joins_arguments_to_text_gets_them_as_text() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ 'a' + c['function']['arguments'] }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.render(Conversation(tool_turns({"q": "é"}))) == 'a{"q": "é"}'
+
+
+def test_template_that_asks_for_null_content_gets_it() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content if m['content'] is not none else '-' }}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}).render(Conversation(tool_turns({}))) == "x-y"
+
+
+def test_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    folder = save(byte_level_bpe(), tmp_path, chat_template=templates)
+    tokenizer = Tokenizer.load(folder)
+    turns = [{"role": "user", "content": "x"}]
+    assert tokenizer.encode_chat(Conversation(turns))[1] == "d"
+    assert tokenizer.encode_chat(Conversation(turns, [{"type": "function"}]))[1] == "t"
+    assert tokenizer.chat_template_source == "t"

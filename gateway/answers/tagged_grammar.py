@@ -1,0 +1,64 @@
+"""Grammars of calls whose arguments are tagged texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gateway.answers.formats import TaggedText
+from gateway.answers.lark import Lark
+from gateway.answers.tools import Tool, parameter_types
+from outrider.errors import InvalidRequestError
+
+_DEFINITIONS: Final = ("$defs", "definitions")
+_OF_TEXTS: Final = ("pattern", "format", "minLength", "maxLength", "contentEncoding")
+
+
+def tagged_call(grammar: Lark, text: TaggedText, begin: str, tool: Tool, name: str) -> str:
+    """Add the rule of a call and return its name. Arguments come in the schema's order.
+
+    Raises `InvalidRequestError` for a schema whose values cannot be written so.
+    """
+    schema = tool.parameters
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    required = frozenset(schema.get("required") or ())
+    if required - properties.keys() or any(key in schema for key in ("anyOf", "oneOf", "$ref")):
+        raise _unsupported(tool, "names its parameters elsewhere than in properties")
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    parts = [grammar.spell(begin.replace("{name}", tool.name))]
+    for number, key in enumerate(properties):
+        rule = _value(grammar, text, tool, key, f"{name}_{number}", definitions)
+        argument = f"{grammar.spell(text.argument.replace('{key}', key))} {rule}"
+        parts.append(argument if key in required else f"({argument})?")
+    return grammar.rule(name, " ".join([*parts, grammar.spell(text.end)]))
+
+
+def _value(
+    grammar: Lark,
+    text: TaggedText,
+    tool: Tool,
+    key: str,
+    name: str,
+    definitions: Mapping[str, Any],
+) -> str:
+    """Return the terminals of a value and its end."""
+    schema = tool.parameters["properties"][key]
+    end = grammar.spell(text.value_end + text.argument_end)
+    texts = [schema["const"]] if "const" in schema else schema.get("enum")
+    if texts and all(isinstance(each, str) for each in texts):
+        return f"({' | '.join(map(grammar.spell, texts))}) {end}"
+    if "string" not in parameter_types({tool.name: tool}, tool.name, key):
+        return f"{grammar.json(name, {**schema, **definitions})} {end}"
+    for keyword in _OF_TEXTS:
+        if keyword in schema:
+            raise _unsupported(tool, f"has {keyword} in {key}")
+    after = f" {grammar.spell(text.argument_end)}" if text.argument_end else ""
+    return grammar.until(name, text.value_end) + after
+
+
+def _unsupported(tool: Tool, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"tools: the schema of {tool.name} {why}, which cannot be kept to in this model's format "
+        "of calls: leave it out, or let tool_choice be auto without strict.",
+        param="tools",
+    )

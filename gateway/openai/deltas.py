@@ -1,0 +1,101 @@
+"""A chat's answer as the fields of a message, whole or growing."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.answers.events import Call, Content, Event, Reasoning
+from gateway.answers.formats import Reading
+from gateway.answers.parser import AnswerParser
+
+_CONTENT = "content"
+_REASONING = ("reasoning_content", "reasoning")  # clients read the one or the other
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReading:
+    """How one request's answers are read, and what of them is told."""
+
+    reading: Reading
+    one_call: bool
+    with_reasoning: bool
+
+
+class MessageReader:
+    """Reads one choice's text as it comes."""
+
+    def __init__(self, how: MessageReading) -> None:
+        self._how = how
+        self._parser = AnswerParser(how.reading)
+        self._calls = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has a tool call."""
+        return bool(self._calls)
+
+    def delta(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Return what `text` adds to the message; `last`: the answer ends with it."""
+        events = self._parser.feed(text)
+        if last:
+            events += self._parser.finish()
+        delta: dict[str, Any] = {}
+        for event in events:
+            for name, value in self._fields(event):
+                if name == "tool_calls":
+                    _add_call(delta.setdefault(name, []), value)
+                else:
+                    delta[name] = delta.get(name, "") + value
+        return delta
+
+    def _fields(self, event: Event) -> Iterator[tuple[str, Any]]:
+        if isinstance(event, Content):
+            yield _CONTENT, event.text
+        elif isinstance(event, Reasoning):
+            if self._how.with_reasoning:
+                yield from ((name, event.text) for name in _REASONING)
+        elif isinstance(event, Call):
+            self._calls += 1
+            if self._calls == 1 or not self._how.one_call:
+                function = {"name": event.name, "arguments": ""}
+                call = {"index": self._calls - 1, "id": self._new_id(), "type": "function"}
+                yield "tool_calls", {**call, "function": function}
+        elif self._calls == 1 or not self._how.one_call:
+            function = {"arguments": event.text}
+            yield "tool_calls", {"index": self._calls - 1, "function": function}
+
+    def _new_id(self) -> str:
+        chars = self._how.reading.id_chars
+        return f"call_{uuid.uuid4().hex[:24]}" if chars is None else uuid.uuid4().hex[:chars]
+
+
+def message_of(how: MessageReading | None, text: str) -> tuple[dict[str, Any], bool]:
+    """Return a whole answer's message, and whether it has calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if how is None:
+        return message, False
+    reader = MessageReader(how)
+    delta = reader.delta(text, last=True)
+    calls = [
+        {name: value for name, value in call.items() if name != "index"}
+        for call in delta.get("tool_calls", ())
+    ]
+    content = delta.get(_CONTENT)
+    message[_CONTENT] = content if content is not None or calls else ""
+    for name in _REASONING:
+        if name in delta:
+            message[name] = delta[name]
+    if calls:
+        message["tool_calls"] = calls
+    return message, reader.called
+
+
+def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:
+    """Add a piece of a call to those of one delta."""
+    if calls and calls[-1]["index"] == piece["index"]:
+        calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    else:
+        calls.append(piece)
