@@ -6,6 +6,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from tqdm.auto import tqdm
@@ -67,11 +68,20 @@ class Model:
         )
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None, kind: RequestOutputKind
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        kind: RequestOutputKind,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Call:
-        """Return a request to answer a conversation. Raises `InvalidRequestError`."""
+        """Return a request to answer a conversation; `options` are more fields of its body.
+
+        Raises `InvalidRequestError`.
+        """
         stream = kind is not RequestOutputKind.FINAL_ONLY
-        body = (params or SamplingParams()).chat_request(messages, self._seed(), stream=stream)
+        body = (params or SamplingParams()).chat_request(
+            messages, self._seed(), stream=stream, options=options
+        )
         return Call(body, str(next(self._ids)), None, kind)
 
     def _seed(self) -> int:
@@ -115,9 +125,20 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return the assistant's answers to one conversation, or to each of several."""
-        calls = self._chats(messages, sampling_params, RequestOutputKind.FINAL_ONLY)
+        """Return the assistant's answers to one conversation, or to each of several.
+
+        `message` of an answer holds its reasoning and its calls of `tools`.
+        """
+        options = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        calls = self._chats(messages, sampling_params, RequestOutputKind.FINAL_ONLY, options)
         return self._whole(calls, use_tqdm)
 
     def stream(
@@ -161,12 +182,16 @@ class LLM:
         ]
 
     def _chats(
-        self, messages: Sequence[Any], params: Params, kind: RequestOutputKind
+        self,
+        messages: Sequence[Any],
+        params: Params,
+        kind: RequestOutputKind,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Call]:
         one = bool(messages) and isinstance(messages[0], Mapping)
         several = [messages] if one else messages
         return [
-            self._model.chat(conversation, each, kind)
+            self._model.chat(conversation, each, kind, options)
             for conversation, each in zip(several, _spread(params, len(several)), strict=True)
         ]
 

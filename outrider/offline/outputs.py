@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from gateway.generation import Chunk, Ending
+from gateway.openai.deltas import message_of
 from gateway.openai.job import Job
 from gateway.openai.responses import Completion
 from gateway.output import OutputToken
@@ -42,6 +43,9 @@ class CompletionOutput:
     """"stop", "length" or "abort"; None: it goes on."""
     stop_reason: str | int | None = None
     """The stop string or the id in `stop_token_ids` that ended it; None: the model's own end."""
+    message: dict[str, Any] | None = None
+    """A chat's answer once it has ended, with `reasoning` and `tool_calls` as the HTTP API has
+    them; None where the model's format knows neither."""
     aux_info: AuxInfo | None = field(default=None, repr=False)
     """The account of speculation, once a request has ended; docs/api.md describes the fields."""
 
@@ -172,8 +176,15 @@ class Tracker:
                 ending.reason.value if ending is not None else ABORTED if self._aborted else None
             ),
             stop_reason=None if ending is None else self._stop_reason(ending),
+            message=self._message(index, ending),
             aux_info=None if ending is None else ending.aux_info,
         )
+
+    def _message(self, index: int, ending: Ending | None) -> dict[str, Any] | None:
+        how = self._job.shaper.how
+        if how is None or ending is None or self._job.shaper.n < self._job.shaper.per_prompt:
+            return None
+        return message_of(how, "".join([token.text for token in self._tokens[index]]))[0]
 
     def _stop_reason(self, ending: Ending) -> str | int | None:
         if isinstance(ending.stop, str) or ending.stop in self._job.work[0].stop.stop_token_ids:

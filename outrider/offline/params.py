@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from gateway.openai.parse import parse
@@ -98,10 +99,16 @@ class SamplingParams:
         return _checked(parse(CompletionRequest, body))
 
     def chat_request(
-        self, messages: Sequence[Mapping[str, Any]], seed: int, *, stream: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        seed: int,
+        *,
+        stream: bool = False,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> ChatRequest:
-        """Return a request to answer `messages`."""
+        """Return a request to answer `messages`; `options` are more fields of its body."""
         body = self._body(seed, stream=stream) | {"messages": [dict(each) for each in messages]}
+        body |= {name: value for name, value in options.items() if value is not None}
         if self.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": self.logprobs}
         return _checked(parse(ChatRequest, body))

@@ -329,3 +329,69 @@ def test_prediction_when_given_changes_only_usage(client: openai.OpenAI) -> None
     answer = predict(client, prediction={"type": "content", "content": shown})
     assert answer.choices[0].message.content == shown
     check_prediction(answer)
+
+
+# Tools
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "room": {"enum": ["red", "blue"]},
+                    "hours": {"type": "integer", "minimum": 1, "maximum": 9},
+                    "guests": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+                },
+                "required": ["room", "hours"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "leave"}},
+]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_forced_calls_satisfy_their_schemas_and_are_the_same_with_speculation(
+    client: openai.OpenAI, temperature: float
+) -> None:
+    named = {"type": "function", "function": {"name": "book"}}
+    for choice in ("required", named):
+        answers: list[Any] = []
+        for enabled in (True, False):
+            request: Any = {
+                **{"model": "default", "messages": MESSAGES, "tools": TOOLS, "seed": 5},
+                **{"tool_choice": choice, "temperature": temperature, "max_tokens": 400},
+                "parallel_tool_calls": False,
+                "extra_body": {"speculation": {"enabled": enabled}, "aux_info": True},
+            }
+            answers.append(client.chat.completions.create(**request))
+            with client.chat.completions.stream(
+                **request, stream_options={"include_usage": True}
+            ) as stream:
+                answers.append(stream.get_final_completion())
+        calls = [
+            [(call.function.name, call.function.arguments) for call in each.message.tool_calls]
+            for answer in answers
+            for each in answer.choices
+        ]
+        assert calls == calls[:1] * 4
+        assert len({answer.usage.completion_tokens for answer in answers}) == 1
+        assert answers[0].aux_info["drafted"] > answers[2].aux_info["drafted"] == 0
+        for answer in answers:
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert not answer.choices[0].message.content
+        ((name, arguments),) = calls[0]
+        assert name in ("book", "leave")
+        assert choice == "required" or name == "book"
+        booked = json.loads(arguments)
+        if name == "book":
+            assert booked["room"] in ("red", "blue")
+            assert booked["hours"] in range(1, 10)
+            assert set(booked.get("guests", ())) <= {"a", "b"}
+        else:
+            assert booked == {}

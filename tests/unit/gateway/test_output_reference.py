@@ -106,3 +106,45 @@ def test_output_of_any_tokenizer_equals_cutting_the_whole_text(
     of = tokenizer(kind)
     expected = reference(of, token_ids, stops, min_tokens)
     assert assembled(of, token_ids, stops, min_tokens) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_marks_of_a_format_stay_in_the_text_and_other_special_tokens_do_not(
+    kind: str, data: st.DataObject
+) -> None:
+    of = tokenizer(kind)
+    mark = SPECIAL[kind]
+    texts = data.draw(st.lists(st.text(alphabet="ab .", min_size=1, max_size=5), max_size=4))
+    runs = [of.encode(text, add_special_tokens=False) for text in texts]
+    ((mark_id, _),) = of.special_ids([mark, "<absent>"]).items()
+    token_ids = [token for run in runs for token in (*run, mark_id)]
+    hidden = OutputAssembler(of.detokenizer(), ())
+    shown = OutputAssembler(of.detokenizer(), (), shown={mark_id: mark})
+    texts_of = [
+        "".join(
+            [
+                token.text
+                for part in (output.push(_new(token_ids)), output.finish())
+                for token in part
+            ]
+        )
+        for output in (hidden, shown)
+    ]
+    assert texts_of[0] == texts_of[1].replace(mark, "")
+    assert texts_of[1].count(mark) == len(runs)
+
+
+def test_mark_within_a_character_ends_it() -> None:
+    of = tokenizer("byte level")
+    (mark_id,) = of.special_ids(["</s>"])
+    horse = of.encode("🐎", add_special_tokens=False)
+    output = OutputAssembler(of.detokenizer(), ("zz",), shown={mark_id: "</s>"})
+    tokens = output.push(_new([horse[0], mark_id, *of.encode("ab", add_special_tokens=False)]))
+    tokens += output.finish()
+    assert len(horse) > 1
+    assert "".join([token.text for token in tokens]) == "\ufffd</s>ab"
+
+
+def _new(token_ids: list[int]) -> list[tuple[int, TokenKind, None]]:
+    return [(token, TokenKind.PLAIN, None) for token in token_ids]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -196,6 +197,20 @@ def test_chat_with_messages_renders_as_transformers(llm: LLM, pair: tuple[Path, 
     assert text_of(llm.chat(chats[0], GREEDY, use_tqdm=False)) == text_of(outputs[:1])
     streamed = "".join(output.outputs[0].text for output in llm.stream_chat(chats[0], GREEDY))
     assert [streamed] == text_of(outputs[:1])
+
+
+def test_chat_with_a_required_tool_answers_with_its_call(llm: LLM) -> None:
+    parameters = {"properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tool = {"type": "function", "function": {"name": "light", "parameters": parameters}}
+    params = SamplingParams(temperature=0.0, max_tokens=200)
+    chat = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(chat, params, use_tqdm=False, tools=[tool], tool_choice="required")
+    message = output.outputs[0].message
+    assert message is not None
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "light"
+    assert isinstance(json.loads(call["function"]["arguments"])["on"], bool)
+    assert llm.chat(chat, GREEDY, use_tqdm=False)[0].outputs[0].message is None
 
 
 def test_generate_when_interrupted_leaves_nothing_behind(
