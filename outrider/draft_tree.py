@@ -33,22 +33,32 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
     parents: tuple[int, ...]
     probs: tuple[DraftProbs | None, ...] = ()
     """The distribution of each node's token. None, or no entries at all: a point mass."""
+    confidences: bytes = b""
+    """How sure the proposer is of each node, given those before it, as draft.proto defines it.
+    Empty: it does not say."""
 
     @staticmethod
     def chain(
-        base_len: int, token_ids: Sequence[int], probs: Sequence[DraftProbs | None] = ()
+        base_len: int,
+        token_ids: Sequence[int],
+        probs: Sequence[DraftProbs | None] = (),
+        confidences: bytes = b"",
     ) -> DraftTree:
         """Build a tree with one path."""
         parents = chain_parents(len(token_ids))
-        return DraftTree(base_len, tuple(token_ids), parents, tuple(probs))
+        return DraftTree(base_len, tuple(token_ids), parents, tuple(probs), confidences)
 
     @staticmethod
     def branched(
-        base_len: int, chain: Sequence[int], branches: Iterable[tuple[int, Sequence[int]]]
+        base_len: int,
+        chain: Sequence[int],
+        branches: Iterable[tuple[int, Sequence[int]]],
+        confidences: bytes = b"",
     ) -> DraftTree:
         """Build `chain`, preferred, with branches: (a, tokens) goes on after its first `a` tokens.
 
-        After all of the chain (a = len(chain)) the first branch makes the chain longer.
+        After all of the chain (a = len(chain)) the first branch makes the chain longer. The
+        `confidences` are those of the chain, then of the branches.
         """
         tokens = list(chain)
         parents = list(range(-1, len(chain) - 1))
@@ -58,7 +68,7 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
                 parents.append(accepted - 1)
                 parents.extend(range(first, first + len(branch) - 1))
                 tokens.extend(branch)
-        return DraftTree(base_len, tuple(tokens), tuple(parents))
+        return DraftTree(base_len, tuple(tokens), tuple(parents), (), confidences)
 
     @staticmethod
     def validated(
@@ -68,6 +78,7 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         vocab_size: int,
         max_nodes: int,
         probs: Sequence[DraftProbs] = (),
+        confidences: bytes = b"",
     ) -> DraftTree:
         """Check untrusted parts; empty `parents` mean a chain, empty `probs` point masses.
 
@@ -78,11 +89,15 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         num_nodes = len(token_ids)
         if num_nodes > max_nodes:
             raise InvalidRequestError(f"a block holds at most {max_nodes} nodes", param="token_ids")
+        if confidences and len(confidences) != num_nodes:
+            raise InvalidRequestError("one confidence per token, or none", param="confidences")
         token_ids = tuple(token_ids[:])  # a slice of a message's field is faster than its items
         if token_ids and max(token_ids) >= vocab_size:
             raise InvalidRequestError(f"token ids must be below {vocab_size}", param="token_ids")
         if not (parents or probs):  # most are; the constructor would take twice as long
-            return tuple.__new__(DraftTree, (base_len, token_ids, chain_parents(num_nodes), ()))
+            return tuple.__new__(
+                DraftTree, (base_len, token_ids, chain_parents(num_nodes), (), confidences)
+            )
         drawn_from: tuple[DraftProbs | None, ...] = ()
         if probs:
             if len(probs) != num_nodes:
@@ -96,12 +111,12 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
                 ]
             )
         if not parents:
-            return DraftTree(base_len, token_ids, chain_parents(num_nodes), drawn_from)
+            return DraftTree(base_len, token_ids, chain_parents(num_nodes), drawn_from, confidences)
         if len(parents) != num_nodes:
             raise InvalidRequestError("one parent per token, or none at all", param="parents")
         if any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise InvalidRequestError("a parent comes before its child", param="parents")
-        return DraftTree(base_len, token_ids, tuple(parents), drawn_from)
+        return DraftTree(base_len, token_ids, tuple(parents), drawn_from, confidences)
 
     def walk(self, committed: Sequence[int]) -> DraftTree | None:
         """Return the rest of the tree below `committed`, the tokens from base_len on.
@@ -112,7 +127,9 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
             n = len(committed)
             if self.token_ids[:n] != tuple(committed):
                 return None
-            return DraftTree.chain(self.base_len + n, self.token_ids[n:], self.probs[n:])
+            return DraftTree.chain(
+                self.base_len + n, self.token_ids[n:], self.probs[n:], self.confidences[n:]
+            )
         node = self.descend(committed)
         if node is None:
             return None
@@ -162,7 +179,8 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
     def at_most(self, max_nodes: int) -> DraftTree:
         """Return the first nodes, which are a tree: a parent comes before its child."""
         n = max_nodes
-        return DraftTree(self.base_len, self.token_ids[:n], self.parents[:n], self.probs[:n])
+        told = self.confidences[:n]
+        return DraftTree(self.base_len, self.token_ids[:n], self.parents[:n], self.probs[:n], told)
 
     def below(self, node: int, max_nodes: int, max_depth: int) -> DraftTree:
         """Return the first nodes below `node` (-1: the root), `max_depth` deep at most."""
@@ -179,6 +197,7 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
             tuple([self.token_ids[i] for i in kept]),
             tuple([place[self.parents[i]] for i in kept]),
             tuple([self.probs[i] for i in kept]) if self.probs else (),
+            bytes([self.confidences[i] for i in kept]) if self.confidences else b"",
         )
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
@@ -195,6 +214,14 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         if not self.probs:
             return ()
         return tuple([self.probs[i] for i in self._first_nodes(max_len, node)])
+
+    def first_confidences(self, max_len: int, node: int = -1) -> bytes:
+        """Return the confidences of `first_path`; empty if the proposer told none."""
+        if not self.confidences:
+            return b""
+        if self.is_chain:
+            return self.confidences[node + 1 : node + 1 + max_len]
+        return bytes([self.confidences[i] for i in self._first_nodes(max_len, node)])
 
     def _first_nodes(self, max_len: int, node: int) -> list[int]:
         path: list[int] = []

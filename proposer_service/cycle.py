@@ -274,6 +274,8 @@ class _Blocks:
         if tree.probs:
             block.draft_probs.extend([codec.draft_probs_to_proto(probs) for probs in tree.probs])
             size += _PROB_BYTES * sum([len(probs.token_ids) for probs in tree.probs if probs])
+        if tree.confidences:
+            block.confidences = tree.confidences
         if self._methods:
             block.method_index = self._methods.get(route.key, 0)
         self._room[link] -= size

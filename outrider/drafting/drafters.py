@@ -59,6 +59,15 @@ class ChainDrafter(Protocol):
         ...
 
 
+@runtime_checkable
+class SureDrafter(ChainDrafter, Protocol):
+    """A `ChainDrafter` that knows how sure its tokens are."""
+
+    def draft_sure(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
+        """Return what `draft` returns, each chain with its tokens' confidences."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Forks:
     """Chains of K tokens, and the likeliest tokens by which the texts may leave them.

@@ -16,7 +16,14 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
-from outrider.engine.step import NO_DRAFT, ScheduledRow, Step, StepResult, choose_draft
+from outrider.engine.step import (
+    NO_DRAFT,
+    ScheduledRow,
+    Step,
+    StepResult,
+    choose_draft,
+    draft_confidences,
+)
 from outrider.policy.base import Policy, Ready
 from outrider.policy.tracker import DraftTracker
 from outrider.types import Failure, Request
@@ -205,14 +212,33 @@ class Scheduler:
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
         rows: dict[int, ScheduledRow] = {}
+        counts = self._draft_counts(decoding)
         for sequences, kept in ((decoding, reserve), (prefilling, 0)):
             for seq in sequences:
                 left = budget - kept
                 # Not admitted any more: preempted by a row before it.
-                if left > 0 and seq.admitted and (row := self._place(seq, left, max_draft, rows)):
+                most = min(counts.get(seq.session_id, seq.drafting.num_draft_tokens), max_draft)
+                if left > 0 and seq.admitted and (row := self._place(seq, left, most, rows)):
                     rows[seq.session_id] = row
                     budget -= len(row.slice.token_ids)
         return list(rows.values())
+
+    def _draft_counts(self, decoding: list[Sequence]) -> dict[int, int]:
+        """Return how many draft tokens each row verifies at most, by its session.
+
+        What tells confidences is cut to what these make worth verifying, over all rows at once.
+        """
+        counts = {seq.session_id: seq.drafting.num_draft_tokens for seq in decoding}
+        told = [
+            (seq, told)
+            for seq in decoding
+            if (told := draft_confidences(seq, counts[seq.session_id]))
+        ]
+        if told:
+            others = len(decoding) - len(told)
+            cut = self.tracker.cut(told, others)
+            counts.update(zip([seq.session_id for seq, _ in told], cut, strict=True))
+        return counts
 
     def _place(
         self, seq: Sequence, left: int, max_draft: int, rows: dict[int, ScheduledRow]
@@ -222,9 +248,7 @@ class Scheduler:
         end = length if length - start <= left else start + left
         draft, parents, probs = NO_DRAFT
         if seq.draft is not None and end == length:
-            # At most K tokens.
-            max_nodes = min(seq.drafting.num_draft_tokens, max_draft, left - (end - start))
-            draft, parents, probs = choose_draft(seq, max_nodes)
+            draft, parents, probs = choose_draft(seq, min(max_draft, left - (end - start)))
         if end + len(draft) > len(seq.block_table) * self.config.page_size:
             if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
                 draft, parents, probs = NO_DRAFT  # no draft is worth another row's pages

@@ -100,3 +100,19 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
         drawn = bool(draft.probs)
         path = path[: seq.constraint.num_allowed(path) + drawn]
     return path, (), draft.first_probs(len(path), node) if draft.probs else ()
+
+
+def draft_confidences(seq: Sequence, max_nodes: int) -> bytes:
+    """Return the confidences of the tokens that `choose_draft` would choose.
+
+    Empty if the draft tells none, if it is verified as a tree, and under rules that look at drafts:
+    what these verify must not depend on the draft's own tokens.
+    """
+    draft = seq.draft
+    if draft is None or not draft.confidences:
+        return b""
+    one_path = draft.is_chain or seq.drafting.proposer.runs_ahead
+    if not one_path or seq.request.verification_rule is not VerificationRule.COUPLED:
+        return b""
+    max_len = min(max_nodes, seq.max_len - len(seq.token_ids) - 1)
+    return draft.first_confidences(max_len, seq.draft_node) if max_len > 0 else b""

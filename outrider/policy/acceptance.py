@@ -19,28 +19,39 @@ PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is 
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
 LEAST = 1e-4  # of acceptance: odds of 1 are infinite
 DEPTHS = np.arange(MAX_SPECULATIVE_TOKENS)
+BIN_BITS = 4  # of a confidence that are noise
+BINS = 256 >> BIN_BITS
 
 
 class _Kind:
-    """Drafts of one proposer for rows that are sampled, or for those that are not."""
+    """Drafts of one method of one proposer, for rows that are sampled or for those that are not."""
 
     def __init__(self) -> None:
         self.availability, self.answer_s = 1.0, Average()  # share of answers that hold a draft
-        self._counts = np.zeros((2, MAX_SPECULATIVE_TOKENS))  # accepted, tried
+        self.confident = False  # its last draft told how sure it is
+        self._counts = np.zeros((2, MAX_SPECULATIVE_TOKENS, BINS))  # accepted, tried
         self._learn()
 
-    def observe(self, rounds: list[Round]) -> None:
-        ends = np.array([(round_.accepted, round_.tried) for round_ in rounds])
+    def observe(self, rounds: list[tuple[Round, bytes]]) -> None:
+        """Take in rounds and the confidences of their drafts, if these told any."""
         self._counts *= PROPOSER_FADE ** len(rounds)
-        self._counts += (ends[:, :, None] > DEPTHS).sum(0)
+        told = np.zeros((len(rounds), MAX_SPECULATIVE_TOKENS), np.uint8)
+        for row, (_, confidences) in zip(told, rounds, strict=True):
+            row[: len(confidences)] = np.frombuffer(confidences, np.uint8)
+        self.confident = bool(told[-1, 0])
+        ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
+        for counts, end in zip(self._counts, ends.T, strict=True):
+            row, depth = (end[:, None] > DEPTHS).nonzero()
+            np.add.at(counts, (depth, told[row, depth] >> BIN_BITS), 1.0)
         self._learn()
 
     def _learn(self) -> None:
-        accepted, tried = self._counts.sum(1).tolist()
+        accepted, tried = self._counts.sum((1, 2)).tolist()
         self.rate: float = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
-        by_depth = (self._counts[0] + PRIOR_TOKENS * self.rate) / (self._counts[1] + PRIOR_TOKENS)
-        by_depth = np.clip(by_depth, LEAST, 1.0 - LEAST)
+        by_depth = _shrunk(self._counts.sum(2), self.rate)
         self.odds = by_depth / (1.0 - by_depth)  # [depths]
+        # A liar's confidences say nothing, and so all of them come to mean its usual acceptance.
+        self.by_confidence = _shrunk(self._counts, _shrunk(self._counts.sum(1), self.rate))
 
     def factor(self, row: Measured) -> float:
         """Return how many times a row's odds are those of its kind."""
@@ -49,8 +60,14 @@ class _Kind:
         return own / (1.0 - own) * (1.0 - all_rows) / all_rows
 
 
+def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Return accepted by tried of `counts` [2, ...], as far as these outweigh the prior `rate`."""
+    shares = (counts[0] + PRIOR_TOKENS * rate) / (counts[1] + PRIOR_TOKENS)
+    return np.clip(shares, LEAST, 1.0 - LEAST)
+
+
 class Acceptance:
-    """Acceptance by proposer and depth, and each row's own by its last rounds.
+    """Acceptance by drafter and depth, and each row's own by its last rounds.
 
     Sampled rows and greedy ones are apart: what one kind showed would keep rows of the other from
     being drafted for. What is known of a row fades, drafted for or not, until it is its proposer's.
@@ -60,13 +77,13 @@ class Acceptance:
         self._kinds: dict[tuple[str, bool], _Kind] = {}
         self._unknown = _Kind()
 
-    def observe(self, rounds: Iterable[tuple[Drafting, Round]]) -> None:
-        """Take in rows' rounds."""
-        drafted: dict[_Kind, list[Round]] = defaultdict(list)
-        for d, round_ in rounds:
+    def observe(self, rounds: Iterable[tuple[Drafting, Round, bytes]]) -> None:
+        """Take in rows' rounds, with the confidences of what was verified."""
+        drafted: dict[_Kind, list[tuple[Round, bytes]]] = defaultdict(list)
+        for d, round_, confidences in rounds:
             d.measured.observe(round_)
             if round_.drafted:
-                drafted[self._remembered(d)].append(round_)
+                drafted[self._remembered(d)].append((round_, confidences))
         for kind, those in drafted.items():
             kind.observe(those)
 
@@ -81,6 +98,10 @@ class Acceptance:
         kind = self._of(d)
         return kind.availability, kind.answer_s.mean
 
+    def confident(self, d: Drafting) -> bool:
+        """Return whether a row's drafts tell how sure they are."""
+        return self._of(d).confident
+
     def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return the expected gain of each draft token [num_rows, depth], which falls with depth.
 
@@ -88,8 +109,9 @@ class Acceptance:
         lie beside each other, it is a level's share of that.
         """
         kinds = [self._of(d) for d in rows]
-        factors = [[kind.factor(d.measured)] for kind, d in zip(kinds, rows, strict=True)]
-        odds = np.array([kind.odds[:depth] for kind in kinds]) * np.array(factors)
+        factors = [kind.factor(d.measured) for kind, d in zip(kinds, rows, strict=True)]
+        odds = np.array([kind.odds[:depth] for kind in kinds])
+        odds *= np.array(factors)[:, None]
         survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
         for i, d in enumerate(rows):
             if (levels := d.measured.levels) < 1.0:
@@ -99,11 +121,22 @@ class Acceptance:
                 survivals[i] = np.minimum.accumulate(gains)
         return survivals
 
+    def told(self, drafts: Rows[tuple[Drafting, bytes]], depth: int) -> NDArray[np.float64]:
+        """Return the survival of each token of chains [num_rows, depth] that told confidences.
+
+        Past a chain's end it is 0.
+        """
+        rates = np.zeros((len(drafts), depth))
+        for row, (d, confidences) in zip(rates, drafts, strict=True):
+            bins = np.frombuffer(confidences, np.uint8) >> BIN_BITS
+            row[: len(bins)] = self._of(d).by_confidence[DEPTHS[: len(bins)], bins]
+        return rates.cumprod(1)
+
     def _of(self, d: Drafting) -> _Kind:
-        return self._kinds.get((d.proposer_id or "", d.offered.sampled), self._unknown)
+        return self._kinds.get((d.drafter, d.offered.sampled), self._unknown)
 
     def _remembered(self, d: Drafting) -> _Kind:
-        key = d.proposer_id or "", d.offered.sampled
+        key = d.drafter, d.offered.sampled
         kind = self._kinds.get(key) or _Kind()
         remember(self._kinds, key, kind)
         return kind

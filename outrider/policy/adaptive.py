@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.policy.acceptance import DEPTHS
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
-from outrider.policy.choose_nodes import choose_nodes
+from outrider.policy.choose_nodes import best_count, take_likeliest
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import Drafting
 from outrider.policy.waiting import Waiting, next_half
@@ -76,18 +76,33 @@ class AdaptivePolicy(Policy):
     def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return which tokens are worth their step's time and their delay [rows, depth]."""
         nodes, depth, costs = survivals.ravel(), survivals.shape[1], self.measured.costs
-        parents = np.arange(-1, len(nodes) - 1)
-        parents[::depth] = -1
-        # All rows wait for the longest draft: the n likeliest nodes take as long as their deepest.
-        first_of_depth = np.searchsorted(np.sort(-nodes), -survivals.max(0))
-        depths = np.searchsorted(first_of_depth, np.arange(len(nodes) + 1))
-        waits = self._wait_s(rows, depth)[depths]
-        alike = np.float64(max(1.0, costs.num_rows / len(rows)))  # rows beside one that is new
+        likeliest = np.sort(nodes)[::-1]
+        alike = max(1.0, costs.num_rows / len(rows))  # rows beside one that is new
+        tokens = np.full(len(nodes) + 1, len(rows) * alike)
+        if not self.measured.acceptance.confident(rows[0]):  # else the unlikely are cut: see `cut`
+            tokens += np.arange(len(nodes) + 1) * alike
+        seconds = costs.steps.estimates(tokens)
+        wait_s = self._wait_s(rows, depth)
+        if wait_s.any():
+            # All rows wait for the longest draft: the n likeliest nodes take as long as their
+            # deepest.
+            first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
+            seconds += np.repeat(wait_s, np.diff(first_of_depth, prepend=-1, append=len(nodes)))
+        count = best_count(likeliest, seconds, len(rows))
+        return take_likeliest(nodes, likeliest, count).reshape(survivals.shape)
 
-        def step_time(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-            return costs.steps.estimates(tokens * alike) + waits
-
-        return choose_nodes(nodes, parents, step_time, len(rows)).reshape(survivals.shape)
+    def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
+        steps = self.measured.costs.steps
+        lengths = [len(confidences) for _, confidences in drafts]
+        if self._unknown or not steps.estimate(1):
+            return lengths
+        survivals = self.measured.acceptance.told(drafts, max(lengths))
+        nodes = survivals.ravel()
+        likeliest = np.sort(nodes)[::-1]
+        first = other_tokens + len(drafts)
+        seconds = steps.estimates(np.arange(first, first + len(nodes) + 1.0))
+        count = best_count(likeliest, seconds, first)
+        return [*take_likeliest(nodes, likeliest, count).reshape(survivals.shape).sum(1).tolist()]
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""

@@ -107,6 +107,18 @@ class Policy:
         """
         return [d.offered.max_draft_tokens for d in rows]
 
+    def cut(
+        self,
+        drafts: Rows[tuple[Drafting, bytes]],
+        other_tokens: int,  # noqa: ARG002
+    ) -> list[int]:
+        """Return how many tokens of each draft at hand the next step verifies.
+
+        The drafts are chains with their tokens' confidences, as `DraftTree` has them. The step has
+        `other_tokens` besides. Called only for drafts that tell confidences.
+        """
+        return [len(confidences) for _, confidences in drafts]
+
     def patience_s(self, row: Row) -> float:  # noqa: ARG002
         """Return how long after its last commit a row waits for its draft at most."""
         return 0.0

@@ -38,13 +38,30 @@ def choose_nodes(
     if (survivals > above).any() or (parents >= np.arange(len(parents))).any():
         raise ValueError("A node must come after its parent and survive at most as often.")
     likeliest = np.sort(survivals)[::-1]
-    committed = rows + np.concatenate(((0.0,), np.cumsum(likeliest)))
     seconds = step_time(np.arange(rows, rows + len(survivals) + 1))
-    count = int(np.argmax(committed / seconds))
-    if not count:
-        return np.zeros(len(survivals), np.bool_)
+    return take_likeliest(survivals, likeliest, best_count(likeliest, seconds, rows))
+
+
+def best_count(likeliest: NDArray[np.float64], seconds: NDArray[np.float64], rows: float) -> int:
+    """Return how many of the `likeliest` nodes [n], in order, a step of `rows` rows verifies.
+
+    `seconds` [n + 1] are the times of steps that verify 0, 1 .. n of them.
+    """
+    committed = np.empty(len(seconds))
+    committed[0] = rows
+    np.cumsum(likeliest, out=committed[1:])
+    committed[1:] += rows
+    return int((committed / seconds).argmax())
+
+
+def take_likeliest(
+    survivals: NDArray[np.float64], likeliest: NDArray[np.float64], count: int
+) -> NDArray[np.bool_]:
+    """Return which `count` nodes are the likeliest; of those as likely the first, so parents."""
+    if count in (0, len(survivals)):
+        return np.full(len(survivals), count > 0)
     least = likeliest[count - 1]
-    chosen: NDArray[np.bool_] = survivals > least
-    as_likely = np.flatnonzero(survivals == least)  # parents first
-    chosen[as_likely[: count - np.count_nonzero(chosen)]] = True
+    chosen: NDArray[np.bool_] = survivals >= least
+    if surplus := np.count_nonzero(chosen) - count:
+        chosen[np.flatnonzero(survivals == least)[-surplus:]] = False
     return chosen

@@ -45,6 +45,7 @@ class CurrentRound:
     at_hand: bool = False  # a draft was there at that moment
     deadline: float = 0.0  # the row waits no longer than this
     wrong: bool = False  # a guess for this round did not lie on the committed path
+    confidences: bytes = b""  # of the tokens that it verifies, if the draft told any
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class Drafting:
     num_draft_tokens: int = 0  # of the next round
     runs_ahead: bool = False  # drafts are made ahead now
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
-    unlearned: Round | None = None  # the last round, until the policy has learned from it
+    unlearned: tuple[Round, bytes] | None = None  # the last round, until the policy has learned it
     round: CurrentRound = field(default_factory=CurrentRound)
     awaited: Awaited = field(default_factory=Awaited)
     measured: Measured = field(default_factory=Measured)

@@ -169,6 +169,13 @@ class DraftTracker:
             (waiting if lacks_draft and now < current.deadline else ready).append(row)
         return self.policy.choose_rows(ready, waiting, num_prefilling, now)
 
+    def cut(self, drafts: Rows[tuple[Row, bytes]], other_tokens: int) -> list[int]:
+        """Return how many tokens of each draft at hand the next step verifies; see `Policy.cut`."""
+        counts = self.policy.cut([(row.drafting, told) for row, told in drafts], other_tokens)
+        for (row, told), count in zip(drafts, counts, strict=True):
+            row.drafting.round.confidences = told[:count]
+        return counts
+
     def launched(self, rows: Iterable[tuple[R, int]], now: float) -> list[R]:
         """Note that rows went into a step, each with so many draft tokens.
 
@@ -243,9 +250,10 @@ class DraftTracker:
         if d.round.looked_at is None or not awaited.asked:  # no draft was to come before
             awaited.since = now
         awaited.asked = d.num_draft_tokens > 0
+        confidences = d.round.confidences
         d.round = CurrentRound(committed_at=now, wrong=wrong)
         awaited.commits.append(PastCommit(len(row.token_ids), now, row.draft is None))
-        d.unlearned = round_
+        d.unlearned = round_, confidences
 
     def learn(self, rows: Rows[Row]) -> None:
         """Take in what rows' last rounds showed, and choose how many tokens they draft.
@@ -253,11 +261,11 @@ class DraftTracker:
         That is once per round, when they go into their next step, and for the round after that.
         Earlier the device or the proposer would have to wait for it.
         """
-        rounds = [(d, last) for row in rows if (last := (d := row.drafting).unlearned) is not None]
-        self.policy.measured.acceptance.observe(rounds)
-        for d, _ in rounds:
+        learning = [d for row in rows if (d := row.drafting).unlearned is not None]
+        self.policy.measured.acceptance.observe([(d, *d.unlearned) for d in learning])
+        for d in learning:
             d.unlearned = None
-        self._choose_counts([d for d, _ in rounds])
+        self._choose_counts(learning)
 
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
         """Choose how rows come to their next drafts, and how long these are."""

@@ -208,7 +208,7 @@ class BlockBatch(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("session", "epoch", "base_len", "token_ids", "parents", "draft_us", "draft_probs", "method_index")
+    __slots__ = ("session", "epoch", "base_len", "token_ids", "parents", "draft_us", "draft_probs", "method_index", "confidences")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +217,7 @@ class Block(_message.Message):
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     METHOD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     base_len: int
@@ -225,7 +226,8 @@ class Block(_message.Message):
     draft_us: int
     draft_probs: _containers.RepeatedCompositeFieldContainer[DraftProbs]
     method_index: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ..., draft_probs: _Optional[_Iterable[_Union[DraftProbs, _Mapping]]] = ..., method_index: _Optional[int] = ...) -> None: ...
+    confidences: bytes
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ..., draft_probs: _Optional[_Iterable[_Union[DraftProbs, _Mapping]]] = ..., method_index: _Optional[int] = ..., confidences: _Optional[bytes] = ...) -> None: ...
 
 class DraftProbs(_message.Message):
     __slots__ = ("token_ids", "probs")

@@ -100,7 +100,13 @@ class BlockReceiver:
                 probs = [*map(codec.draft_probs_from_proto, draft_probs)]
             vocab_size = self.registry.served.vocab_size
             tree = DraftTree.validated(
-                base_len, block.token_ids, block.parents, vocab_size, max_nodes, probs
+                base_len,
+                block.token_ids,
+                block.parents,
+                vocab_size,
+                max_nodes,
+                probs,
+                block.confidences,
             )
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafting.ahead.branches import DraftedBranch, adopt, drop
+from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import Forks
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.types import common_prefix_len
@@ -38,6 +39,11 @@ class Lookahead:
         if self.candidates is None:
             return self.line
         return [*self.line, int(self.candidates[-1, 0])]
+
+    def draft(self, num_tokens: int) -> tuple[list[int], bytes]:
+        """Return the guess's first tokens and their confidences, empty if these are not known."""
+        told = b"" if self.gaps is None else confidences_of(self.gaps[:num_tokens, 1])
+        return self.guess[:num_tokens], told
 
     @property
     def end(self) -> tuple[int, int]:

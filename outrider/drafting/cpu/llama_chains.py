@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.drafting.confidence import confidences_of
 from outrider.drafting.cpu.llama_kernels import Draws, Fed, draft
 from outrider.drafting.cpu.llama_weights import Floats, Weights, read_weights
 from outrider.drafting.drafters import DraftInput
@@ -56,6 +57,10 @@ class LlamaChains:
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[list[int]]:
         """Feed the rows' tokens and draft their chains, as `draft_chains` does."""
+        return [chain for chain, _ in self.draft_sure(inputs)]
+
+    def draft_sure(self, inputs: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
+        """Implement `SureDrafter`."""
         slices = [row.slice for row in inputs]
         tokens = [token for row in slices for token in row.token_ids]
         positions = [row.start + i for row in slices for i in range(len(row.token_ids))]
@@ -66,7 +71,7 @@ class LlamaChains:
             pages = row.block_table[: len(table)]
             table[: len(pages)] = pages
         params = [row.sampling for row in inputs]
-        chains = draft(
+        chains, gaps = draft(
             self._weights,
             self._pools,
             Fed(
@@ -84,7 +89,9 @@ class LlamaChains:
                 seed_keys([each.seed for each in params]).numpy().astype(np.uint32),
             ),
         )
-        return [chain[: row.wanted] for chain, row in zip(chains.tolist(), inputs, strict=True)]
+        wanted = [row.wanted for row in inputs]
+        told = [confidences_of(row_gaps[:k]) for row_gaps, k in zip(gaps, wanted, strict=True)]
+        return [(chain[:k].tolist(), t) for chain, k, t in zip(chains, wanted, told, strict=True)]
 
 
 def can_run(model: nn.Module, max_model_len: int) -> bool:

@@ -77,13 +77,15 @@ def draft(
     fed: Fed,
     wanted: Ints,  # [num_rows], largest first, at least 1
     draws: Draws,
-) -> Ints:
-    """Feed the tokens, then draft `wanted` tokens a row: [num_rows, max wanted].
+) -> tuple[Ints, Floats]:
+    """Feed the tokens, then draft `wanted` tokens a row: [num_rows, max wanted], with their gaps.
 
-    Every row has a token in `fed`. Tokens beyond a row's `wanted` are undefined.
+    A gap is how far a token's score is ahead of the runner-up's. Every row has a token in `fed`.
+    Tokens beyond a row's `wanted` are undefined.
     """
     num_rows = len(wanted)
     chains = np.empty((num_rows, wanted[0]), np.int64)
+    gaps = np.empty((num_rows, wanted[0]), np.float32)
     fed_hidden = _forward(weights, pools, fed)
     hidden = np.empty((num_rows, fed_hidden.shape[1]), np.float32)
     position = np.empty(num_rows, np.int64)  # of the last token fed
@@ -105,10 +107,13 @@ def draft(
         for row in range(active):
             position[row] += 1
             if draws.temperature[row] == 0.0:
-                chains[row, step] = np.argmax(logits[row])
+                token = np.argmax(logits[row])
+                best = logits[row, token]
+                logits[row, token] = -np.inf
+                chains[row, step], gaps[row, step] = token, best - logits[row].max()
             else:
-                chains[row, step] = draw(logits[row], draws, row, position[row])
-    return chains
+                chains[row, step], gaps[row, step] = draw(logits[row], draws, row, position[row])
+    return chains, gaps
 
 
 @compiled
@@ -292,8 +297,10 @@ def _silu_mul(gate_up: Floats, out: Floats) -> None:
 
 
 @compiled
-def draw(logits: Floats, draws: Draws, row: int, position: int) -> int:
-    """Return the token that `sampling.coupled.sample` draws, up to the last bits of logarithms.
+def draw(logits: Floats, draws: Draws, row: int, position: int) -> tuple[int, float]:
+    """Return the token that `sampling.coupled.sample` draws, and its gap to the runner-up.
+
+    It is the same token up to the last bits of logarithms.
 
     A cut by top_p keeps a token if likelier ones hold less than top_p of the mass. So no sort is
     needed: a token drawn from below the cut is excluded with all that are not likelier, and another
@@ -313,10 +320,10 @@ def draw(logits: Floats, draws: Draws, row: int, position: int) -> int:
     if draws.top_p[row] < 1.0:
         cut_mass = draws.top_p[row] * _mass(scaled, kth, highest)
     while True:
-        token = _noisiest(scaled, floor, first, second)
+        token, gap = _noisiest(scaled, floor, first, second)
         floor = np.nextafter(scaled[token], np.float32(np.inf))
         if scaled[token] == highest or _mass(scaled, floor, highest) < cut_mass:
-            return token
+            return token, gap
 
 
 @compiled
@@ -330,9 +337,12 @@ def _mass(scaled: Floats, floor: _Float, highest: _Float) -> float:
 
 
 @compiled
-def _noisiest(scaled: Floats, floor: _Float, first: _Word, second: _Word) -> int:
-    """Return the token of the largest logit plus noise among those of `floor` or more."""
-    best, best_score = 0, -np.inf
+def _noisiest(scaled: Floats, floor: _Float, first: _Word, second: _Word) -> tuple[int, float]:
+    """Return the token of the largest logit plus noise among those of `floor` or more.
+
+    With it how far the next largest is behind.
+    """
+    best, best_score, next_score = 0, -np.inf, -np.inf
     for i in range(len(scaled)):
         if scaled[i] < floor:
             continue
@@ -340,12 +350,14 @@ def _noisiest(scaled: Floats, floor: _Float, first: _Word, second: _Word) -> int
         # -log(-log(u)) < -log(1 - u): a bound from its power of two saves most logarithms.
         rest = np.float64(np.uint32(~hashed)) + 0.5
         exponent = (np.float64(rest).view(np.int64) >> 52) - 1023
-        if scaled[i] + (32 - exponent) * _LN2 <= best_score:
+        if scaled[i] + (32 - exponent) * _LN2 <= next_score:
             continue
         score = scaled[i] - math.log(-math.log((hashed + 0.5) * 2.0**-32))
         if score > best_score:
-            best, best_score = i, score
-    return best
+            best, best_score, next_score = i, score, best_score
+        elif score > next_score:
+            next_score = score
+    return best, best_score - next_score
 
 
 @compiled

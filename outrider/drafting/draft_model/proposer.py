@@ -32,8 +32,8 @@ from outrider.drafting.draft_model.async_drafts import (
 )
 from outrider.drafting.draft_model.brancher import Brancher
 from outrider.drafting.draft_model.session import SHORT, DraftRow, DraftState
-from outrider.drafting.drafters import AsyncDrafter, ChainDrafter, ForkDrafter
-from outrider.drafting.graphs.chains import draft_chains, sample_chains
+from outrider.drafting.drafters import AsyncDrafter, ChainDrafter, ForkDrafter, SureDrafter
+from outrider.drafting.graphs.chains import draft_sure_chains, sample_chains
 from outrider.drafting.masks import DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DEFAULT_LIMITS,
@@ -201,11 +201,12 @@ class DraftModelProposer(SessionMethod[DraftState]):
             pairs = [(row.state, row.slice()) for row in forked]
             branched = self._brancher.draft(pairs, forked[0].num_forked, at_hand, pace)
             done.trees.extend([(state.key, state.push_tree()) for state in branched])
-        chains = [row.state.ahead.guess[: row.wanted] for row in forked] + self._run_chains(others)
-        drafts: list[tuple[list[int], Sequence[DraftProbs | None]]]
-        drafts = [(chain, ()) for chain in chains]
+        chains = [row.state.ahead.draft(row.wanted) for row in forked]
+        drafts: list[tuple[list[int], Sequence[DraftProbs | None], bytes]]
+        drafts = [(chain, (), told) for chain, told in [*chains, *self._run_chains(others)]]
         if sampled:
-            drafts += sample_chains(self._model, [row.input() for row in sampled])
+            inputs = [row.input() for row in sampled]
+            drafts += [(*drawn, b"") for drawn in sample_chains(self._model, inputs)]
         forward_s = self._clock() - started
         drafted = iter(drafts)
         for row in (*forked, *others, *sampled):
@@ -218,10 +219,10 @@ class DraftModelProposer(SessionMethod[DraftState]):
             if row.wanted == 0:
                 done.drafts.append((state.key, DraftTree.chain(end, ())))
                 continue
-            chain, probs = next(drafted)
+            chain, probs, told = next(drafted)
             if not row.num_forked:
                 state.ahead.line = chain[:-1]  # the last token was never fed
-            done.drafts.append((state.key, state.push(DraftTree.chain(end, chain, probs))))
+            done.drafts.append((state.key, state.push(DraftTree.chain(end, chain, probs, told))))
         return forward_s
 
     def _plan(self, states: Sequence[DraftState], done: DraftRound) -> list[DraftRow]:
@@ -288,17 +289,20 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 return False
         return True
 
-    def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
-        """Feed rows, those that want drafts first, and return the drafts."""
+    def _run_chains(self, rows: list[DraftRow]) -> list[tuple[list[int], bytes]]:
+        """Feed rows, those that want drafts first, and return the drafts with confidences."""
         fast = self._chain_drafter
         inputs = [row.input() for row in rows]
         ready = [row for row in inputs if row.wanted]
         num_tokens = sum([len(row.slice.token_ids) for row in ready])
-        chains: list[list[int]] = []
+        chains: list[tuple[list[int], bytes]] = []
         masked = any(row.mask is not None for row in ready)
         if fast and ready and num_tokens <= fast.max_tokens and not masked:
-            chains, inputs = fast.draft(ready), inputs[len(ready) :]
-            ready = []
+            if isinstance(fast, SureDrafter):
+                chains = fast.draft_sure(ready)
+            else:
+                chains = [(chain, b"") for chain in fast.draft(ready)]
+            ready, inputs = [], inputs[len(ready) :]
         if inputs and (ready or not (fast and fast.feed([row.slice for row in inputs]))):
-            chains += draft_chains(self._model, inputs)
+            chains += draft_sure_chains(self._model, inputs)
         return chains

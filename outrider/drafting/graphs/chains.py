@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
+from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import DraftInput, Forks
 from outrider.drafting.graphs.batches import DraftForward, LoopBatches, eager_batches
 from outrider.drafting.likeliest import draw_of_likeliest, possible, top_candidates
@@ -38,19 +40,35 @@ def draft_chains(model: DraftForward, rows: Sequence[DraftInput], lead: int = 1)
 
     No token comes to the host before the end, unless a row is masked.
     """
+    return [tokens for tokens, _ in _draft(model, rows, lead, _choose)]
+
+
+def draft_sure_chains(
+    model: DraftForward, rows: Sequence[DraftInput]
+) -> list[tuple[list[int], bytes]]:
+    """Draft chains as `draft_chains`, each with its tokens' confidences."""
+    return _draft(model, rows, 1, _choose_of_two)
+
+
+def _draft(
+    model: DraftForward, rows: Sequence[DraftInput], lead: int, draw: Draw
+) -> list[tuple[list[int], bytes]]:
     with torch.inference_mode():
         if not rows[0].wanted:
             feed(model, rows)
             return []
         batches = eager_batches(rows, model, lead=lead)
-        drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(_choose, rows))
-        flat = torch.cat([tokens for (tokens,) in drawn]).tolist()
-    chains: list[list[int]] = [[] for row in rows if row.wanted]
-    start = 0
-    for (part,) in drawn:
-        for chain, token in zip(chains, flat[start : start + len(part)], strict=False):
-            chain.append(token)
-        start += len(part)
+        drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(draw, rows))
+        flat, *gaps = [torch.cat(parts).cpu() for parts in zip(*drawn, strict=True)]
+    sure = confidences_of(gaps[0][:, 1].numpy()) if gaps else b""
+    ends = itertools.accumulate([len(part[0]) for part in drawn], initial=0)
+    starts, tokens = [*ends][:-1], flat.tolist()
+    chains: list[tuple[list[int], bytes]] = []
+    for i, row in enumerate(rows):
+        if row.wanted:
+            places = [start + i for start in starts[: row.wanted]]
+            told = bytes([sure[place] for place in places]) if sure else b""
+            chains.append(([tokens[place] for place in places], told))
     return chains
 
 
@@ -110,6 +128,11 @@ def feed(model: DraftForward, rows: Sequence[DraftInput]) -> None:
 
 def _choose(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
     return (logits.argmax(dim=-1) if batch is None else sample(logits, batch),)
+
+
+def _choose_of_two(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
+    top, gaps = top_candidates(logits, batch, 2)
+    return top[:, 0], gaps
 
 
 def _draw_sampled(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:

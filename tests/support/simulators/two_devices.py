@@ -32,9 +32,9 @@ from tests.support.simulators.simulation import VOCAB, Clock, Net, Player, World
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
 AGREEMENT = np.array([0.025, 0.40], np.float32)  # 0.73 and 0.38 of the draft tokens are accepted
-_ROWS = (1, 8, 32, 64)
-_PLAIN_MS = (4.02, 4.39, 4.98, 5.6)
-_VERIFYING_MS = (4.29, 4.87, 6.08, 8.8)
+_ROWS = (1, 8, 32, 64, 128, 256)  # the last two are reckoned from the device's FLOP/s
+_PLAIN_MS = (4.02, 4.39, 4.98, 5.6, 7.2, 10.5)
+_VERIFYING_MS = (4.29, 4.87, 6.08, 8.8, 16.0, 30.0)
 _HOST_S, _BLOCK_S = 0.35e-3, 25e-6  # of the scorer's Python: a step, and a block
 _DRAFT_ROWS = (1, 8, 16, 32, 128, 512, 1024)
 _DRAFT_MS = (0.61, 0.74, 0.84, 1.0, 1.67, 3.78, 7.5)
@@ -97,7 +97,8 @@ class TwoDevices(World):
     """`rows` requests in flight, each followed by the next; `rows` may be set anew, and so may
     the `temperature` of those to come.
 
-    `own_device`: the proposer says that it has one.
+    `own_device`: the proposer says that it has one. `ragged`: a step takes what its tokens take,
+    while else all rows take as much as the one with the longest draft.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class TwoDevices(World):
         own_device: bool = True,
         seed: int = 1,
         policy: Policy | None = None,
+        ragged: bool = False,
     ) -> None:
+        self._ragged = ragged
         pages = 16_384
         config = EngineConfig(
             num_pages=pages,
@@ -178,7 +181,7 @@ class TwoDevices(World):
 
     def _seconds(self) -> float:
         if (flight := self.engine._in_flight) is not None:
-            self._step_now = _step_s(flight.step)
+            self._step_now = _step_s(flight.step, ragged=self._ragged)
         return self._step_now
 
     def _send(self, player: Player, *parts: Callable[[Player], None]) -> None:
@@ -205,9 +208,10 @@ class TwoDevices(World):
         super()._collect()
 
 
-def _step_s(step: Step) -> float:
+def _step_s(step: Step, *, ragged: bool) -> float:
     rows = step.rows
-    k = max([len(row.draft) for row in rows])
+    drafts = [len(row.draft) for row in rows]
+    k = sum(drafts) / len(rows) if ragged else max(drafts)
     plain, verifying = (np.interp(len(rows), _ROWS, ms) for ms in (_PLAIN_MS, _VERIFYING_MS))
     prompts = sum([len(row.slice.token_ids) - len(row.draft) - 1 for row in rows])
     blocks = sum([bool(row.draft) for row in rows])

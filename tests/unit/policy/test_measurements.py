@@ -30,7 +30,7 @@ def row(k: int, *, sampled: bool = False, proposer: str = "a") -> Drafting:
 
 def met(rows: list[Drafting], round_: Round, acceptance: Acceptance, times: int = 100) -> None:
     for _ in range(times):
-        acceptance.observe([(each, round_) for each in rows])
+        acceptance.observe([(each, round_, b"") for each in rows])
 
 
 def counts(
@@ -61,8 +61,8 @@ def test_rows_share_a_step_by_what_their_drafts_meet() -> None:
     good, poor = row(8), row(8)
     policy = AdaptivePolicy(8)
     for _ in range(40):
-        rounds = ((good, Round(8, 8, 8, rejected=False)), (poor, Round(8, 8, 0, rejected=True)))
-        policy.measured.acceptance.observe(rounds)
+        rounds = (good, Round(8, 8, 8, rejected=False)), (poor, Round(8, 8, 0, rejected=True))
+        policy.measured.acceptance.observe([(*each, b"") for each in rounds])
     for num_tokens in (2, 4, 8, 16):
         policy.measured.costs.observe_step(2, num_tokens, 0.004 + 0.001 * num_tokens)
     assert policy.choose_counts([good, poor]) == [8, 0]
