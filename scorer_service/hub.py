@@ -152,10 +152,12 @@ class Hub:
             self.failed.set()
 
     def _advance(self, session: Session, commit: Commit, step_us: int) -> None:
+        proposer = session.proposer
+        if proposer is not None and session.drafted and session.num_draft_tokens:
+            proposer.round_done(session, max(0, len(commit.token_ids) - 1))
         session.committed += commit.token_ids
         session.num_draft_tokens = commit.num_draft_tokens
         session.stats = commit.stats or session.stats
-        proposer = session.proposer
         if commit.finish_reason is not None:
             self._forget(session)
             self._metrics.count_request(commit.stats, commit.finish_reason)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.features import FeatureRows
+from outrider.policy.row import SAMPLED_TEMPERATURE
 from outrider.types import Request, RequestStats
 from scorer_service.mailbox import Mailbox
 from scorer_service.round_spans import RoundSpans
@@ -51,6 +52,8 @@ class SessionProposer(Protocol):
     sessions: dict[int, Session]
     outbox: SessionListener
 
+    def round_done(self, session: Session, accepted: int) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -74,6 +77,11 @@ class Session:
     def __post_init__(self) -> None:
         self.id = self.request.session_id
         self.mailbox = Mailbox(self.request.stream_interval)
+
+    @property
+    def sampled(self) -> bool:
+        """Return whether its temperature makes drafts meet clearly less."""
+        return self.request.sampling.temperature >= SAMPLED_TEMPERATURE
 
     @property
     def num_given_tokens(self) -> int:

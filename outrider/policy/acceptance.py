@@ -63,7 +63,7 @@ class _Kind:
 def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> NDArray[np.float64]:
     """Return accepted by tried of `counts` [2, ...], as far as these outweigh the prior `rate`."""
     shares = (counts[0] + PRIOR_TOKENS * rate) / (counts[1] + PRIOR_TOKENS)
-    return np.clip(shares, LEAST, 1.0 - LEAST)
+    return np.minimum(np.maximum(shares, LEAST), 1.0 - LEAST)
 
 
 class Acceptance:

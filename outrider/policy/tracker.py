@@ -261,11 +261,11 @@ class DraftTracker:
         That is once per round, when they go into their next step, and for the round after that.
         Earlier the device or the proposer would have to wait for it.
         """
-        learning = [d for row in rows if (d := row.drafting).unlearned is not None]
-        self.policy.measured.acceptance.observe([(d, *d.unlearned) for d in learning])
-        for d in learning:
+        rounds = [(d, *last) for row in rows if (last := (d := row.drafting).unlearned) is not None]
+        self.policy.measured.acceptance.observe(rounds)
+        for d, *_ in rounds:
             d.unlearned = None
-        self._choose_counts(learning)
+        self._choose_counts([d for d, *_ in rounds])
 
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
         """Choose how rows come to their next drafts, and how long these are."""

@@ -25,6 +25,10 @@ _MAX_NAME_CHARS: Final = {
 }
 
 
+KNOWN_ROUNDS: Final = 64  # that tell what drafts are worth: the mean of fewer is luck
+WORTH_ROUNDS: Final = 512  # over which that is forgotten
+
+
 class AttachedProposer:
     """A proposer and its sessions. Only the registry writes it, on the event loop."""
 
@@ -61,10 +65,22 @@ class AttachedProposer:
         self.draining = False  # said Goodbye
         self.set_aside_until = 0.0  # loop time; until then others are preferred
         self.bad_blocks = 0
+        self._worth: dict[bool, tuple[float, int]] = {}  # of sampled texts or others: mean, rounds
         self.detached: asyncio.Future[OutriderError | None] = (
             asyncio.get_running_loop().create_future()
         )
         """Done once the registry has detached it: the error that its stream should end with."""
+
+    def round_done(self, session: Session, accepted: int) -> None:
+        """Take in a round of a session that was to have a draft, and how much of it came true."""
+        mean, rounds = self._worth.get(session.sampled, (0.0, 0))
+        rounds = min(rounds + 1, WORTH_ROUNDS)
+        self._worth[session.sampled] = mean + (accepted - mean) / rounds, rounds
+
+    def worth(self, session: Session) -> float | None:
+        """Return the draft tokens a round that come true for such sessions; None if unknown."""
+        mean, rounds = self._worth.get(session.sampled, (0.0, 0))
+        return mean if rounds >= KNOWN_ROUNDS else None
 
     @property
     def load(self) -> float:

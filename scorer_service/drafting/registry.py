@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import Final
 
 from outrider.draft_port import NO_DRAFTS, DraftingEngine, DraftOffer
 from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
@@ -17,6 +18,9 @@ from scorer_service.drafting.projections import Projections, check_features
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.sessions import Session, SessionListener
 
+EXPLORE: Final = 64  # sessions, of which one ignores what drafts are worth: that may change
+AS_GOOD: Final = 0.8  # of the best worth: less may be the texts
+ON_TRIAL: Final = 2  # sessions of a proposer of unknown worth, where others' is known
 _log = logging.getLogger(__name__)
 
 
@@ -196,11 +200,16 @@ class ProposerRegistry:
             and proposer.fits(session)
             and session.losses[proposer.id] <= self.limits.max_reopens
         ]
+        worth = {p.id: p.worth(session) for p in candidates}
+        best = max([each for each in worth.values() if each is not None], default=0.0)
+        named = bool(session.request.speculation.methods)
         return min(
             candidates,
             key=lambda p: (
                 p.set_aside_until > now,
                 session.losses[p.id],
+                p.preference(session) if named else (),
+                session.id % EXPLORE > 0 and _is_worse(p, worth[p.id], best),
                 p.preference(session),
                 p.load,
             ),
@@ -282,3 +291,10 @@ class ProposerRegistry:
     def _count_proposers(self) -> None:
         attached = Counter((p.pool, p.method) for p in self._proposers.values())
         self._metrics.set_proposers(attached)
+
+
+def _is_worse(proposer: AttachedProposer, worth: float | None, best: float) -> bool:
+    """Return whether another proposer is measured to bring clearly more, or may be expected to."""
+    if worth is None:
+        return best > 0.0 and len(proposer.sessions) >= ON_TRIAL
+    return worth < AS_GOOD * best

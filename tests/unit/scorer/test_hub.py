@@ -27,6 +27,7 @@ from scorer_service.config import DraftLimits
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import HELD_TOKENS
 from scorer_service.mailbox import Mailbox
+from scorer_service.sessions import Session
 from tests.support.services.hub import FINAL, Bench, commit, sent
 from tests.support.services.scorer import VOCAB
 from tests.support.services.scripted_proposer import hello
@@ -458,6 +459,39 @@ async def test_outbox_with_advice_counts_it_as_backlog() -> None:
     bench.submit(speculation=SpeculationParams(advice=Advice((1,) * 60, references=((2,) * 60,))))
     bench.step()
     assert isinstance(proposer.detached.result(), CapacityError)
+
+
+async def test_registry_with_rubbish_beside_good_drafts_gives_it_few_sessions() -> None:
+    """Sessions one after another, eight at a time: those of unknown worth, then by worth."""
+    bench = Bench()
+    good, rubbish = [bench.attach(each, max_sessions=512) for each in ("good", "rubbish")]
+    given = {good.id: 0, rubbish.id: 0}
+    running: list[Session] = []
+    for _ in range(120):
+        session = bench.submit()
+        assert session.proposer is not None
+        given[session.proposer.id] += 1
+        session.drafted = True
+        running.append(session)
+        if len(running) == 8:
+            for _ in range(16):
+                steps = [(s, (5, 6, 7) if s.proposer is good else (5,)) for s in running]
+                bench.step(*[commit(s, *tokens) for s, tokens in steps])
+            oldest = running.pop(0)
+            bench.step(commit(oldest, 5, finish=FinishReason.LENGTH))
+    assert given[rubbish.id] == 4 + 1, "half of the first eight, and one in 64 of all others"
+
+
+async def test_registry_with_proposers_as_good_shares_load_among_them() -> None:
+    bench = Bench()
+    proposers = [bench.attach("a"), bench.attach("b")]
+    for session in [bench.submit() for _ in range(8)]:
+        session.drafted = True
+        for _ in range(40):
+            bench.step(commit(session, 5, 6))
+    for _ in range(8):
+        bench.submit()
+    assert [len(each.sessions) for each in proposers] == [8, 8]
 
 
 async def test_registry_when_proposer_misses_deadlines_replaces_it() -> None:
