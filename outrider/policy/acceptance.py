@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.measurements import Average, remember
-from outrider.policy.row import Drafting, Measured
+from outrider.policy.row import Drafting
 from outrider.rounds import Round
 
 PRIOR_RATE = 0.8  # accepted of an unknown proposer's tokens: it is worth a try
@@ -47,23 +47,19 @@ class _Kind:
 
     def _learn(self) -> None:
         accepted, tried = self._counts.sum((1, 2)).tolist()
-        self.rate: float = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
+        rate = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
+        self.rate: float = min(max(rate, LEAST), 1.0 - LEAST)
         by_depth = _shrunk(self._counts.sum(2), self.rate)
         self.odds = by_depth / (1.0 - by_depth)  # [depths]
         # A liar's confidences say nothing, and so all of them come to mean its usual acceptance.
         self.by_confidence = _shrunk(self._counts, _shrunk(self._counts.sum(1), self.rate))
 
-    def factor(self, row: Measured) -> float:
-        """Return how many times a row's odds are those of its kind."""
-        rate = (row.accepted + PRIOR_TOKENS * self.rate) / (row.tried + PRIOR_TOKENS)
-        own, all_rows = (min(max(each, LEAST), 1.0 - LEAST) for each in (rate, self.rate))
-        return own / (1.0 - own) * (1.0 - all_rows) / all_rows
-
 
 def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> NDArray[np.float64]:
     """Return accepted by tried of `counts` [2, ...], as far as these outweigh the prior `rate`."""
     shares = (counts[0] + PRIOR_TOKENS * rate) / (counts[1] + PRIOR_TOKENS)
-    return np.minimum(np.maximum(shares, LEAST), 1.0 - LEAST)
+    clipped: NDArray[np.float64] = np.clip(shares, LEAST, 1.0 - LEAST)
+    return clipped
 
 
 class Acceptance:
@@ -108,16 +104,22 @@ class Acceptance:
         Of a chain it is the probability that the walk reaches the token. Of a tree, whose nodes
         lie beside each other, it is a level's share of that.
         """
-        kinds = [self._of(d) for d in rows]
-        factors = [kind.factor(d.measured) for kind, d in zip(kinds, rows, strict=True)]
-        odds = np.array([kind.odds[:depth] for kind in kinds])
-        odds *= np.array(factors)[:, None]
+        kinds = {key: i for i, key in enumerate({(d.drafter, d.offered.sampled) for d in rows})}
+        known = [self._kinds.get(key, self._unknown) for key in kinds]
+        of_row = [kinds[d.drafter, d.offered.sampled] for d in rows] if len(kinds) > 1 else 0
+        rate = np.array([kind.rate for kind in known])[of_row]
+        measured = [d.measured for d in rows]
+        own = np.array([(m.accepted, m.tried) for m in measured]).T
+        own_rate = _shrunk(own, rate)
+        # How many times a row's odds are those of its kind.
+        factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate
+        odds = np.array([kind.odds[:depth] for kind in known])[of_row] * factors[:, None]
         survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
-        for i, d in enumerate(rows):
-            if (levels := d.measured.levels) < 1.0:
+        for i, m in enumerate(measured):
+            if m.levels < 1.0:
                 total = np.concatenate(((0.0,), np.cumsum(survivals[i])))
                 places = np.arange(depth + 1)
-                gains = np.diff(np.interp(levels * places, places, total))
+                gains = np.diff(np.interp(m.levels * places, places, total))
                 survivals[i] = np.minimum.accumulate(gains)
         return survivals
 

@@ -100,11 +100,10 @@ class StepTimes:
     def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of steps whose sizes are given in order."""
         most = float(num_tokens[-1])
-        places, seconds = [*self._tokens], [*self._seconds]
-        if most > places[-1]:
-            places.append(most)
-            seconds.append(self.estimate(most))
-        return np.interp(num_tokens, places, seconds)
+        tokens, seconds = self._tokens, self._seconds
+        if most > tokens[-1]:
+            tokens, seconds = [*tokens, most], [*seconds, self.estimate(most)]
+        return np.interp(num_tokens, tokens, seconds)
 
 
 @dataclass(frozen=True, slots=True)
