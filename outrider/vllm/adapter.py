@@ -34,10 +34,29 @@ _PARAMETERS: Final = {
         *("self", "logits", "sampling_metadata", "metadata"),
     ),
     "vllm.distributed.parallel_state:get_tp_group": (),
+    # The engine of a scorer (async_llm.py):
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": (
+        *("self", "prompt", "sampling_params", "request_id"),
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args"),
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("self", "timeout"),
+    "vllm.v1.metrics.loggers:StatLoggerBase.record": (
+        *("self", "scheduler_stats", "iteration_stats"),
+    ),
 }
 """First parameters of functions that are called or replaced."""
 
 _FIELDS: Final = {
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason"),
+    "vllm.v1.metrics.stats:SchedulerStats": (
+        *("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "spec_decoding_stats"),
+    ),
+    "vllm.v1.metrics.stats:RequestStateStats": (
+        *("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts"),
+    ),
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
+        *("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"),
+    ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         *("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens"),
         "scheduled_spec_decode_tokens",

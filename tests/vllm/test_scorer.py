@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -358,15 +359,14 @@ async def test_sampled_text_of_a_native_scorer_that_is_killed_goes_on_with_vllm_
 
 def descendants(pid: int) -> list[int]:
     found = []
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        for child in map(int, file.read().split()):
-            found += [child, *descendants(child)]
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [int(child), *descendants(int(child))]
     return found
 
 
 def title(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read() + open(f"/proc/{pid}/comm").read()
+    folder = Path(f"/proc/{pid}")
+    return (folder / "cmdline").read_text() + (folder / "comm").read_text()
 
 
 async def test_drained_scorer_ends_its_requests_and_takes_no_more(
