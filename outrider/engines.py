@@ -94,7 +94,7 @@ def choose(asked: str, wanted: Wanted, *, installed: bool | None = None) -> str:
     """
     rule = next((rule for rule in RULES if rule.holds(wanted)), None)
     if installed is None:
-        installed = find_spec("vllm") is not None
+        installed = has_vllm()
     if asked == NATIVE:
         if wanted.num_devices > 1:
             raise ConfigError("--engine native serves from one device: leave --engine out.")
@@ -108,6 +108,11 @@ def choose(asked: str, wanted: Wanted, *, installed: bool | None = None) -> str:
     what = "--engine vllm needs vLLM" if rule is None else f"{rule.what} is served by vLLM"
     slower = ", or --engine native, which serves it slower" if rule and rule.native_serves else ""
     raise ConfigError(f"{what}, which is not installed: {INSTALL}{slower}.")
+
+
+def has_vllm() -> bool:
+    """Tell whether vLLM is installed, without importing it."""
+    return find_spec("vllm") is not None
 
 
 def naming_vllm(error: UnsupportedModelError) -> UnsupportedModelError:

@@ -243,6 +243,8 @@ def _engine(args: dict[str, Any]) -> str:
     flags, asked = args["vllm_flags"], args["engine"]
     folder = find_local(args["model"], "target")
     if folder is None and asked == engines.AUTO:
+        if not flags and not engines.has_vllm():
+            return engines.NATIVE  # which downloads the model, and says if vLLM may serve it
         folder = resolve_model(args["model"], "target", tokenizer_only=True)
     on_gpu = args["device"].startswith("cuda")
     wanted = engines.Wanted({}, on_gpu)
