@@ -26,6 +26,7 @@ from benchmarks.inflate import SHAPES
 from benchmarks.lib.gpu import random_llama
 from benchmarks.lib.program import arguments, guarded, say
 from outrider import LLM, SamplingParams
+from outrider.engine.worker import EngineWorker
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams as EngineSampling
 from outrider.params import SpeculationParams, StopParams
@@ -75,8 +76,8 @@ def _generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
 
 def _loop(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
     """Run the same requests on the engine's thread alone."""
-    worker = llm._model.engine._core._worker
-    assert worker is not None
+    worker = llm._model.engine._core._engine
+    assert isinstance(worker, EngineWorker)
     tokens = ended = 0
     done = threading.Event()
 

@@ -121,7 +121,7 @@ class Speculation(Strict):
             method=self.method,
             methods=self.methods,
             num_speculative_tokens=self.num_speculative_tokens,
-            verification=self.verification and self.verification.to_proto(),
+            verification=None if self.verification is None else self.verification.to_proto(),
         )
         try:
             return speculation_from_proto(message)

@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _passes(error: ConfigError) -> bool:
     """Return whether the failure may pass: not where the hub has answered that it refuses."""
     cause: BaseException | None = error
-    while cause := cause.__cause__ or cause.__context__:
+    while cause is not None:
+        cause = cause.__cause__ or cause.__context__
         status = getattr(getattr(cause, "response", None), "status_code", 0)
         if 400 <= status < 500 and status not in _LATER:
             return False

@@ -171,9 +171,9 @@ class TritonPagedAttention:
             **launch_options(),
         )
         if splits > 1:
-            sizes = (value_dim, splits, block_value_dim)
+            widths = (value_dim, splits, block_value_dim)
             combine_splits_kernel[(len(lse),)](
-                partial, lse, out, *sizes, num_warps=1, **launch_options()
+                partial, lse, out, *widths, num_warps=1, **launch_options()
             )
         return out
 
