@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider import start_times
-from outrider.engine.cuda.compile import compile_together
+from outrider.engine.cuda.compile import compile_once
 from outrider.engine.cuda.sampling import choose_and_verify, sample
 from outrider.engine.graphs.capture import CudaGraphs, Work, replay_seconds
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -99,7 +99,7 @@ def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], No
     """Run a step of each kind, so that all kernels are compiled at once, before any capture."""
     if not (model.capturable and model.layered):  # modules may keep state while they run
         return
-    say("compiling the kernels of all steps: some 5 s at a first start, a second later")
+    say("compiling the kernels of all steps, some 8 s unless an earlier start did it")
     works: list[Work] = []
 
     def note(work: Work) -> Work:
@@ -112,8 +112,9 @@ def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], No
         model, limits.buckets(), capture=note, choose_and_verify=choose_and_verify, sample=sample
     )
     eager = largest_of(model, limits.max_num_seqs, limits.max_num_batched_tokens)
+    sizes = (model.vocab_size, model.dtype, model.kv_bytes_per_page, model.max_model_len)
     with start_times.phase("compiling"):
-        compile_together([*works, *eager])
+        compile_once([*works, *eager], [limits, *sizes])
 
 
 def capture_steps(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
+from outrider.engine.cuda import compile
 from outrider.engine.cuda.gemm import hopper, kept_tilings
 from outrider.engine.cuda.gemm.autotune import Chain, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
@@ -216,6 +217,18 @@ def test_kept_tilings_are_read_for_the_same_products_alone(
         caplog.clear()
     kept_tilings.keep(products, candidates, chosen)
     assert kept_tilings.load(products, candidates) == chosen
+
+
+def test_compile_once_runs_works_for_each_key_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: _Device("H100", 132))
+    ran: list[int] = []
+    monkeypatch.setattr(compile, "compile_together", lambda works: [work() for work in works])
+    for key in ((1, "a"), (2, "a"), (1, "a")):
+        compile.compile_once([lambda key=key: ran.append(key[0])], key)
+    assert ran == [1, 2]
 
 
 class _Device(NamedTuple):

@@ -102,7 +102,7 @@ def _one_shot_capture(
         return nullcontext()
     max_rows = min(limits.max_sessions, max_trees(limits.tree_width, head.vocab_size))
     shapes = one_shot_shapes(max_rows=max_rows, max_depth=head.max_depth)
-    return loop_capture(shapes, head.device, say)
+    return loop_capture(shapes, head.device, say, (type(head), head.vocab_size, head.features))
 
 
 def _recurrent_capture(
@@ -120,7 +120,8 @@ def _recurrent_capture(
         max_draft_tokens=limits.max_draft_tokens,
         width=width,
     )
-    return loop_capture(shapes, head.device, say)
+    sizes = (type(head), head.vocab_size, head.dtype, *head.kv_layers, head.features)
+    return loop_capture(shapes, head.device, say, sizes)
 
 
 def _load_recurrent(

@@ -15,7 +15,7 @@ from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
-from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.capture import CudaGraphs, Work, replay_seconds
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
@@ -113,7 +113,8 @@ def capture_loops(
     if not model.capturable:
         say("CUDA graphs cannot capture this attention: every forward runs eagerly")
         return None
-    with loop_capture(shapes, model.device, say) as capture:
+    sizes = (model.vocab_size, model.dtype, model.kv_bytes_per_page, model.max_model_len)
+    with loop_capture(shapes, model.device, say, sizes) as capture:
         if not model.layered:  # its modules keep state while they run, so they run one at a time
             return DraftModelLoops(model, replace(capture, precompile=lambda _: None))
         forwards = PrefillGraphs(
@@ -127,16 +128,22 @@ def capture_loops(
 
 @contextlib.contextmanager
 def loop_capture(
-    shapes: Sequence[LoopShape], device: torch.device, say: Say
+    shapes: Sequence[LoopShape], device: torch.device, say: Say, sizes: Sequence[object]
 ) -> Iterator[LoopCapture]:
     """Yield what captures loops within, and say its progress.
+
+    `sizes` tell models with other kernels apart.
 
     Raises `ConfigError` if they do not fit into the device's memory.
     """
     # Imported here: without CUDA there may be no Triton.
-    from outrider.engine.cuda.compile import compile_together
+    from outrider.engine.cuda.compile import compile_once
 
-    say("compiling the draft's loops: some 5 s at a first start, a second later")
+    say("compiling the draft's loops, some 8 s unless an earlier start did it, and capturing them")
+
+    def precompile(works: Sequence[Work]) -> None:
+        compile_once(works, [*shapes, *sizes])
+
     began = time.perf_counter()
     free = torch.cuda.mem_get_info(device)[0]
 
@@ -148,7 +155,7 @@ def loop_capture(
 
     try:
         with start_times.phase("draft loops"):
-            yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress, compile_together)
+            yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress, precompile)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The captured draft loops do not fit into the device's memory: lower "

@@ -10,8 +10,21 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from outrider.engine.cuda import disk_cache
+
 COMPILERS = min(16, os.cpu_count() or 1)
 """So many run at once, at most: each takes memory."""
+_FILE = "compiled"
+
+
+def compile_once(works: Sequence[Callable[[], object]], key: Sequence[object]) -> None:
+    """Run `compile_together`, unless an earlier start did that for the same key.
+
+    Triton reads what was compiled then, so these works need not run beforehand.
+    """
+    if disk_cache.read(_FILE, key) is None:
+        compile_together(works)
+        disk_cache.keep(_FILE, key, "")
 
 
 def compile_together(works: Sequence[Callable[[], object]], at_once: int = 8) -> None:

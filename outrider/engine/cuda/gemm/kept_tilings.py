@@ -1,22 +1,12 @@
-"""Chosen tilings, kept on disk beside Triton's compiled kernels, so that later starts measure none.
-
-What was chosen counts for the same device, libraries, kernels and products alone.
-"""
+"""Chosen tilings, kept on disk, so that later starts measure none."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-import torch
-import triton
-from triton.runtime.cache import get_cache_manager
-
+from outrider.engine.cuda import disk_cache
 from outrider.engine.cuda.gemm.linear import Kind
 from outrider.engine.cuda.gemm.tilings import Tiling
 
@@ -28,16 +18,16 @@ Choices = Mapping[tuple[Kind, int], Tiling | None]
 Candidates = Mapping[tuple[Kind, int], Sequence[Tiling]]
 
 
-def load(products: Iterable[Kind], candidates: Candidates) -> Choices | None:
+def load(products: Sequence[Kind], candidates: Candidates) -> Choices | None:
     """Return what was kept for these products, one of the candidates each; None if nothing was.
 
     A file that cannot be read counts as none.
     """
+    text = disk_cache.read(_FILE, [*products, *candidates.values()])
+    if text is None:
+        return None
     try:
-        path = get_cache_manager(_key(products, candidates)).get_file(_FILE)
-        if path is None:
-            return None
-        kept = json.loads(Path(path).read_bytes())
+        kept = json.loads(text)
         known = {
             _name(place): {str(each): each for each in candidates[place]} for place in candidates
         }
@@ -45,43 +35,17 @@ def load(products: Iterable[Kind], candidates: Candidates) -> Choices | None:
             place: None if (name := kept[_name(place)]) is None else known[_name(place)][name]
             for place in candidates
         }
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         logger.warning("The tilings that an earlier start kept cannot be read: %r", error)
         return None
 
 
-def keep(products: Iterable[Kind], candidates: Candidates, choices: Choices) -> None:
+def keep(products: Sequence[Kind], candidates: Candidates, choices: Choices) -> None:
     """Keep choices for later starts, at once or not at all."""
     named = {_name(place): tiling and str(tiling) for place, tiling in choices.items()}
-    try:
-        get_cache_manager(_key(products, candidates)).put(json.dumps(named), _FILE, binary=False)
-    except (OSError, RuntimeError) as error:  # there may be no writable folder
-        logger.warning("The tilings cannot be kept for later starts: %s", error)
+    disk_cache.keep(_FILE, [*products, *candidates.values()], json.dumps(named))
 
 
 def _name(place: tuple[Kind, int]) -> str:
     kind, rows = place
     return f"{kind}, {rows} rows"
-
-
-def _key(products: Iterable[Kind], candidates: Candidates) -> str:
-    device = torch.cuda.get_device_properties()
-    parts = [
-        *(device.name, device.multi_processor_count, torch.version.cuda),
-        *(torch.__version__, triton.__version__, _source()),
-        *products,
-        *candidates.values(),
-    ]
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-
-
-@cache
-def _source() -> str:
-    """Return a hash of the kernels and of how they are chosen."""
-    found = hashlib.sha256()
-    package = files("outrider.engine.cuda")
-    for folder in (package / "gemm", package / "kernels"):
-        for file in sorted(folder.iterdir(), key=lambda each: each.name):
-            if file.name.endswith((".py", ".cu")):
-                found.update(file.read_bytes())
-    return found.hexdigest()
