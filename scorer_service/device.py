@@ -24,6 +24,7 @@ from outrider.engine.model.memory_budget import (
     estimate_graphs,
     largest_of,
     measure_activations,
+    samplings,
 )
 from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
@@ -114,7 +115,8 @@ def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], No
     eager = largest_of(model, limits.max_num_seqs, limits.max_num_batched_tokens)
     sizes = (model.vocab_size, model.dtype, model.kv_bytes_per_page, model.max_model_len)
     with start_times.phase("compiling"):
-        compile_once([*works, *eager], [limits, *sizes])
+        # The sampler takes longest to compile, and in the other works it comes last.
+        compile_once([*samplings(model, sample), *works, *eager], [limits, *sizes])
 
 
 def capture_steps(

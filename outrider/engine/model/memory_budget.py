@@ -144,6 +144,13 @@ def claim_activations(
         ) from error
 
 
+def samplings(model: PagedModel, sampler: Sample) -> Iterator[Callable[[], Tensor]]:
+    """Yield what samples one token, from logits of captured and of eager forwards."""
+    for dtype in {model.dtype, torch.float32}:
+        logits = torch.zeros(1, model.vocab_size, dtype=dtype, device=model.device)
+        yield partial(sampler, logits, _sampling_of(logits))
+
+
 def estimate_graphs(used: Sequence[int], num_graphs: int) -> int:
     """Estimate the bytes of `num_graphs` buckets, which share the memory of the largest.
 
