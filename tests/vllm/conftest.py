@@ -37,7 +37,8 @@ class Engine:
         self.llm = LLM(
             str(TARGET),
             speculative_config=PLUGIN,
-            additional_config={"outrider": "--port 0 --data-port 0"},
+            # The adaptive policy drafts little for many rows on a CPU.
+            additional_config={"outrider": "--port 0 --data-port 0 --speculation-policy fixed"},
             worker_cls="outrider.vllm.worker.CPUWorker",
             enforce_eager=True,
             dtype="float32",
