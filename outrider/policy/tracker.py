@@ -173,8 +173,12 @@ class DraftTracker:
         """Return how many tokens of each draft at hand the next step verifies; see `Policy.cut`."""
         counts = self.policy.cut([(row.drafting, told) for row, told in drafts], other_tokens)
         for (row, told), count in zip(drafts, counts, strict=True):
-            row.drafting.round.confidences = told[:count]
+            self.verifies(row, told[:count])
         return counts
+
+    def verifies(self, row: Row, confidences: bytes) -> None:
+        """Note the confidences of the tokens that a row's round verifies."""
+        row.drafting.round.confidences = confidences
 
     def launched(self, rows: Iterable[tuple[R, int]], now: float) -> list[R]:
         """Note that rows went into a step, each with so many draft tokens.

@@ -55,10 +55,12 @@ class Accounting:
         self.step = Step()
         self.blocks: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
         """Blocks that came and are not counted yet."""
+        self.verified: list[tuple[HostedRow, bytes]] = []
+        """Confidences of draft tokens of the next round, which the tracker does not know yet."""
 
     def begin_again(self) -> None:
         """Forget the step, after a fault."""
-        self.blocks, self.step = [], Step(began=self._clock())
+        self.blocks, self.verified, self.step = [], [], Step(began=self._clock())
 
     def finish(self, num_running: int) -> StepEvents | None:
         """Count the step that ended, of so many requests that run; None if it was counted."""
@@ -111,6 +113,9 @@ class Accounting:
         step = self.step
         if self.note_rounds() and step.rows:
             self.tracker.choose_rows(step.rows, step.num_prefilling, step.ended)
+        for row, confidences in self.verified:
+            self.tracker.verifies(row, confidences)
+        self.verified = []
         self.count_blocks()
         if not step.counted:
             step.counted = True

@@ -25,6 +25,7 @@ from outrider.draft_port import PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.errors import InternalError
 from outrider.features import FeatureSpec, FeatureWindow
+from outrider.params import VerificationRule
 from outrider.policy.base import DraftMode, Policy
 from outrider.policy.tracker import DraftTracker
 from outrider.rounds import BlockFate, chain_round, token_kinds
@@ -41,6 +42,7 @@ from outrider.vllm.accounting import Accounting, Emitted
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 
+_COUPLED: Final = VerificationRule.COUPLED
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
 _log = logging.getLogger(__name__)
@@ -236,9 +238,14 @@ class DraftHost(Inbox):
         if any(row.draft is None for row in rows):
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
+        told: list[tuple[HostedRow, bytes]] = []
         for row in rows:
-            if row.draft is not None:
-                drafts[row.name] = self._draft(row, row.draft)
+            if (draft := row.draft) is not None:
+                drafts[row.name] = path = self._draft(row, draft)
+                if draft.confidences and path and row.request.verification_rule is _COUPLED:
+                    told.append((row, draft.first_confidences(len(path), row.draft_node)))
+        if told:
+            self._cut(drafts, told)
         self._tell()  # last, since the event loop would take the interpreter at once
         return list(drafts.values())
 
@@ -258,6 +265,15 @@ class DraftHost(Inbox):
         return list(
             draft.first_path(min(row.drafting.num_draft_tokens, self._k, room), row.draft_node)
         )
+
+    def _cut(self, drafts: dict[str, list[int]], told: list[tuple[HostedRow, bytes]]) -> None:
+        """Leave out draft tokens that are not worth verifying, by their proposers' confidence."""
+        step = self._accounting.step
+        others = len(step.rows) - len(told) + step.num_prefilling
+        cut = self.tracker.policy.cut([(row.drafting, each) for row, each in told], others)
+        for (row, each), count in zip(told, cut, strict=True):
+            del drafts[row.name][count:]
+            self._accounting.verified.append((row, each[:count]))
 
     def _tell(self) -> None:
         events, self._untold = self._untold, None

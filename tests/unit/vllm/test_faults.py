@@ -278,3 +278,29 @@ async def test_plugin_after_many_faults_goes_on_without_drafts(
     for _ in range(20):
         assert not any(world.step().values())
     assert world.plugin._host is None
+
+
+async def test_plugin_cuts_drafts_as_the_policy_says_by_confidence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = VllmSteps(monkeypatch)
+    policy, asked = world.host.tracker.policy, []
+
+    def cut(drafts: list[tuple[object, bytes]], others: int) -> list[int]:
+        asked.append(([told for _, told in drafts], others))
+        return [2]
+
+    monkeypatch.setattr(policy, "cut", cut)
+    peer = world.attach()
+    world.step()
+    world.post(peer, world.block("a", confidences=bytes(range(9, 1, -1))), world.block("b"))
+    before = len(world.texts["a"]), len(world.texts["b"])
+    drafts = world.step()
+    done = len(world.texts["a"]) - before[0]
+    assert asked == [([bytes(range(9, 1, -1))[done : done + K]], 1)]
+    assert (len(drafts["a"]), len(drafts["b"])) == (2, K)
+    world.step()
+    world.host.take_stats("a")
+    learned = world.host._rows["a"].drafting.unlearned
+    assert learned is not None
+    assert learned[1] == asked[0][0][0][:2], "acceptance is learned by what was told"
