@@ -26,6 +26,7 @@ from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
 
 _MAX_FAULTS = 16  # then the draft side is given up
+_WORKER = "outrider.vllm.worker.GPUWorker"
 NO_FEATURES = (
     "vLLM hands none to remote proposers. Use vLLM's own method in its --speculative-config "
     "(eagle, eagle3, mtp, medusa), or a draft_model, suffix or ngram proposer"
@@ -53,6 +54,8 @@ class RemoteProposer:
         runner = adapter.find_runner(self)
         if runner is not None:
             self.bind(runner)
+        else:
+            _log.error("nothing is drafted unless vLLM has --worker-cls %s", _WORKER)
 
     def bind(self, runner: Any) -> None:
         """Begin to follow a model runner, once. Raises `ConfigError` for a port that is taken."""

@@ -46,3 +46,22 @@ def test_seed_without_one_differs_by_request_and_not_by_process() -> None:
     assert adapter.seed_of("a", -1, 0) == 2**64 - 1
     assert adapter.seed_of("a", None, 0) == adapter.seed_of("a", None, 0)
     assert adapter.seed_of("a", None, 0) != adapter.seed_of("b", None, 0)
+
+
+def test_runner_that_loads_the_drafter_is_found_by_it() -> None:
+    class Drafter:
+        def load_model(self) -> None:
+            self.found = adapter.find_runner(self)
+
+    class Runner:
+        def __init__(self, drafter: Drafter) -> None:
+            self.drafter = drafter
+
+        def load_model(self) -> None:
+            self.drafter.load_model()
+
+    runner = Runner(Drafter())
+    runner.load_model()
+    assert runner.drafter.found is runner
+    runner.drafter.load_model()
+    assert runner.drafter.found is None
