@@ -44,8 +44,9 @@ class Progress:
         self._rule = rule
         self._committed = len(request.prompt_token_ids)
         self._output_tokens = 0
-        self._accepted: list[int] = []  # per round
-        self._drafted: list[int] | None = None  # per round, once it is known
+        self._accepted: Counter[int] = Counter()  # rounds by accepted draft tokens
+        self._last_accepted = 0  # of the last round
+        self._drafted: Counter[int] | None = None  # rounds by draft tokens, once it is known
         self._cached = 0
         self._queue_ms = self._prefill_ms = self._score_ms = 0.0
         self._preemptions = 0
@@ -88,17 +89,18 @@ class Progress:
         """Return the account so far."""
         accepted = self._accepted
         drafted = self._drafted or accepted
-        longest = max(accepted, default=0)
-        by_k = Counter(drafted)
+        rounds, longest = accepted.total(), max(accepted, default=0)
         return RequestStats(
             prompt_tokens=len(self._request.prompt_token_ids),
             output_tokens=self._output_tokens,
-            iter_count=len(accepted),
-            rounds=len(accepted),
-            drafted=sum(drafted),
-            accepted=sum(accepted),
-            accepted_per_pos=tuple(sum(n > i for n in accepted) for i in range(longest)),
-            k_histogram=tuple(by_k[k] for k in range(max(by_k, default=0) + 1)),
+            iter_count=rounds,
+            rounds=rounds,
+            drafted=sum(k * number for k, number in drafted.items()),
+            accepted=sum(n * number for n, number in accepted.items()),
+            accepted_per_pos=tuple(
+                sum(number for n, number in accepted.items() if n > i) for i in range(longest)
+            ),
+            k_histogram=tuple(drafted[k] for k in range(max(drafted, default=0) + 1)),
             hits=0,
             misses_late=0,
             misses_wrong=0,
@@ -132,7 +134,7 @@ class Progress:
     def _kinds(self, count: int) -> tuple[TokenKind, ...]:
         """Return the kinds of an output's tokens; of several rounds if the reader was slow."""
         if not self._k:
-            self._accepted += [0] * count
+            self._accepted[0] += count
             return (TokenKind.PLAIN,) * count
         kinds: list[TokenKind] = []
         while count:
@@ -140,7 +142,8 @@ class Progress:
             last = TokenKind.BONUS if size > self._k else TokenKind.RECOVERED
             kinds += [TokenKind.ACCEPTED] * (size - 1)
             kinds.append(last if size > 1 else TokenKind.PLAIN)
-            self._accepted.append(size - 1)
+            self._accepted[size - 1] += 1
+            self._last_accepted = size - 1
             count -= size
         return tuple(kinds)
 
@@ -158,11 +161,11 @@ class Progress:
         """Replace what the outputs showed by what vLLM counted, if it did."""
         if told is None or not told.per_step_drafted:
             return
-        plain = max(0, len(self._accepted) - len(told.per_step_drafted))
-        accepted = [0] * plain + list(told.per_step_accepted)
-        accepted[-1] = min(accepted[-1], self._accepted[-1])  # vLLM's goes on behind the end
-        self._accepted = accepted
-        self._drafted = [0] * plain + list(told.per_step_drafted)
+        accepted = list(told.per_step_accepted)
+        accepted[-1] = min(accepted[-1], self._last_accepted)  # vLLM's goes on behind the end
+        plain = max(0, self._accepted.total() - len(accepted))
+        self._accepted = Counter(accepted) + Counter({0: plain})
+        self._drafted = Counter(told.per_step_drafted) + Counter({0: plain})
 
     def _logprobs(self, part: Any, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         count = self._request.top_logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -52,3 +53,17 @@ def test_machines_after_the_first_run_vllm_without_a_server() -> None:
 def test_devices_are_those_of_all_kinds_of_parallelism() -> None:
     flags = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--node-rank", "5")
     assert (num_devices(flags), num_devices(())) == (6, 1)
+
+
+def test_proposers_are_taken_where_nothing_else_speculates() -> None:
+    hosting = replace(OPTIONS, num_speculative_tokens=3, device="cpu", draft_flags=("--port", "0"))
+    words = hosting.argv("m")
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 3)
+    assert words[words.index("--worker-cls") + 1] == "outrider.vllm.worker.CPUWorker"
+    assert json.loads(words[words.index("--additional-config") + 1]) == {"outrider": "--port 0"}
+    own = replace(hosting, more=("--speculative-config", "{}"))
+    assert not own.takes_proposers
+    assert "--worker-cls" not in own.argv("m")
+    with pytest.raises(ConfigError, match="--data-parallel-size takes no proposers"):
+        replace(hosting, more=("--data-parallel-size", "2")).argv("m")
