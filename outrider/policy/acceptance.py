@@ -62,6 +62,10 @@ def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> N
     return clipped
 
 
+def _keys(rows: Rows[Drafting]) -> set[tuple[str, bool]]:
+    return {(d.drafter, d.offered.sampled) for d in rows}
+
+
 class Acceptance:
     """Acceptance by drafter and depth, and each row's own by its last rounds.
 
@@ -94,9 +98,9 @@ class Acceptance:
         kind = self._of(d)
         return kind.availability, kind.answer_s.mean
 
-    def confident(self, d: Drafting) -> bool:
-        """Return whether a row's drafts tell how sure they are."""
-        return self._of(d).confident
+    def confident(self, rows: Rows[Drafting]) -> bool:
+        """Return whether all rows' drafts tell how sure they are."""
+        return all(self._kinds.get(key, self._unknown).confident for key in _keys(rows))
 
     def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return the expected gain of each draft token [num_rows, depth], which falls with depth.
@@ -104,7 +108,7 @@ class Acceptance:
         Of a chain it is the probability that the walk reaches the token. Of a tree, whose nodes
         lie beside each other, it is a level's share of that.
         """
-        kinds = {key: i for i, key in enumerate({(d.drafter, d.offered.sampled) for d in rows})}
+        kinds = {key: i for i, key in enumerate(_keys(rows))}
         known = [self._kinds.get(key, self._unknown) for key in kinds]
         of_row = [kinds[d.drafter, d.offered.sampled] for d in rows] if len(kinds) > 1 else 0
         rate = np.array([kind.rate for kind in known])[of_row]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.policy.acceptance import DEPTHS
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
-from outrider.policy.choose_nodes import best_count, take_likeliest
+from outrider.policy.choose_nodes import choose_likeliest
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import Drafting
 from outrider.policy.waiting import Waiting, next_half
@@ -79,7 +79,7 @@ class AdaptivePolicy(Policy):
         likeliest = np.sort(nodes)[::-1]
         alike = max(1.0, costs.num_rows / len(rows))  # rows beside one that is new
         tokens = np.full(len(nodes) + 1, len(rows) * alike)
-        if not self.measured.acceptance.confident(rows[0]):  # else the unlikely are cut: see `cut`
+        if not self.measured.acceptance.confident(rows):  # else the unlikely are cut: see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
         seconds = costs.steps.estimates(tokens)
         wait_s = self._wait_s(rows, depth)
@@ -88,8 +88,7 @@ class AdaptivePolicy(Policy):
             # deepest.
             first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
             seconds += np.repeat(wait_s, np.diff(first_of_depth, prepend=-1, append=len(nodes)))
-        count = best_count(likeliest, seconds, len(rows))
-        return take_likeliest(nodes, likeliest, count).reshape(survivals.shape)
+        return choose_likeliest(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
         steps = self.measured.costs.steps
@@ -98,11 +97,11 @@ class AdaptivePolicy(Policy):
             return lengths
         survivals = self.measured.acceptance.told(drafts, max(lengths))
         nodes = survivals.ravel()
-        likeliest = np.sort(nodes)[::-1]
         first = other_tokens + len(drafts)
         seconds = steps.estimates(np.arange(first, first + len(nodes) + 1.0))
-        count = best_count(likeliest, seconds, first)
-        return [*take_likeliest(nodes, likeliest, count).reshape(survivals.shape).sum(1).tolist()]
+        chosen = choose_likeliest(nodes, np.sort(nodes)[::-1], seconds, first)
+        counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
+        return counts
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""

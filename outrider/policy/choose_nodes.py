@@ -37,27 +37,26 @@ def choose_nodes(
     above = np.where(parents < 0, np.inf, survivals[parents])
     if (survivals > above).any() or (parents >= np.arange(len(parents))).any():
         raise ValueError("A node must come after its parent and survive at most as often.")
-    likeliest = np.sort(survivals)[::-1]
     seconds = step_time(np.arange(rows, rows + len(survivals) + 1))
-    return take_likeliest(survivals, likeliest, best_count(likeliest, seconds, rows))
+    return choose_likeliest(survivals, np.sort(survivals)[::-1], seconds, rows)
 
 
-def best_count(likeliest: NDArray[np.float64], seconds: NDArray[np.float64], rows: float) -> int:
-    """Return how many of the `likeliest` nodes [n], in order, a step of `rows` rows verifies.
+def choose_likeliest(
+    survivals: NDArray[np.float64],
+    likeliest: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    rows: float,
+) -> NDArray[np.bool_]:
+    """Return which nodes a step of `rows` rows verifies, parents among those as likely first.
 
-    `seconds` [n + 1] are the times of steps that verify 0, 1 .. n of them.
+    `likeliest` are the `survivals` [n] from the highest to the lowest, and `seconds` [n + 1] the
+    times of steps that verify 0, 1 .. n nodes.
     """
     committed = np.empty(len(seconds))
     committed[0] = rows
     np.cumsum(likeliest, out=committed[1:])
     committed[1:] += rows
-    return int((committed / seconds).argmax())
-
-
-def take_likeliest(
-    survivals: NDArray[np.float64], likeliest: NDArray[np.float64], count: int
-) -> NDArray[np.bool_]:
-    """Return which `count` nodes are the likeliest; of those as likely the first, so parents."""
+    count = int((committed / seconds).argmax())
     if count in (0, len(survivals)):
         return np.full(len(survivals), count > 0)
     least = likeliest[count - 1]
