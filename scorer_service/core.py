@@ -229,6 +229,7 @@ def build_engine(
     policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:
         policy.measured.costs.observe_step(rows, tokens, seconds)
+    policy.measured.costs.padded = options.device != "cpu"  # by captured steps
     pool = model.pools.features
     ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(

@@ -79,7 +79,7 @@ class AdaptivePolicy(Policy):
         likeliest = np.sort(nodes)[::-1]
         alike = max(1.0, costs.num_rows / len(rows))  # rows beside one that is new
         tokens = np.full(len(nodes) + 1, len(rows) * alike)
-        if not self.measured.acceptance.confident(rows):  # else the unlikely are cut: see `cut`
+        if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
         seconds = costs.steps.estimates(tokens)
         wait_s = self._wait_s(rows, depth)
@@ -91,9 +91,9 @@ class AdaptivePolicy(Policy):
         return choose_likeliest(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
-        steps = self.measured.costs.steps
-        lengths = [len(confidences) for _, confidences in drafts]
-        if self._unknown or not steps.estimate(1):
+        costs = self.measured.costs
+        steps, lengths = costs.steps, [len(confidences) for _, confidences in drafts]
+        if costs.padded or self._unknown or not steps.estimate(1):
             return lengths
         survivals = self.measured.acceptance.told(drafts, max(lengths))
         nodes = survivals.ravel()

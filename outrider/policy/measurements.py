@@ -187,6 +187,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self.num_rows = 1  # of the last step that only verified
+        self.padded = False  # every row of a step takes as long as that of the longest draft
         self.steps = StepTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
 

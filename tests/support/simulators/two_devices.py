@@ -122,6 +122,7 @@ class TwoDevices(World):
             enable_prefix_caching=False,
         )
         self.policy = policy or AdaptivePolicy(K)
+        self.policy.measured.costs.padded = not ragged
         self._step_now = 0.005
         target = _ShortSighted(VOCAB, 16, pages, 1024)
         super().__init__(
