@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
 from gateway.admission import deadline_after
+from gateway.answers.formats import Reading
+from gateway.answers.parser import AnswerParser
 from gateway.api_keys import ApiKeys
+from gateway.chat import Plan, plan_chat
 from gateway.generation import Chunk, Generator
+from gateway.grpc_chat import chat_from_proto, parts_of
 from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError
-from outrider.models.chat_template import Conversation
 from outrider.rpc.codec import (
     FINISH_TO_PROTO,
     KIND_TO_PROTO,
@@ -50,11 +54,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 self._generator.intake.check_model(request.model)
                 with self._generator.admission.admitted(1):
                     await self._generator.ready()
-                    work = await self._prepare(request, tenant)
+                    work, reading = await self._prepare(request, tenant)
+                    parser = None if reading is None else AnswerParser(reading)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
                     async with aclosing(chunks):
                         async for chunk in chunks:
-                            await context.write(_response(work, chunk, aux_info=request.aux_info))
+                            response = _response(work, chunk, aux_info=request.aux_info)
+                            if parser is not None:
+                                events = parser.feed(chunk.text)
+                                if chunk.ending is not None:
+                                    events += parser.finish()
+                                response.parts.extend(parts_of(events))
+                            await context.write(response)
         except Exception as error:
             await abort(context, error)
 
@@ -84,23 +95,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _prepare(
         self, request: generation_pb2.GenerateRequest, tenant: str
-    ) -> GenerationRequest:
+    ) -> tuple[GenerationRequest, Reading | None]:
+        """Return the request that a scorer will take, and how its answer is read."""
         intake = self._generator.intake
+        constraint = constraint_from_proto(request.constraint)
+        plan = Plan(constraint, "")
         operation, param = "text_completion", request.WhichOneof("prompt")
+        token_ids: Sequence[int]
         if param == "text":
             token_ids = await intake.encode(request.text, param)
         elif param == "tokens":
             token_ids = list(request.tokens.token_ids)
         elif param == "chat":
             operation = "chat"
-            conversation = Conversation([*map(_message, request.chat.messages)])
-            token_ids, _ = await intake.encode_chat(conversation, param)
+            plan = await plan_chat(chat_from_proto(request.chat, constraint), self._generator)
+            token_ids = plan.token_ids
         else:
             raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
         stop = request.stop
         speculation = speculation_from_proto(request.speculation)
         intake.check_advice(speculation.advice, "advice", "references")
-        return intake.prepare(
+        work = intake.prepare(
             token_ids,
             param,
             Limits(
@@ -116,22 +131,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 sampling=sampling_from_proto(request.sampling, seed=intake.default_seed()),
                 speculation=speculation,
                 request_id=request.request_id,
-                constraint=constraint_from_proto(request.constraint),
+                constraint=plan.constraint,
+                marks=() if plan.reading is None else plan.reading.special,
+                thinking=plan.thinking,
                 top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
                 tenant=tenant,
                 stream_interval=request.stream_interval,
             ),
         )
+        return work, plan.reading
 
 
 def _metadata(context: Context) -> Metadata:
     return [(str(key), value) for key, value in context.invocation_metadata() or ()]
-
-
-def _message(message: generation_pb2.ChatMessage) -> dict[str, str]:
-    """As chat templates know it."""
-    fields = {"role": message.role, "content": message.content}
-    return fields | {"name": message.name} if message.HasField("name") else fields
 
 
 def _token(token: OutputToken) -> generation_pb2.OutputToken:

@@ -204,6 +204,8 @@ class Reading:
     """Special tokens that are part of the format."""
     id_chars: int | None = None
     """Characters of a call's id, where templates want so many."""
+    one_call: bool = False
+    """Whether calls behind the first are left out."""
 
 
 def answer_format(

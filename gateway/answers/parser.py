@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.answers.events import Event
+from gateway.answers.events import Arguments, Call, Event
 from gateway.answers.formats import Reading
 from gateway.answers.reader import Parse, Reader
 from gateway.answers.thinking import read_thinking
@@ -14,6 +14,7 @@ class AnswerParser:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._reader = Reader(trims=bool(reading.tools))
+        self._calls = 0
         self._parse = self._whole()
         next(self._parse)
 
@@ -21,14 +22,24 @@ class AnswerParser:
         """Return the events that a piece of the text made certain."""
         self._reader.push(text)
         next(self._parse)
-        return self._reader.take()
+        return self._wanted(self._reader.take())
 
     def finish(self) -> list[Event]:
         """Return the rest of the events: the text has ended."""
         self._reader.end()
         next(self._parse, None)
         self._reader.close()
-        return self._reader.take()
+        return self._wanted(self._reader.take())
+
+    def _wanted(self, events: list[Event]) -> list[Event]:
+        if not self._reading.one_call:
+            return events
+        wanted = []
+        for event in events:
+            self._calls += isinstance(event, Call)
+            if self._calls < 2 or not isinstance(event, Call | Arguments):
+                wanted.append(event)
+        return wanted
 
     def _whole(self) -> Parse[None]:
         reader, reading = self._reader, self._reading

@@ -20,7 +20,6 @@ class MessageReading:
     """How one request's answers are read, and what of them is told."""
 
     reading: Reading
-    one_call: bool
     with_reasoning: bool
 
 
@@ -59,11 +58,10 @@ class MessageReader:
                 yield from ((name, event.text) for name in _REASONING)
         elif isinstance(event, Call):
             self._calls += 1
-            if self._calls == 1 or not self._how.one_call:
-                function = {"name": event.name, "arguments": ""}
-                call = {"index": self._calls - 1, "id": self._new_id(), "type": "function"}
-                yield "tool_calls", {**call, "function": function}
-        elif self._calls == 1 or not self._how.one_call:
+            function = {"name": event.name, "arguments": ""}
+            call = {"index": self._calls - 1, "id": self._new_id(), "type": "function"}
+            yield "tool_calls", {**call, "function": function}
+        else:
             function = {"arguments": event.text}
             yield "tool_calls", {"index": self._calls - 1, "function": function}
 

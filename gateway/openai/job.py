@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from gateway.chat import Plan, plan_chat
 from gateway.generation import Chunk, Ending, Generator
 from gateway.intake import GenerationRequest, Settings
 from gateway.merge import merged, one_ahead
 from gateway.openai.advice import read_advice
-from gateway.openai.plan import Plan, plan_chat
+from gateway.openai.deltas import MessageReading
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from gateway.openai.responses import Completion, Shaper
 from gateway.output import OutputToken
@@ -76,7 +77,7 @@ async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
     prompts: Sequence[Sequence[int]]
     echoes: tuple[str, ...] = ()
     if isinstance(body, ChatRequest):
-        plan = await plan_chat(body, generator)
+        plan = await plan_chat(body.chat(), generator)
         prompts = [plan.token_ids]
     else:
         assert isinstance(body, CompletionRequest)
@@ -97,7 +98,7 @@ async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
         include_usage=body.include_usage,
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
         spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,
-        how=plan.how,
+        how=_reading(body, plan),
         echoes=echoes,
     )
     names = {} if plan.constraint is None else {plan.constraint.kind.value: plan.param}
@@ -136,6 +137,12 @@ async def collect(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> 
     return job.shaper.whole(
         [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
     )
+
+
+def _reading(body: Request, plan: Plan) -> MessageReading | None:
+    if plan.reading is None or not isinstance(body, ChatRequest):
+        return None
+    return MessageReading(plan.reading, with_reasoning=body.include_reasoning is not False)
 
 
 async def _prompts(
@@ -178,7 +185,7 @@ async def _work(
         speculation=replace(body.speculation_params(), advice=advice),
         request_id=request_id,
         constraint=plan.constraint,
-        marks=() if plan.how is None else plan.how.reading.special,
+        marks=() if plan.reading is None else plan.reading.special,
         thinking=plan.thinking,
         # The best of several are known by their logprobs.
         top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,

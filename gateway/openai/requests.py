@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from gateway.answers.tools import Choice, Tool, Tools
+from gateway.chat import Chat, template_variables
 from gateway.intake import Limits
 from gateway.openai.request_objects import (
     UINT32,
@@ -29,7 +30,7 @@ from gateway.openai.request_objects import (
 )
 from gateway.openai.tools import ToolCall, ToolChoice, ToolObject
 from outrider.errors import InvalidRequestError
-from outrider.models.chat_template import RESERVED, Conversation
+from outrider.models.chat_template import Conversation
 from outrider.params import MAX_TOP_LOGPROBS, Constraint, SamplingParams, SpeculationParams, require
 
 MAX_CHOICES = 128
@@ -268,25 +269,20 @@ class ChatRequest(Request):
         elif chosen == "required":
             names = tuple(tools)
             require(bool(tools), "tool_choice", "none or auto where there are no tools")
-        if names and self.constraint()[0] is not None:
-            raise InvalidRequestError(
-                "An answer that must be a call has no format of its own: leave out "
-                f"{self.constraint()[1]}, or let tool_choice be auto.",
-                param="tool_choice",
-            )
         one = self.parallel_tool_calls is False or isinstance(chosen, ToolChoice)
         return Choice(tools, names, one=one)
 
+    def chat(self) -> Chat:
+        """Return what is asked for. Raises `InvalidRequestError`."""
+        return Chat(
+            *(self.conversation(), self.choice(), *self.constraint()), self.thinking_token_budget
+        )
+
     def conversation(self) -> Conversation:
         """Return what the chat template is given. Raises `InvalidRequestError`."""
-        variables = dict(self.chat_template_kwargs or {})
-        for name in sorted(RESERVED & variables.keys()):
-            param = f"chat_template_kwargs.{name}"
-            raise InvalidRequestError(f"{param} is a parameter of its own here.", param=param)
-        if self.reasoning_effort == "none":
-            variables = {"enable_thinking": False, "thinking": False} | variables
-        elif self.reasoning_effort is not None:
-            variables = {"reasoning_effort": self.reasoning_effort} | variables
+        variables = template_variables(
+            self.chat_template_kwargs or {}, self.reasoning_effort, "chat_template_kwargs"
+        )
         return Conversation(
             [message.for_template() for message in self.messages],
             [tool.for_template() for tool in self.tools or ()] if self.offered() else (),

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import openai
 import pytest
 from pydantic import BaseModel
 
-from outrider.v1 import common_pb2, scorer_pb2
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import Running, running_gateway, tokens
 
@@ -177,6 +179,46 @@ async def test_forced_call_constrains_even_a_model_that_knows_no_tools(
             await gateway.client.chat.completions.create(
                 **body, tool_choice="required", response_format={"type": "json_object"}
             )
+
+
+async def test_grpc_chat_answers_with_parts() -> None:
+    tools = [
+        generation_pb2.Tool(name=name, parameters='{"properties": {"city": {"type": "string"}}}')
+        for name in ("weather", "forecast")
+    ]
+    called = generation_pb2.ToolCall(id="1", name="weather", arguments='{"city": "Oslo"}')
+    turns = [
+        generation_pb2.ChatMessage(role="user", content="Weather?"),
+        generation_pb2.ChatMessage(role="assistant", tool_calls=[called], reasoning="Hm."),
+        generation_pb2.ChatMessage(role="tool", content="snow", tool_call_id="1"),
+    ]
+    async with (
+        running_gateway(Script(tokens(CALLS)), **PARSERS) as gateway,
+        open_channel(gateway.grpc) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        chat = generation_pb2.ChatPrompt(messages=turns, tools=tools)
+        responses = [r async for r in stub.Generate(generation_pb2.GenerateRequest(chat=chat))]
+        for wrong in (
+            {"function": "x"},
+            {"tool_choice": "TOOL_CHOICE_REQUIRED", "tools": []},
+            {"template_variables": "[]"},
+        ):
+            refused = generation_pb2.ChatPrompt(**{"messages": turns, "tools": tools, **wrong})
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(generation_pb2.GenerateRequest(chat=refused)).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "".join(response.text for response in responses) == CALLS
+    parts = [part for response in responses for part in response.parts]
+    assert "".join(part.content for part in parts) == "I look."
+    assert "".join(part.reasoning for part in parts) == 'Where? "Paris".'
+    calls: list[list[str]] = []
+    for part in parts:
+        if part.HasField("call"):
+            calls.append([part.call.name, ""])
+        elif part.HasField("arguments"):
+            calls[-1][1] += part.arguments
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == EXPECTED
 
 
 def thinking_model(text: str) -> Callable[[scorer_pb2.ScorerServiceGenerateRequest], list[int]]:

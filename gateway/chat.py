@@ -1,22 +1,36 @@
-"""What a chat's answer must look like, and how it is read."""
+"""A chat's answers: what they must look like, and how they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from gateway.answers import harmony
 from gateway.answers.formats import Reading
 from gateway.answers.grammar import constraint_of
+from gateway.answers.tools import Choice
 from gateway.generation import Generator
 from gateway.intake import ThinkingBudget
-from gateway.openai.deltas import MessageReading
-from gateway.openai.requests import ChatRequest
 from outrider.errors import InvalidRequestError
+from outrider.models.chat_template import RESERVED, Conversation
 from outrider.params import Constraint, require
 
 _ANALYSIS: Final = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a client asks for. `*_param` are its names of parameters."""
+
+    conversation: Conversation
+    choice: Choice
+    answer: Constraint | None
+    """On the text of an answer that calls no tool."""
+    answer_param: str
+    budget: int | None
+    """Tokens of reasoning at most."""
+    prompt_param: str = "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +41,33 @@ class Plan:
     param: str
     """The client's name of the parameter that the constraint comes from."""
     token_ids: Sequence[int] = ()
-    how: MessageReading | None = None
+    reading: Reading | None = None
     thinking: ThinkingBudget | None = None
 
 
-async def plan_chat(body: ChatRequest, generator: Generator) -> Plan:
+def template_variables(
+    given: Mapping[str, Any], effort: str | None, param: str
+) -> Mapping[str, Any]:
+    """Return a template's variables, for a reasoning effort. Raises `InvalidRequestError`."""
+    for name in sorted(RESERVED & given.keys()):
+        wrong = f"{param}.{name}"
+        raise InvalidRequestError(f"{wrong} is a parameter of its own here.", param=wrong)
+    if effort is None:
+        return given
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False, **given}
+    return {"reasoning_effort": effort, **given}
+
+
+async def plan_chat(chat: Chat, generator: Generator) -> Plan:
     """Render and tokenise a conversation. Raises `InvalidRequestError`."""
-    answers, tokenizer = generator.answers, generator.tokenizer
-    choice = body.choice()
-    answer, param = body.constraint()
+    answers, tokenizer, choice = generator.answers, generator.tokenizer, chat.choice
+    if choice.forced and chat.answer is not None:
+        raise InvalidRequestError(
+            "An answer that must be a call has no format of its own: leave out "
+            f"{chat.answer_param}, or let tool_choice be auto.",
+            param="tool_choice",
+        )
     if choice.tools and not choice.forced and not answers.template_takes_tools:
         raise InvalidRequestError(
             "This model's chat template knows no tools, so the model would not see them. Set "
@@ -43,31 +75,27 @@ async def plan_chat(body: ChatRequest, generator: Generator) -> Plan:
             "--tool-call-parser if the messages tell the model of the tools.",
             param="tools",
         )
-    token_ids, prompt = await generator.intake.encode_chat(body.conversation(), "messages")
+    token_ids, prompt = await generator.intake.encode_chat(chat.conversation, chat.prompt_param)
     reading = answers.reading(prompt, choice.tools)
-    names = (*reading.special, harmony.CHANNEL) if reading is not None else ()
+    if reading is not None:
+        reading = replace(reading, one_call=choice.one)
+    names = () if reading is None else reading.special
     special = {name: token_id for token_id, name in tokenizer.special_ids(names).items()}
+    param = chat.answer_param or "tools"
     try:
-        constraint = constraint_of(answers, reading, choice, answer, special)
+        constraint = constraint_of(answers, reading, choice, chat.answer, special)
     except InvalidRequestError as error:
-        shown = error.param if error.param == "tools" else param or "tools"
+        shown = "tools" if error.param == "tools" else param
         message = error.message.removeprefix("tools: ")
         raise InvalidRequestError(f"{shown}: {message}", param=shown) from error
-    how = None
-    if reading is not None:
-        with_reasoning = body.include_reasoning is not False
-        how = MessageReading(reading, one_call=choice.one, with_reasoning=with_reasoning)
-    return Plan(
-        *(constraint, param or "tools", token_ids, how),
-        await _budget(body, generator, reading),
-    )
+    budget = await _budget(chat.budget, generator, reading)
+    return Plan(constraint, param, token_ids, reading, budget)
 
 
 async def _budget(
-    body: ChatRequest, generator: Generator, reading: Reading | None
+    most: int | None, generator: Generator, reading: Reading | None
 ) -> ThinkingBudget | None:
     """Raise `InvalidRequestError` where answers have no reasoning."""
-    most = body.thinking_token_budget
     if most is None:
         return None
     require(most >= 0, "thinking_token_budget", "at least 0")
