@@ -154,8 +154,21 @@ REASONING_FORMATS: Final[Mapping[str, Marks | None]] = {
     "openai": None,
     "none": None,
 }
-_SAME: Final = ("qwen3", "glm45", "deepseek_v3")
-"""Names of vLLM's for what "think" does."""
+_TOOL_ALIASES: Final = {
+    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+    "qwen3_xml": "qwen3_coder",
+    **dict.fromkeys(("glm", "glm47"), "glm45"),
+    "llama3": "llama3_json",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "gpt-oss": "openai",
+}
+_REASONING_ALIASES: Final = {
+    **dict.fromkeys(("qwen3", "glm45", "glm47", "deepseek_v3", "deepseek-v3"), "think"),
+    **dict.fromkeys(("deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+    **dict.fromkeys(("gpt-oss", "openai_gptoss"), "openai"),
+}
+"""Names of other servers' parsers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,24 +228,30 @@ def answer_format(
 
     Raises `ConfigError` for an unknown name.
     """
-    if tool_parser not in ("auto", *TOOL_FORMATS):
-        known = ", ".join(("auto", *TOOL_FORMATS))
-        raise ConfigError(f"--tool-call-parser must be one of {known}, not {tool_parser!r}.")
-    if reasoning_parser not in ("auto", *REASONING_FORMATS, *_SAME):
-        known = ", ".join(("auto", *REASONING_FORMATS, *_SAME))
-        raise ConfigError(f"--reasoning-parser must be one of {known}, not {reasoning_parser!r}.")
+    tool_parser = _known(tool_parser, "tool-call-parser", TOOL_FORMATS, _TOOL_ALIASES)
+    reasoning_parser = _known(
+        *(reasoning_parser, "reasoning-parser", REASONING_FORMATS, _REASONING_ALIASES)
+    )
     shown = tool_format_of(template)
     name = (shown or "hermes") if tool_parser == "auto" else tool_parser
     if reasoning_parser == "openai":
         name = "openai"
     if reasoning_parser == "auto":
         reasoning_parser = _reasoning_format_of(template)
-    marks = _THINK if reasoning_parser in _SAME else REASONING_FORMATS[reasoning_parser]
+    marks = REASONING_FORMATS[reasoning_parser]
     return AnswerFormat(
         TOOL_FORMATS[name],
         None if name == "openai" else marks,
         tool_parser != "auto" or "tools" in template,
     )
+
+
+def _known(name: str, flag: str, formats: Mapping[str, object], aliases: Mapping[str, str]) -> str:
+    name = aliases.get(name, name)
+    if name not in ("auto", *formats):
+        known = ", ".join(("auto", *formats, *aliases))
+        raise ConfigError(f"--{flag} must be one of {known}, not {name!r}.")
+    return name
 
 
 def tool_format_of(template: str) -> str | None:

@@ -147,6 +147,7 @@ VLLM: Final = Dialect(
         "--compilation-config": _needless("decode and verification steps are always captured"),
         "--async-scheduling": _needless("the next step is always prepared meanwhile", "none"),
         "--enable-chunked-prefill": _needless("prompts are always computed in chunks", "none"),
+        "--enable-auto-tool-choice": _needless("tools are always taken", "none"),
         "--use-v2-block-manager": _needless("the cache is always paged", "none"),
         "--swap-space": _needless("nothing is swapped: a preempted request is computed again"),
         "--disable-log-requests": _LOGS,
