@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.answers.lark import Lark
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
@@ -297,6 +298,35 @@ def test_constraint_of_regex_or_grammar_with_any_drafts_is_satisfied(
             assert text.count("(") == text.count(")")
         for k in (0, 1, 5):
             assert run([request], k, random.Random(seed), [output]) == [(output, reason)]
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_language_behind_free_text_begins_after_its_first_mark_with_any_drafts(k: int) -> None:
+    """As formats do behind reasoning, and strict calls behind text."""
+    begun = 0
+    for optional in (False, True):
+        grammar = Lark({})
+        thought = grammar.until("o_thought", "}")
+        answer = grammar.json("o_answer", {"enum": [1, 22, None]})
+        source = grammar.constraint(
+            f"{thought} {answer}" + (f" | {grammar.text()}" if optional else "")
+        )
+        for seed in range(4):
+            request = Request(
+                session_id=seed,
+                prompt_token_ids=(7, seed),
+                sampling=SamplingParams(temperature=seed % 2, seed=seed),
+                stop=StopParams(max_tokens=200),
+                constraint=source,
+            )
+            output, reason = truth(request)
+            assert run([request], k, random.Random(seed), [output]) == [(output, reason)]
+            before, mark, after = TOKENIZER.decode(output).partition("}")
+            begun += bool(mark)
+            if reason is FinishReason.STOP:
+                assert after in ("1", "22", "null") if mark else optional
+            assert mark or before
+    assert begun > 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from gateway.answers.events import joined
 from gateway.answers.formats import TOOL_FORMATS, answer_format
 from gateway.answers.grammar import constraint_of
+from gateway.answers.lark import Lark
 from gateway.answers.tools import Choice, Tool
 from outrider.engine.sampling.grammar import new_matcher
 from outrider.errors import InvalidRequestError
@@ -228,3 +229,16 @@ def test_schema_with_many_optional_parameters_compiles_within_the_limits() -> No
         choice = Choice(tools, ("f",))
         constraint = constraint_of(answers, answers.reading("", tools), choice, None, {})
         assert read(written(constraint, 1, ends(parser)), parser, tools).calls
+
+
+def test_schemas_within_grammars_are_as_those_by_themselves() -> None:
+    grammar = Lark({})
+    value = grammar.json("o_value", {"type": "string"})
+    constraint = grammar.constraint(f'"%json {{" {value}')
+    for text, length in (('%json {"a\\n"', 12), ('%json {"\\u0041"', 9)):  # no \\u, as in schemas
+        assert matcher(constraint).try_consume_tokens(list(text.encode())) == length
+    endless = Lark({})
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    endless.json("o_value", schema)
+    with pytest.raises(ValueError, match="needs another"):
+        new_matcher(BYTES, endless.constraint("o_value"))
