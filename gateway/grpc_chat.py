@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable
 from typing import Any
 
 from gateway.answers.events import Arguments, Call, Content, Event
+from gateway.answers.formats import Reading
 from gateway.answers.tools import Choice, Tool, Tools
 from gateway.chat import Chat, template_variables
 from outrider.errors import InvalidRequestError
@@ -41,9 +41,9 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt, answer: Constraint | None
     )
 
 
-def parts_of(events: Iterable[Event]) -> list[generation_pb2.AnswerPart]:
+def parts_of(events: Iterable[Event], reading: Reading) -> list[generation_pb2.AnswerPart]:
     """Return what was found in an answer."""
-    return [_part(event) for event in events]
+    return [_part(event, reading) for event in events]
 
 
 def _choice(prompt: generation_pb2.ChatPrompt, tools: Tools) -> Choice:
@@ -59,9 +59,9 @@ def _choice(prompt: generation_pb2.ChatPrompt, tools: Tools) -> Choice:
     return Choice(tools, one=one)
 
 
-def _part(event: Event) -> generation_pb2.AnswerPart:
+def _part(event: Event, reading: Reading) -> generation_pb2.AnswerPart:
     if isinstance(event, Call):
-        call = generation_pb2.ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=event.name)
+        call = generation_pb2.ToolCall(id=reading.new_call_id(), name=event.name)
         return generation_pb2.AnswerPart(call=call)
     if isinstance(event, Arguments):
         return generation_pb2.AnswerPart(arguments=event.text)

@@ -60,11 +60,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     async with aclosing(chunks):
                         async for chunk in chunks:
                             response = _response(work, chunk, aux_info=request.aux_info)
-                            if parser is not None:
+                            if reading is not None and parser is not None:
                                 events = parser.feed(chunk.text)
                                 if chunk.ending is not None:
                                     events += parser.finish()
-                                response.parts.extend(parts_of(events))
+                                response.parts.extend(parts_of(events, reading))
                             await context.write(response)
         except Exception as error:
             await abort(context, error)

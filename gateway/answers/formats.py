@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -219,6 +220,11 @@ class Reading:
     """Characters of a call's id, where templates want so many."""
     one_call: bool = False
     """Whether calls behind the first are left out."""
+
+    def new_call_id(self) -> str:
+        """Return an id for a call."""
+        made = uuid.uuid4().hex
+        return f"call_{made[:24]}" if self.id_chars is None else made[: self.id_chars]
 
 
 def answer_format(

@@ -187,9 +187,12 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 def _begun(markers: Sequence[str], text: str, start: int) -> int:
     """Return how many characters at the end of the text may begin a marker."""
-    longest = min(max(map(len, markers), default=1) - 1, len(text) - start)
-    for length in range(longest, 0, -1):
-        tail = text[-length:]
-        if any(marker.startswith(tail) for marker in markers):
-            return length
-    return 0
+    longest = 0
+    for marker in markers:
+        most = min(len(marker) - 1, len(text) - start)
+        tail = text[len(text) - most :]
+        at = tail.find(marker[0])
+        while at >= 0 and not marker.startswith(tail[at:]):
+            at = tail.find(marker[0], at + 1)
+        longest = max(longest, most - at if at >= 0 else 0)
+    return longest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,15 +58,15 @@ class MessageReader:
         elif isinstance(event, Call):
             self._calls += 1
             function = {"name": event.name, "arguments": ""}
-            call = {"index": self._calls - 1, "id": self._new_id(), "type": "function"}
+            call = {
+                "index": self._calls - 1,
+                "id": self._how.reading.new_call_id(),
+                "type": "function",
+            }
             yield "tool_calls", {**call, "function": function}
         else:
             function = {"arguments": event.text}
             yield "tool_calls", {"index": self._calls - 1, "function": function}
-
-    def _new_id(self) -> str:
-        chars = self._how.reading.id_chars
-        return f"call_{uuid.uuid4().hex[:24]}" if chars is None else uuid.uuid4().hex[:chars]
 
 
 def message_of(how: MessageReading | None, text: str) -> tuple[dict[str, Any], bool]:

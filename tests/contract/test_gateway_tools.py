@@ -116,6 +116,23 @@ async def test_cut_call_has_finish_reason_length() -> None:
     assert call.function.arguments == '{"city": "Par'
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_cuts_the_text_that_calls_are_read_from(stream: bool) -> None:
+    async with running_gateway(Script(tokens(CALLS)), **PARSERS) as gateway:
+        request: Any = {"model": "default", "messages": USER, "tools": TOOLS, "logprobs": True}
+        request["stop"] = ['\n<tool_call>\n{"name": "forecast']
+        if stream:
+            async with gateway.client.chat.completions.stream(**request) as chunks:
+                answer: Any = await chunks.get_final_completion()
+        else:
+            answer = await gateway.client.chat.completions.create(**request)
+    (choice,) = answer.choices
+    assert parsed(choice.message) == EXPECTED[:1]
+    assert choice.message.content == "I look."
+    spelled = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+    assert CALLS.encode().startswith(spelled)
+
+
 async def test_several_choices_with_logprobs_are_read_apart() -> None:
     text = '{"name": "weather", "parameters": {"city": "Paris"}}'
     async with running_gateway(Script(tokens(text)), tool_call_parser="llama3_json") as gateway:
