@@ -121,10 +121,13 @@ class Generator:
             reason: FinishReason | None = None
             stop_token_id: int | None = None
             tokens: list[OutputToken] = []
-            rounds = within_budget(
-                lambda part: self._replayer.stream(part, account, span, deadline),
-                *(request, account, self.tokenizer.token_bytes),
-            )
+            rounds = self._replayer.stream(request, account, span, deadline)
+            if request.thinking is not None:
+                rounds = within_budget(
+                    lambda part: self._replayer.stream(part, account, span, deadline),
+                    *(request, request.thinking),
+                    *(account, self.tokenizer.token_bytes),
+                )
             async with aclosing(rounds):
                 async for round_ in rounds:
                     if first_token is None and round_.token_ids:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from gateway.account import Account
-from gateway.intake import GenerationRequest
+from gateway.intake import GenerationRequest, ThinkingBudget
 from gateway.replay import Round
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 
@@ -15,15 +15,18 @@ Stream = Callable[[GenerationRequest], AsyncGenerator[Round, None]]
 
 
 async def within_budget(
-    stream: Stream, request: GenerationRequest, account: Account, spell: Callable[[int], bytes]
+    stream: Stream,
+    request: GenerationRequest,
+    budget: ThinkingBudget,
+    account: Account,
+    spell: Callable[[int], bytes],
 ) -> AsyncGenerator[Round, None]:
     """Yield the rounds of a request; its reasoning ends after as many tokens as it may have.
 
     The tokens that end it are part of the output. What follows is what the model writes after
     them, at the same positions with any draft.
     """
-    budget = request.thinking
-    if budget is None or budget.max_tokens >= request.stop.max_tokens:
+    if budget.max_tokens >= request.stop.max_tokens:
         async with aclosing(stream(request)) as rounds:
             async for round_ in rounds:
                 yield round_

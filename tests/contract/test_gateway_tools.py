@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,10 +12,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
+from tests.support.models.tokenizers import byte_level_bpe, save
 from tests.support.services.fake_scorer import Script
-from tests.support.services.gateway import Running, running_gateway, tokens
+from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
 TOOLS: Any = [
@@ -151,6 +154,41 @@ async def test_several_choices_with_logprobs_are_read_apart() -> None:
     assert arguments == ['{"city": "Paris"}'] * 3
     assert entries == [len(tokens(text))] * 3
     assert reasons == ["tool_calls"] * 3
+
+
+async def test_special_tokens_of_the_templates_format_are_read_and_others_hidden(
+    tmp_path: Path,
+) -> None:
+    made = byte_level_bpe()
+    made.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[OTHER]"])
+    call = "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}"
+    template = "x{{ (tools or []) | length }}{% if calls %}" + call + "{% endif %}"
+    folder = save(made, tmp_path, chat_template=template)
+    tokenizer = Tokenizer.load(folder)
+    text = 'Well.[OTHER][TOOL_CALLS]weather[ARGS]{"city": "Paris"}[OTHER]'
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    fake = fake_scorer(
+        Script(ids, per_round=3),
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_hash=tokenizer.hash,
+    )
+    async with running_gateway(fake, model=str(folder)) as gateway:
+        request: Any = {"model": "default", "messages": USER}
+        answer = await gateway.client.chat.completions.create(**request, tools=TOOLS)
+        plain = await gateway.client.chat.completions.create(**request)
+        await gateway.client.chat.completions.create(**request, tools=TOOLS, tool_choice="required")
+        grammar = gateway.scorer.requests[-1].constraint.grammar
+    message = answer.choices[0].message
+    assert message.content == "Well."
+    assert parsed(message) == [("weather", {"city": "Paris"})]
+    assert message.tool_calls is not None
+    assert len(message.tool_calls[0].id) == 9
+    assert plain.choices[0].message.content == 'Well.weather{"city": "Paris"}'
+    assert answer.usage is not None
+    assert plain.usage is not None
+    assert answer.usage.completion_tokens == plain.usage.completion_tokens == len(ids)
+    (mark,) = tokenizer.special_ids(["[TOOL_CALLS]"])
+    assert f"<[{mark}]>" in grammar
 
 
 class weather(BaseModel):  # noqa: N801 - the tool's name
