@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 
 from gateway.config import GatewayConfig
 from outrider.errors import ConfigError, refuse
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
-from outrider.rpc.runtime import importing, run
+from outrider.rpc.runtime import importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
 from outrider.signals import end_at_sigterm
 
@@ -30,8 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return refuse("gateway", error)
 
-    # Before grpc is imported: its C core logs in its own way what we report in ours.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    prepare_grpc()
     # Imported late: a wrong flag is answered at once.
     end_at_sigterm()
     try:
