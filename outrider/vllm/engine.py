@@ -123,13 +123,14 @@ class VllmEngine:
         if options.takes_proposers:
             options = replace(options, draft_flags=self._listening(options.draft_flags))
         argv = options.argv(str(folder), has_tokenizer=has_tokenizer)
+        self._reaper = Reaper()
         try:
-            self._llm = build(argv, self._load)
+            with self._reaper.watching():
+                self._llm = build(argv, self._load)
         except OutriderError:
             raise
         except Exception as error:
             raise ConfigError(f"vLLM does not serve this: {_first_line(error)}") from error
-        self._reaper = Reaper()
         found = facts(self._llm)
         self._can = Abilities(
             num_speculative_tokens=found.num_speculative_tokens, own_method=found.own_method
@@ -180,12 +181,14 @@ class VllmEngine:
             raise ConfigError("vLLM's engine died at its first request; its log above says why.")
 
     def stop(self, timeout_s: float) -> None:
-        """End vLLM's processes, and wait for them."""
+        """End vLLM's processes, and wait for them; those of a start that goes on are killed."""
         self.running = False
         if self._llm is not None:
             self._llm.shutdown(timeout=timeout_s)
-        if self._reaper is not None:
+        if self._reaper is not None and self._llm is not None:
             self._reaper.dismiss()
+        elif self._reaper is not None:
+            self._reaper.reap()
         if self._folder is not None:
             self._folder.cleanup()
 
