@@ -31,8 +31,8 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
 }
 _VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
 _NATIVE_ONLY = ("in_process_proposer", "hidden_features", "attention_backend")
-_MAX_SOCKET_PATH = 102
-"""Bytes: the system allows 107, and the socket for data connections adds ".data"."""
+_MAX_SOCKET_PATH = 97
+"""Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -200,11 +200,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prefetch.begin(args["model"], args["device"])
                 check_target(args["model"])
             check_files(args["in_process_proposer"])
+        exit_with_parent = args.pop("exit_with_parent")
+        if node_rank(args["vllm_flags"]) and args["engine"] == engines.VLLM:
+            _follow(args)
     except ConfigError as error:
         return refuse("scorer", error)
-    exit_with_parent = args.pop("exit_with_parent")
-    if node_rank(args["vllm_flags"]) and args["engine"] == engines.VLLM:
-        _follow(args)
     # The libraries read these when they are loaded, below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
     # Rounds for which an idle OpenMP thread spins. libgomp's default of 300,000 costs a time slice
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _follow(args: dict[str, Any]) -> NoReturn:
-    """Become vLLM's process of a machine that the first one directs."""
+    """Become vLLM's process of a machine that the first one directs. Raises `ConfigError`."""
     from scorer_service.config import ScorerOptions
 
     folder = resolve_model(args["model"], "target")
@@ -278,7 +278,7 @@ def _socket_path(text: str) -> str:
     if len(os.fsencode(text)) > _MAX_SOCKET_PATH:
         raise argparse.ArgumentTypeError(
             f"{text!r} is longer than {_MAX_SOCKET_PATH} bytes: the system allows 107, and the "
-            "socket for data connections, which lies beside it, adds .data"
+            "sockets for data connections, which lie beside it, add .data or .vllm.data"
         )
     return text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ConfigError
-from scorer_service.__main__ import resolve
+from scorer_service.__main__ import main, resolve
 from scorer_service.config import ScorerOptions
 from scorer_service.loading import load
 from tests.support.services.scorer import running_scorer
@@ -53,7 +53,7 @@ def test_scorer_start_on_missing_device_is_refused_by_name(device: str) -> None:
 
 async def test_scorer_start_with_longest_socket_path_listens() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        path = resolve(["--listen-unix", f"{folder}/".ljust(102, "s")])["listen_unix"]
+        path = resolve(["--listen-unix", f"{folder}/".ljust(97, "s")])["listen_unix"]
         async with running_scorer(unix_path=Path(path)):
             assert sorted(os.listdir(folder)) == [Path(path).name, f"{Path(path).name}.data"]
 
@@ -62,6 +62,14 @@ def test_scorer_start_with_longer_socket_path_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        resolve(["--listen-unix", "/run/".ljust(103, "s")])
+        resolve(["--listen-unix", "/run/".ljust(98, "s")])
     assert "--listen-unix: '/run/s" in (told := capsys.readouterr().err)
-    assert "is longer than 102 bytes" in told
+    assert "is longer than 97 bytes" in told
+
+
+def test_scorer_start_on_another_machine_with_wrong_flags_is_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.engines.has_vllm", lambda: True)
+    assert main(["--engine=vllm", "--device=cuda:1", "--nnodes=2", "--node-rank=1"]) == 2
+    assert "scorer: --device cuda:1 cannot be given with --engine vllm" in capsys.readouterr().err
