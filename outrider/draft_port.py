@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
+from outrider.errors import InternalError
 from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import TokenIds
 
@@ -73,6 +74,17 @@ class HiddenStateControl(Protocol):
     def drop_projection(self, sha256: bytes) -> None:
         """Forget a projection that no proposer uses."""
         ...
+
+
+class NoHiddenStates:
+    """Implements `HiddenStateControl` of an engine that hands none out."""
+
+    def give_back(self, window: FeatureWindow, size: int) -> None: ...
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:  # noqa: ARG002
+        raise InternalError("no proposer that needs hidden states was let in")
+
+    def drop_projection(self, sha256: bytes) -> None: ...
 
 
 class DraftingEngine(Protocol):

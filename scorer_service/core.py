@@ -112,7 +112,7 @@ class ScorerCore:
         with _naming_vllm():
             info = await asyncio.wrap_future(in_thread(lambda: engine.start(options.start_timeout)))
         if isinstance(engine, VllmEngine):
-            await engine.warm_up()
+            await engine.warm_up(options.start_timeout)
             self._telemetry.registry.register(EngineMetrics("vllm:"))
         folder, hash_ = found[0]
         served = ServedModel(

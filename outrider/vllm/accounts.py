@@ -35,9 +35,9 @@ class Accounts:
         while self._wanted:
             wanted, self._wanted = self._wanted, {}
             try:
-                told = await self._ask(tuple(wanted))
+                told = await asyncio.wait_for(self._ask(tuple(wanted)), _TIMEOUT_S)
             except Exception as error:
-                _log.warning("no accounts of drafts: %s", error)
+                _log.warning("no accounts of drafts: %r", error)
                 told = {}
             for name, answer in wanted.items():
                 if not answer.done():

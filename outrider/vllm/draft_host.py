@@ -14,17 +14,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.draft_port import PostedBlock
+from outrider.draft_port import NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.errors import InternalError
-from outrider.features import FeatureSpec, FeatureWindow
 from outrider.params import VerificationRule
 from outrider.policy.base import DraftMode, Policy
 from outrider.policy.tracker import DraftTracker
@@ -58,17 +55,6 @@ class Listener:
         """Tell of what a step committed, or of its account."""
 
 
-class _NoHiddenStates:
-    """Implements `HiddenStateControl` of an engine that captures none."""
-
-    def give_back(self, window: FeatureWindow, size: int) -> None: ...
-
-    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:  # noqa: ARG002
-        raise InternalError("no proposer that needs hidden states was let in")
-
-    def drop_projection(self, sha256: bytes) -> None: ...
-
-
 class DraftHost(Inbox):
     """Implements `DraftingEngine`, and what a hub needs besides, for an engine in lock step."""
 
@@ -84,7 +70,7 @@ class DraftHost(Inbox):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self.features = _NoHiddenStates()
+        self.features = NoHiddenStates()
         self.listener = Listener()
         self.tracker = DraftTracker(policy)
         self._k = num_speculative_tokens

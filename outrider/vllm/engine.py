@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from outrider.config import MAX_WAITING
 from outrider.counts import Admission, StepCounts
-from outrider.draft_port import DraftOffer, HiddenStateControl, PostedBlock
+from outrider.draft_port import DraftOffer, HiddenStateControl, NoHiddenStates, PostedBlock
 from outrider.errors import (
     CapacityError,
     ConfigError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
     OutriderError,
@@ -43,9 +44,6 @@ from outrider.vllm.reaper import Reaper
 from outrider.vllm.stats import Load
 from outrider.watchdog import PATIENCE_S
 
-if TYPE_CHECKING:
-    from outrider.features import FeatureSpec, FeatureWindow
-
 _LOOK_S: Final = 1.0
 _WARM_UP: Final = (
     (SamplingParams(temperature=0.0), None),
@@ -58,17 +56,6 @@ _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab
 _log = logging.getLogger(__name__)
 
 
-class _NoFeatures:
-    """Implements `HiddenStateControl`: no hidden states are handed out."""
-
-    def give_back(self, window: FeatureWindow, size: int) -> None: ...
-
-    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Any:  # noqa: ARG002
-        raise InternalError("this engine hands out no hidden states")
-
-    def drop_projection(self, sha256: bytes) -> None: ...
-
-
 class VllmEngine:
     """Implements `ServedEngine`. All but `start` and `stop` is used on the event loop.
 
@@ -76,7 +63,7 @@ class VllmEngine:
     """
 
     drafting = False
-    features: HiddenStateControl = _NoFeatures()
+    features: HiddenStateControl = NoHiddenStates()
 
     def __init__(
         self,
@@ -158,8 +145,22 @@ class VllmEngine:
         self.draft_target = f"unix:{path}"
         return flags
 
-    async def warm_up(self) -> None:
-        """Run each kind of request once, since vLLM compiles some samplers at their first use."""
+    async def warm_up(self, timeout_s: float) -> None:
+        """Run each kind of request once, since vLLM compiles some samplers at their first use.
+
+        Raises `ConfigError` if vLLM's engine ends over it, and `DeadlineError`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._run_each_kind()
+        except TimeoutError:
+            raise DeadlineError(
+                f"vLLM has not answered its first requests within {timeout_s:g} s."
+            ) from None
+        if not self.running:
+            raise ConfigError("vLLM's engine died at its first request; its log above says why.")
+
+    async def _run_each_kind(self) -> None:
         assert self._info is not None
         if self.draft_target:
             told = await self._llm.collective_rpc("outrider_info")
@@ -177,8 +178,6 @@ class VllmEngine:
             fields = sampling_fields(request, self._info, self._can)
             progress = Progress(request, 0, VerificationRule.COUPLED)
             await self._run(request, fields, progress)
-        if not self.running:
-            raise ConfigError("vLLM's engine died at its first request; its log above says why.")
 
     def stop(self, timeout_s: float) -> None:
         """End vLLM's processes, and wait for them; those of a start that goes on are killed."""

@@ -25,7 +25,7 @@ class Abilities:
     """What this engine can do for a request, as it was started."""
 
     coupled: bool = False
-    """The processor of coupled sampling is loaded."""
+    """vLLM's samplers choose tokens by coupled sampling."""
     num_speculative_tokens: int = 0
     """K of vLLM's speculation, by proposers or its own; 0: it does not speculate."""
     own_method: str | None = None
