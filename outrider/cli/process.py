@@ -34,7 +34,6 @@ class ServiceSpec:
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     """Variables that it gets beside those of its parent."""
-    says_ready: bool = True
     optional: bool = False
     """The others serve on without it, and it is started again when it ends."""
 
@@ -69,7 +68,7 @@ class ServiceProcess:
         return self._process.pid
 
     async def start(self, deadline_s: float) -> dict[str, str]:
-        """Run the child and return what its ready line says; {} if it is to say nothing.
+        """Run the child and return what its ready line says.
 
         Raises `ConfigError` with the child's own last words if it ends instead, and
         `UnavailableError` if it is not ready in time (the child still runs then).
@@ -94,8 +93,6 @@ class ServiceProcess:
             asyncio.create_task(self._pump_stdout(self._process.stdout)),
             asyncio.create_task(self._pump_stderr(self._process.stderr)),
         ]
-        if not self._spec.says_ready:
-            return {}
         ended = asyncio.create_task(self.wait())
         outcomes: list[asyncio.Future[Any]] = [ended, self._ready]
         try:

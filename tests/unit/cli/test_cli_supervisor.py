@@ -125,14 +125,12 @@ async def test_stack_when_started_serves_and_stops(services: Services) -> None:
     assert not any(map(alive, pids.values()))
 
 
-async def test_stack_with_silent_service_awaits_the_others() -> None:
-    """A rank of the scorer says nothing, and gets variables of its own."""
-    code = "import os, sys, time\nprint(os.environ['RANK'], file=sys.stderr)\ntime.sleep(60)\n"
-    silent = ServiceSpec("rank", (sys.executable, "-c", code), (("RANK", "1"),), says_ready=False)
+async def test_stack_gives_a_service_its_own_variables() -> None:
+    code = "import os, sys\nprint(os.environ['DEVICE'], file=sys.stderr)\n" + SERVE
+    varied = ServiceSpec("scorer", (sys.executable, "-c", code), (("DEVICE", "1"),))
     lines = Lines()
-    async with Stack([spec(SERVE), silent], lines) as stack:
-        assert stack.ready["rank"] == {}
-        await until(lambda: ("rank", "1") in lines, timeout_s=10.0)
+    async with Stack([varied], lines):
+        await until(lambda: ("scorer", "1") in lines, timeout_s=10.0)
 
 
 class Alone(proposer_pb2_grpc.ProposerServiceServicer):
