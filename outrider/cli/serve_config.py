@@ -18,7 +18,7 @@ from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
 from outrider.models.modules import MODULE_FILES
 from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 from outrider.models.tokenizer import tokenizer_hash
-from outrider.vllm.flags import gives_speculation, num_devices, take_parallel_flags
+from outrider.vllm.flags import gives_speculation, node_rank, num_devices, take_parallel_flags
 
 Say = Callable[[str], None]
 """Takes a line about what is done."""
@@ -48,6 +48,10 @@ def take_config(
             wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
         engine = choose(args.engine, wanted, installed=True if dry else None)
     vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
+    if node_rank(parallel):
+        raise ConfigError("--node-rank: run `outrider scorer` on the machines after the first.")
+    if vllm_flags and engine == NATIVE and target is not None:
+        raise ConfigError(f"{' '.join(vllm_flags)}: flags of vLLM need --engine vllm.")
     methods, draft = _drafting(args, name, models)
     draft_device = args.draft_device
     if engine == VLLM:

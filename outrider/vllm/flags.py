@@ -30,19 +30,15 @@ SIZES: Final = frozenset(
 """Those among them that say nothing if they are 1."""
 
 OWN_METHODS: Final = (
-    *("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator"),
+    *("ngram", "suffix", "draft_model", "eagle", "eagle3"),
+    *("mtp", "medusa", "mlp_speculator"),
 )
 """Methods by which vLLM can speculate itself, under names of ours."""
 OWN_SETTINGS: Final = frozenset(
     {
-        *(
-            "prompt_lookup_max",
-            "prompt_lookup_min",
-            "suffix_decoding_max_tree_depth",
-            "max_model_len",
-        ),
-        *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
-        "suffix_decoding_min_token_prob",
+        *("prompt_lookup_max", "prompt_lookup_min", "max_model_len"),
+        *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+        *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
     }
 )
 """Keys of vLLM's `speculative_config` with the meaning of a proposer's flag."""
@@ -70,8 +66,8 @@ def take_parallel_flags(args: dict[str, Any]) -> tuple[str, ...]:
 
 def num_devices(flags: Sequence[str]) -> int:
     """Return over how many devices the flags of `PARALLEL_FLAGS` spread a model."""
-    counts = [int(value) for flag, value in pairwise(flags) if flag in SIZES and value.isdigit()]
-    return prod(counts)
+    sizes = SIZES - {"--nnodes"}  # which the others are spread over
+    return prod(int(value) for flag, value in pairwise(flags) if flag in sizes and value.isdigit())
 
 
 def gives_speculation(flags: Sequence[str]) -> bool:

@@ -222,6 +222,13 @@ def test_several_devices_are_vllms_in_one_scorer(tmp_path: Path) -> None:
     assert argv[argv.index("--") :][1:3] == ("--tensor-parallel-size", "2")
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         config(folder, "--tensor-parallel-size", 4)
+    with pytest.raises(ConfigError, match="outrider scorer"):
+        config(folder, "--tensor-parallel-size", 2, "--nnodes", 2, "--node-rank", 1)
+
+
+def test_flags_of_vllm_for_the_native_engine_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--nnodes 2: flags of vLLM need --engine vllm"):
+        config(checkpoint(tmp_path / "m"), "--device", "cpu", "--nnodes", 2)
 
 
 @pytest.mark.usefixtures("gpus")

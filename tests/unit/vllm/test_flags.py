@@ -53,6 +53,7 @@ def test_machines_after_the_first_run_vllm_without_a_server() -> None:
 def test_devices_are_those_of_all_kinds_of_parallelism() -> None:
     flags = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--node-rank", "5")
     assert (num_devices(flags), num_devices(())) == (6, 1)
+    assert num_devices((*flags, "--nnodes", "2")) == 6
 
 
 def test_proposers_are_taken_where_nothing_else_speculates() -> None:
