@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from math import prod
 from typing import Any, Final
 
 import torch
 
 from outrider.config import DTYPES, SPECULATION_POLICIES
-from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose
+from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
 from outrider.offline.speculation import read_speculation
 from outrider.rpc import runtime
+from outrider.vllm.flags import num_devices
 from scorer_service.__main__ import resolve
 from scorer_service.config import ScorerOptions
 from scorer_service.drafting.in_process_flags import states_of
@@ -183,12 +182,10 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
 def _engine(given: Arguments, others: Mapping[str, Any], *, on_gpu: bool) -> str:
     if given.engine not in ENGINES:
         raise ConfigError(f"engine={given.engine!r} must be one of {', '.join(ENGINES)}.")
-    if given.engine == NATIVE or (given.engine == AUTO and find_spec("vllm") is None):
+    if given.engine == NATIVE or (given.engine == AUTO and not has_vllm()):
         return NATIVE  # which refuses what only vLLM serves
     folder = resolve_model(given.model, "target", tokenizer_only=True)
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    devices = prod(int(others.get(name) or 1) for name in sizes)
-    wanted = Wanted.of(folder, on_gpu=on_gpu, num_devices=devices)
+    wanted = Wanted.of(folder, on_gpu=on_gpu, num_devices=num_devices([*_words(others)]))
     if others.get("quantization"):
         wanted = replace(wanted, quantised=True)
     return choose(given.engine, wanted)

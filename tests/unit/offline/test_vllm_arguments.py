@@ -6,14 +6,12 @@ import pytest
 
 from outrider import engines
 from outrider.errors import ConfigError
-from outrider.offline import arguments
 from outrider.offline.arguments import Arguments, scorer_options
 
 
 @pytest.fixture(autouse=True)
 def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (engines, arguments):
-        monkeypatch.setattr(module, "find_spec", lambda _: object())
+    monkeypatch.setattr(engines, "find_spec", lambda _: object())
 
 
 def test_further_arguments_become_vllms_flags() -> None:
