@@ -14,6 +14,8 @@ from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLo
 from outrider.models.chat_template import Conversation
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import (
+    MAX_ADVICE_TOKENS,
+    MAX_REFERENCES,
     MAX_TOP_LOGPROBS,
     Advice,
     Constraint,
@@ -27,8 +29,6 @@ from outrider.params import (
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
-MAX_REFERENCES = 16
-MAX_ADVICE_TOKENS = 2**18
 
 _CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' choices stay apart
 

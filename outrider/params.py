@@ -17,6 +17,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CONSTRAINT_CHARS = 2**18
+MAX_REFERENCES = 16
+MAX_ADVICE_TOKENS = 2**18  # with the references
 
 
 def require(condition: bool, param: str, allowed: str) -> None:

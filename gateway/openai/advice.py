@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gateway.intake import MAX_REFERENCES, Intake
+from gateway.intake import Intake
 from gateway.openai.request_objects import ExtraConfig, within
 from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
-from outrider.params import Advice, TokenIds, require
+from outrider.params import MAX_REFERENCES, Advice, TokenIds, require
 
 _REFERENCES = "speculation.references"
 

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from outrider.methods import METHOD_ALIASES, METHODS
 from outrider.params import (
+    MAX_ADVICE_TOKENS,
+    MAX_REFERENCES,
     Advice,
     SamplingParams,
     SpeculationParams,
     StopParams,
     Verification,
     VerificationRule,
+    require,
 )
 from outrider.types import Request
 from outrider.vllm import adapter
 
 _PREFIX: Final = "outrider_"
+_MAX_CHARS: Final = 256  # of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,18 @@ class Extras:
         )
         return Extras(speculation, str(given.get("tenant", "")), str(given.get("traceparent", "")))
 
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` for what no proposer could be sent."""
+        advice = self.speculation.advice
+        tokens = [*advice.token_ids, *chain.from_iterable(advice.references)]
+        known = all(0 <= token < vocab_size for token in tokens)
+        fits = len(tokens) <= MAX_ADVICE_TOKENS and len(advice.references) <= MAX_REFERENCES
+        require(known, "advice", f"tokens below {vocab_size}")
+        require(fits, "advice", f"at most {MAX_ADVICE_TOKENS} tokens in {MAX_REFERENCES} texts")
+        for name, text in (("tenant", self.tenant), ("traceparent", self.traceparent)):
+            short = len(text) <= _MAX_CHARS and text.isprintable()
+            require(short, name, f"at most {_MAX_CHARS} printable characters")
+
 
 def read_request(
     new: Any, session_id: int, served: adapter.Served, *, coupled: bool
@@ -84,6 +101,7 @@ def read_request(
         return None
     try:
         extras = Extras.of(params.extra_args)
+        extras.check(served.vocab_size)
     except Exception:  # a client's mistake costs its drafts only
         extras = Extras(SpeculationParams(enabled=False))
     asked = extras.speculation

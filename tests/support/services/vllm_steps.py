@@ -49,7 +49,9 @@ class VllmSteps(Listener):
         self.batch = SimpleNamespace(req_ids=[])
         self.plugin = object.__new__(RemoteProposer)  # without vLLM's configuration
         vars(self.plugin).update(
-            _served=SimpleNamespace(num_speculative_tokens=K, max_model_len=CONTEXT, seed=0),
+            _served=SimpleNamespace(
+                num_speculative_tokens=K, max_model_len=CONTEXT, vocab_size=VOCAB, seed=0
+            ),
             _rule=VerificationRule.COUPLED,
             _host=self.host,
             _runner=SimpleNamespace(input_batch=self.batch),
@@ -68,11 +70,17 @@ class VllmSteps(Listener):
     def stepped(self, events: StepEvents) -> None:
         self.hub.on_events(events)
 
-    def open(self, name: str, max_tokens: int = 48) -> None:
+    def open(self, name: str, max_tokens: int = 48, **extra_args: object) -> None:
         """Let a request run in the next step, as vLLM's scheduler says it."""
         prompt = [truth(name, i) for i in range(3)]
         params = SimpleNamespace(
-            **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "extra_args": None},
+            **{
+                "temperature": 0.0,
+                "top_k": 0,
+                "top_p": 1.0,
+                "seed": None,
+                "extra_args": extra_args,
+            },
             **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
             **{"max_tokens": max_tokens, "ignore_eos": False, "stop_token_ids": []},
             eos_token_id=0,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.draft_port import DraftOffer
 from outrider.errors import UnavailableError
+from outrider.params import MAX_ADVICE_TOKENS
 from outrider.v1 import draft_pb2
 from outrider.vllm.adapter import StepPlan
 from scorer_service.drafting.attached import AttachedProposer
@@ -231,6 +232,31 @@ async def test_plugin_after_a_fault_drafts_again_for_every_row(
         assert drafts[name] == [truth(name, base + i) for i in range(K)]
     for name in names:
         assert world.session(name).committed == world.texts[name], "proposers know the text"
+
+
+@pytest.mark.parametrize(
+    "extra_args",
+    [
+        {"outrider_advice": [-1]},
+        {"outrider_advice": [VOCAB]},
+        {"outrider_advice": [1] * (MAX_ADVICE_TOKENS + 1)},
+        {"outrider_tenant": "\ud800"},
+        {"outrider_methods": 7},
+    ],
+    ids=["no token", "beyond the vocabulary", "too long", "no text", "no method"],
+)
+async def test_plugin_with_request_that_no_proposer_can_be_sent_drafts_for_the_others(
+    extra_args: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = VllmSteps(monkeypatch, ("a",))
+    peer = world.attach()
+    world.open("c", **extra_args)
+    world.step()
+    for _ in range(2):
+        world.post(peer, world.block("a", 12))
+        drafts = world.step()
+    assert (len(drafts["a"]), drafts["c"]) == (K, [])
+    assert world.session("c").proposer is None
 
 
 async def test_plugin_with_silent_proposer_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
