@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from outrider.config import SPECULATION_POLICIES
-from outrider.errors import ConfigError, InvalidRequestError
+from outrider.errors import ConfigError, DeadlineError, InvalidRequestError
 from outrider.rpc.deployment import Deployment, add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import prepare_grpc
 from outrider.rpc.targets import join_address
@@ -97,11 +97,17 @@ class DraftServer(Listener):
     # The stepping thread.
 
     def start(self, served: ServedModel) -> dict[str, str]:
-        """Listen, and return the addresses. Raises `ConfigError` for a port that is taken."""
+        """Listen, and return the addresses.
+
+        Raises `ConfigError` for a port that is taken, and `DeadlineError`.
+        """
         self._served = served
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         self._thread.start()
-        return self._started.result(_START_S)
+        try:
+            return self._started.result(_START_S)
+        except TimeoutError:
+            raise DeadlineError(f"The draft side did not listen within {_START_S:g} s.") from None
 
     def stop(self) -> None:
         """Say goodbye to proposers, and end the thread."""

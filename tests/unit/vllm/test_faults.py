@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from outrider.vllm.adapter import StepPlan
 from scorer_service.drafting.attached import AttachedProposer
 from tests.support.services.vllm_steps import MAX_WAIT_S, VOCAB, K, VllmSteps, truth
 
-World, Peer = VllmSteps, AttachedProposer
+World = VllmSteps
+Peer = AttachedProposer
 Fault = Callable[[World, Peer], object]
 
 
@@ -246,7 +248,7 @@ async def test_plugin_after_a_fault_drafts_again_for_every_row(
     ids=["no token", "beyond the vocabulary", "too long", "no text", "no method"],
 )
 async def test_plugin_with_request_that_no_proposer_can_be_sent_drafts_for_the_others(
-    extra_args: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    extra_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = VllmSteps(monkeypatch, ("a",))
     peer = world.attach()
