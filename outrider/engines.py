@@ -92,7 +92,10 @@ def choose(asked: str, wanted: Wanted, *, installed: bool | None = None) -> str:
 
     `installed` tells whether vLLM is; None: look.
     """
-    rule = next((rule for rule in RULES if rule.holds(wanted)), None)
+    try:
+        rule = next((rule for rule in RULES if rule.holds(wanted)), None)
+    except TypeError as error:
+        raise ConfigError(f"A field of config.json has a wrong type: {error}.") from error
     if installed is None:
         installed = has_vllm()
     if asked == NATIVE:

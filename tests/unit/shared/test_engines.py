@@ -82,3 +82,11 @@ def test_wanted_reads_a_nested_text_model_and_quantisation_beside_it(tmp_path: P
 def test_refusal_of_the_native_engine_names_vllm() -> None:
     error = naming_vllm(UnsupportedModelError("It keeps recurrent state."))
     assert error.message.startswith("It keeps recurrent state. vLLM may serve it: --engine vllm")
+
+
+@pytest.mark.parametrize(
+    "config", [{"layer_types": 3}, {"num_experts": "many"}, {"architectures": [[]]}]
+)
+def test_config_with_a_field_of_a_wrong_type_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json has a wrong type"):
+        choose(AUTO, Wanted(config, on_gpu=True), installed=True)
