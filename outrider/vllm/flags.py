@@ -13,17 +13,18 @@ from typing import Any, Final
 
 from outrider.errors import ConfigError
 
-PARALLEL_FLAGS: Final[dict[str, type | None]] = {
-    "--tensor-parallel-size": int,
-    "--pipeline-parallel-size": int,
-    "--data-parallel-size": int,
-    "--enable-expert-parallel": None,
-    "--nnodes": int,
-    "--node-rank": int,
-    "--master-addr": str,
-    "--master-port": int,
+PARALLEL_FLAGS: Final[dict[str, tuple[type | None, str]]] = {
+    "--tensor-parallel-size": (int, "devices that share each layer"),
+    "--pipeline-parallel-size": (int, "groups of devices that share the layers"),
+    "--data-parallel-size": (int, "copies of the model"),
+    "--enable-expert-parallel": (None, "spread experts over the devices instead of parts of each"),
+    "--nnodes": (int, "machines of the model"),
+    "--node-rank": (int, "number of this machine, from 0; only the first one serves"),
+    "--master-addr": (str, "address of the first machine"),
+    "--master-port": (int, "port there, at which the machines meet"),
 }
-"""Flags of vLLM that a scorer takes under the same names; None: without a value."""
+"""Flags of vLLM that a scorer takes under the same names, with their help; None: without a value.
+"""
 SIZES: Final = frozenset(
     {"--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--nnodes"}
 )
@@ -47,11 +48,11 @@ OWN_SETTINGS: Final = frozenset(
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `PARALLEL_FLAGS`."""
     group = parser.add_argument_group("several devices, with --engine vllm: vLLM's own flags")
-    for flag, kind in PARALLEL_FLAGS.items():
+    for flag, (kind, text) in PARALLEL_FLAGS.items():
         if kind is None:
-            group.add_argument(flag, action="store_true")
+            group.add_argument(flag, action="store_true", help=text)
         else:
-            group.add_argument(flag, type=kind, metavar="X")
+            group.add_argument(flag, type=kind, metavar="X", help=text)
 
 
 def take_parallel_flags(args: dict[str, Any]) -> tuple[str, ...]:

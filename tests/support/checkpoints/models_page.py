@@ -95,9 +95,9 @@ def _start(folder: Path) -> str:
     """Start an engine as a scorer does; return why it does not start."""
     small = {"max-num-seqs": 2, "max-num-batched-tokens": 8, "num-speculative-tokens": 0}
     small |= {"kv-cache-memory": 8, "max-model-len": 64}
-    flags = resolve([f"--model={folder}", *(f"--{k}={v}" for k, v in small.items())])
-    del flags["exit_with_parent"]
     try:
+        flags = resolve([f"--model={folder}", *(f"--{k}={v}" for k, v in small.items())])
+        del flags["exit_with_parent"]
         check_target(str(folder))
         build_engine(folder, ScorerOptions(**flags))
     except (ConfigError, UnsupportedModelError) as error:
