@@ -22,8 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     exit_with_parent = flags.pop("exit_with_parent")
     try:
         flags["scorers"] = parse_entries(flags.pop("scorer"))
-        for repeated in ("cors_origins", "served_model_aliases"):
-            flags[repeated] = tuple(flags[repeated])
+        flags["served_model_name"], *others = flags["served_model_name"]
+        flags["served_model_aliases"] = (*others, *flags["served_model_aliases"])
+        flags["cors_origins"] = tuple(flags["cors_origins"])
         flags["deployment"] = take_deployment(flags)
         config = GatewayConfig(**flags)
     except ConfigError as error:
@@ -59,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, kind, text in (
         ("model", str, "the scorers' --model, for its tokenizer; unset: embedded"),
-        ("served_model_name", str, "the name clients ask for"),
         ("host", str, "address to listen on"),
         ("http_port", port, "0: any free port"),
         ("grpc_port", port, "0: any free port"),
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         ("api_key_file", str, "one key per line; without it, anyone may ask"),
         ("max_in_flight", int, "completions at once; more get 429"),
         ("max_body_bytes", int, "larger requests get 413, over gRPC RESOURCE_EXHAUSTED"),
-        ("default_max_tokens", int, "for requests that set none"),
+        ("default_max_tokens", int, "for requests that set none; unset: what the context holds"),
         ("seed", int, "for requests that give none; unset: a new one for each"),
         ("tool_call_parser", str, "format of tool calls; auto: as the chat template shows"),
         ("reasoning_parser", str, "format of reasoning; auto: likewise; none: there is none"),
@@ -75,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=_DEFAULTS[name], help=text
         )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[_DEFAULTS["served_model_name"]],
+        metavar="NAME",
+        help="the names clients ask for; metrics and traces carry the first",
+    )
     parser.add_argument(
         "--cors-origin",
         dest="cors_origins",

@@ -29,8 +29,8 @@ class GeneratorConfig:
     """Seconds that a new request waits while no scorer serves, since they are scaled to zero; the
     gateway then starts and stays healthy without any. None: `resume_timeout_s`, and it does not.
     """
-    default_max_tokens: int = 256
-    """For requests that set none; less where the context ends sooner."""
+    default_max_tokens: int | None = None
+    """For requests that set none; less where the context ends sooner. None: what it holds."""
     ends_at_context: bool = False
     """A request for more tokens than the context holds gets as many; otherwise it is refused."""
     seed: int | None = None
@@ -39,6 +39,10 @@ class GeneratorConfig:
     """The format of the model's tool calls; "auto": the one that its chat template shows."""
     reasoning_parser: str = "auto"
     """The format of its reasoning, likewise; "none": it has none."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name, *self.served_model_aliases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +82,11 @@ class GatewayConfig(GeneratorConfig):
                 one, other = (f"--{name.replace('_', '-')}" for name in (one, other))
                 raise ConfigError(f"{one} and {other} must differ.")
         for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
-            if getattr(self, name) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
         answer_format("", self.tool_call_parser, self.reasoning_parser)
+        if not all(self.model_names):
+            raise ConfigError("--served-model-name must not be empty.")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError("--seed must be an unsigned 64-bit number.")
         for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s", "hold_timeout_s"):

@@ -98,14 +98,20 @@ class Intake:
         self._tokenizer = tokenizer
         self._pool = pool
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFoundError`; no name, or "default", is the model that is served."""
-        config = self._config
-        known = (config.served_model_name, *config.served_model_aliases)
-        if name not in (None, "", "default", *known):
+    def check_model(self, name: str | None) -> str:
+        """Return the name that answers carry; no name, or "default", is the first one served.
+
+        Raises `ModelNotFoundError`.
+        """
+        names = self._config.model_names
+        if name in names:
+            return str(name)
+        if name not in (None, "", "default"):
             raise ModelNotFoundError(
-                f"The model {name!r} is not served here; {config.served_model_name!r} is."
+                f"The model {name!r} is not served here; {' and '.join(map(repr, names))} "
+                f"{'is' if len(names) == 1 else 'are'}."
             )
+        return names[0]
 
     def default_seed(self) -> int:
         """Return a seed for a request without one; 63 bits, so that any client can send it back."""
@@ -146,8 +152,7 @@ class Intake:
         # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
         if chars > 4 * self._pool.max_model_len * self._tokenizer.max_token_chars:
             raise PromptTooLongError(
-                f"This model's context holds {self._pool.max_model_len} tokens; {param} has "
-                f"{chars} characters.",
+                f"{self._context()}; {param} has {chars} characters.",
                 param=param,
             )
 
@@ -197,13 +202,18 @@ class Intake:
         if room < 1 or (wanted is not None and wanted > room):
             asked = "" if wanted is None else f" and {wanted} tokens of output were asked for"
             raise PromptTooLongError(
-                f"This model's context holds {self._pool.max_model_len} tokens; the prompt has "
-                f"{prompt_len}{asked}. Shorten the prompt or ask for fewer tokens.",
+                f"{self._context()}; the prompt has {prompt_len}{asked}. Shorten the prompt or ask "
+                "for fewer tokens.",
                 param=param,
             )
         if wanted is not None:
             return wanted
-        return max(min(self._config.default_max_tokens, room), min(limits.min_tokens, room))
+        default = self._config.default_max_tokens
+        return room if default is None else max(min(default, room), min(limits.min_tokens, room))
+
+    def _context(self) -> str:
+        """Begin an error's text; clients find an overflow by these words."""
+        return f"This model's maximum context length is {self._pool.max_model_len} tokens"
 
     def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._pool.vocab_size

@@ -214,8 +214,8 @@ class EngineInfo:
             )
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(
-                f"The prompt has {len(prompt)} tokens; at most {self.max_model_len - 1} fit beside "
-                f"one generated token in this model's context of {self.max_model_len}.",
+                f"This model's maximum context length is {self.max_model_len} tokens; the prompt "
+                f"has {len(prompt)}, which leaves no room for a generated one.",
                 param="prompt",
             )
 

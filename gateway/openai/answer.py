@@ -15,7 +15,7 @@ from gateway.generation import Chunk, Ending, Generator
 from gateway.openai.deltas import MessageReader
 from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.job import Job, collect, run_job
-from gateway.openai.responses import event
+from gateway.openai.responses import Shown, event
 
 _SILENCE_S = 15.0
 """Proxies end connections on which nothing came for a minute, as usual."""
@@ -91,7 +91,7 @@ class Answer(Response):
         It waits for `_SILENCE_S` at most: then comments keep proxies from ending the connection.
         """
         shaper = self._job.shaper
-        shown: dict[int, int] = {}  # characters of each choice's text
+        shown: dict[int, Shown] = {}  # of each choice
         readers: dict[int, MessageReader | None] = {}
         endings: dict[int, Ending] = {}
 
@@ -105,9 +105,9 @@ class Answer(Response):
             if index not in shown:
                 readers[index] = shaper.reader()
                 data = shaper.opening(index)
-            reader = readers[index]
-            data += shaper.piece(index, chunk, shown.get(index, 0), reader)
-            shown[index] = shown.get(index, 0) + len(chunk.text)
+            before, reader = shown.get(index, Shown()), readers[index]
+            data += shaper.piece(index, chunk, before, reader)
+            shown[index] = before.and_then(chunk)
             if chunk.ending is not None:
                 endings[index] = chunk.ending
                 last = len(endings) == len(self._job.work)

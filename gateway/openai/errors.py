@@ -29,6 +29,12 @@ class BodyTooLargeError(InvalidRequestError):
     reason = "BODY_TOO_LARGE"
 
 
+class UnsupportedMediaError(InvalidRequestError):
+    """The request's body is not plain JSON."""
+
+    reason = "UNSUPPORTED_MEDIA"
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     status: int
@@ -41,6 +47,7 @@ _TABLE: dict[type[OutriderError], _Shape] = {
     InvalidRequestError: _Shape(400, "invalid_request_error"),
     PromptTooLongError: _Shape(400, "invalid_request_error", "context_length_exceeded"),
     BodyTooLargeError: _Shape(413, "invalid_request_error", "request_too_large"),
+    UnsupportedMediaError: _Shape(415, "invalid_request_error", "unsupported_media_type"),
     UnauthenticatedError: _Shape(401, "authentication_error", "invalid_api_key"),
     ModelNotFoundError: _Shape(404, "invalid_request_error", "model_not_found"),
     CapacityError: _Shape(429, "rate_limit_error", "rate_limit_exceeded"),

@@ -72,8 +72,9 @@ def num_completions(body: Request, generator: Generator) -> int:
     return prompts * per_prompt
 
 
-async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
-    """Tokenise and check a request. Raises `InvalidRequestError`."""
+async def make_job(body: Request, generator: Generator, tenant: str, request_id: str = "") -> Job:
+    """Tokenise and check a request; without an id it gets one. Raises `InvalidRequestError`."""
+    model = generator.intake.check_model(body.model)
     prompts: Sequence[Sequence[int]]
     echoes: tuple[str, ...] = ()
     if isinstance(body, ChatRequest):
@@ -83,19 +84,22 @@ async def make_job(body: Request, generator: Generator, tenant: str) -> Job:
         assert isinstance(body, CompletionRequest)
         plan = Plan(*body.constraint())
         prompts, echoes = await _prompts(body, generator)
-    request_id = uuid.uuid4().hex
+    request_id = request_id or uuid.uuid4().hex
     work = await _work(body, prompts, generator, plan, (tenant, request_id))
     n, per_prompt = body.num_choices()
     shaper = Shaper(
         kind=body.operation,
         request_id=f"{body.id_prefix}-{request_id}",
-        model=generator.config.served_model_name,
+        model=model,
         created=int(time.time()),
         n=n,
         per_prompt=per_prompt,
-        aux_info=body.aux_info,
-        token_kinds=body.token_kinds,
+        aux_info=bool(body.aux_info),
+        token_kinds=bool(body.token_kinds),
         include_usage=body.include_usage,
+        prompt_lens=tuple(len(each.prompt_token_ids) for each in work)
+        if body.continuous_usage
+        else (),
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
         spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,
         how=_reading(body, plan),

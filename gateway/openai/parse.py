@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from gateway.openai.other_fields import HARMLESS, INSTEAD, LORA, NEUTRAL, NEUTRAL_IN
 from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
 
@@ -14,6 +15,7 @@ _HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "parallel_tool_calls"),
+        *HARMLESS,
     }
 )
 # Parameters of OpenAI's API that are not supported yet, and the values that ask for nothing.
@@ -26,14 +28,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "verbosity": (),
     "web_search_options": (),
-}
-# Former names of vLLM's.
-_RENAMED = {
-    f"guided_{name}": f"structured_outputs.{name}"
-    for name in ("json", "regex", "choice", "grammar")
 }
 _MISSING = {
     "messages": 'send "messages": [{"role": "user", "content": "..."}] rather than a text, or the '
@@ -69,17 +66,26 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
-        if name in _RENAMED:
-            raise InvalidRequestError(f"{name} is {_RENAMED[name]} now.", param=name)
-        if name not in _NEUTRAL:
-            raise InvalidRequestError(f"Unrecognized request argument: {name}.", param=name)
-        if not any(value == neutral for neutral in _NEUTRAL[name]):
-            raise InvalidRequestError(f"{name} is not supported yet.", param=name)
+        neutral = _NEUTRAL.get(name, NEUTRAL.get(name, NEUTRAL_IN[kind.operation].get(name)))
+        if neutral is None or value not in neutral:
+            raise _unsupported(name, known=neutral is not None)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError(
             "stream_options goes only with stream: true.", param="stream_options"
         )
     return request
+
+
+def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
+    if name in INSTEAD:
+        said = f"{name} is not supported; use {INSTEAD[name]}."
+    elif name in LORA:
+        said = f"{name} is not supported: LoRA adapters are not served; merge the adapter first."
+    elif known:
+        said = f"{name} is not supported yet."
+    else:
+        said = f"Unrecognized request argument: {name}."
+    return InvalidRequestError(said, param=name)
 
 
 def _invalid(error: ValidationError) -> InvalidRequestError:

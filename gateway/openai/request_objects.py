@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -38,6 +38,15 @@ UINT32 = Annotated[int, Field(ge=0, lt=2**32)]
 Items = Annotated[list[T], Field(fail_fast=True)]
 Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 
+HARMLESS_IN_MESSAGES = frozenset(
+    {
+        *("id", "timestamp", "created", "created_at", "createdAt", "metadata", "status"),
+        *("cache_control", "provider_metadata", "providerMetadata", "providerOptions"),
+        *("annotations", "model", "usage"),
+    }
+)
+"""Notes of clients, and hints for other servers, that say nothing to a model."""
+
 Kind = Literal["text_completion", "chat"]  # gen_ai.operation.name
 
 _RULES = {rule.value: number for rule, number in RULE_TO_PROTO.items()}
@@ -46,19 +55,27 @@ _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 
 
 class Strict(BaseModel):
-    """No conversions and no unknown fields."""
+    """No conversions and no unknown fields, but those that are null or `harmless`."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, value: Any) -> Any:
+    def _known(cls, value: Any) -> Any:
         """Each unknown field would be an error: of too many the first is enough."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        if not isinstance(value, dict):
             return value
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in value if name not in names)
-        return {name: value[name] for name in (*names, unknown) if name in value}
+        if value.keys() <= names:
+            return value
+        others = (
+            name
+            for name, each in value.items()
+            if name not in names and name not in cls.harmless and each is not None
+        )
+        wrong = next(others, None)
+        return {name: each for name, each in value.items() if name in names or name == wrong}
 
 
 def within(place: str, error: InvalidRequestError) -> InvalidRequestError:
@@ -74,15 +91,17 @@ class StreamOptions(Strict):
     """OpenAI's options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every event
     include_obfuscation: bool | None = None  # padding against traffic analysis: ours has none
 
 
 class TextPart(Strict):
-    """A part of a message's content; hints for other servers' caches have no effect."""
+    """A part of a message's content; clients' notes and hints have no effect."""
+
+    harmless = HARMLESS_IN_MESSAGES
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
 
 
 class Verification(Strict):

@@ -14,6 +14,7 @@ from gateway.answers.tools import Choice, Tool, Tools
 from gateway.chat import Chat, template_variables
 from gateway.intake import Limits
 from gateway.openai.request_objects import (
+    HARMLESS_IN_MESSAGES,
     UINT32,
     Biases,
     ExtraConfig,
@@ -67,15 +68,15 @@ class Request(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Items[UINT32] | None = None
-    ignore_eos: bool = False
-    min_tokens: int = 0
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
     # Under RTP-LLM's:
     extra_config: ExtraConfig | None = None
-    aux_info: bool = False
+    aux_info: bool | None = None
     # Outrider's own:
     speculation: Speculation | None = None
-    token_kinds: bool = False
+    token_kinds: bool | None = None
 
     def wanted_max_tokens(self) -> tuple[int | None, str]:
         """With the parameter's name."""
@@ -115,8 +116,8 @@ class Request(BaseModel):
         return Limits(
             max_tokens=max_tokens,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
             stop_strings=tuple(stop or ()),
         )
 
@@ -144,6 +145,12 @@ class Request(BaseModel):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every event tells the usage so far; it takes `include_usage`."""
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class CompletionRequest(Request):
@@ -190,6 +197,8 @@ class CompletionRequest(Request):
 
 class ChatMessage(Strict):
     """A turn of the conversation. What an assistant's answer carries besides must be empty."""
+
+    harmless = HARMLESS_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None

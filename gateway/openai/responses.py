@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.json_format import MessageToDict
 
@@ -28,6 +28,16 @@ class Completion:
     ending: Ending
 
 
+class Shown(NamedTuple):
+    """Size of a choice's output that was sent already."""
+
+    chars: int = 0
+    tokens: int = 0
+
+    def and_then(self, chunk: Chunk) -> Shown:
+        return Shown(self.chars + len(chunk.text), self.tokens + len(chunk.tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class Shaper:
     """Builds the bodies of one request's answer."""
@@ -45,6 +55,7 @@ class Shaper:
     spell: Spell | None  # if logprobs are wanted
     how: MessageReading | None  # None: answers are text alone
     echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
+    prompt_lens: tuple[int, ...] = ()  # of each completion, if every event tells the usage so far
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
@@ -93,8 +104,8 @@ class Shaper:
         """Create the reader of one choice's answer; None where answers are text alone."""
         return None if self.how is None else MessageReader(self.how)
 
-    def piece(self, index: int, chunk: Chunk, offset: int, reader: MessageReader | None) -> bytes:
-        """`offset`: characters of the choice's text before it. Nothing to tell: no event."""
+    def piece(self, index: int, chunk: Chunk, shown: Shown, reader: MessageReader | None) -> bytes:
+        """Return the event of a chunk behind what was `shown`; with nothing to tell, none."""
         content: Any = {"content": chunk.text} if self.kind == "chat" else chunk.text
         told = bool(chunk.text)
         if reader is not None:
@@ -102,9 +113,10 @@ class Shaper:
             told = bool(content)
         if not told and not ((self.spell or self.token_kinds) and chunk.tokens):
             return b""
-        logprobs = self._logprobs(chunk.tokens, offset)
+        logprobs = self._logprobs(chunk.tokens, shown.chars)
         choice = self._choice(index, content, None, logprobs)
-        return self._event({**choice, **self._tokens(chunk.tokens)})
+        tokens = shown.tokens + len(chunk.tokens)
+        return self._event({**choice, **self._tokens(chunk.tokens)}, tokens=tokens)
 
     def end_of_choice(
         self, index: int, ending: Ending, endings: Sequence[Ending] | None, *, called: bool
@@ -112,9 +124,8 @@ class Shaper:
         """Return the event with the finish reason; `endings` of all choices if this is the last."""
         content: Any = {} if self.kind == "chat" else ""
         extra = {} if endings is None or self.include_usage else self._aux_info(endings)
-        return self._event(
-            self._choice(index, content, finish_reason(ending, called=called)), extra
-        )
+        choice = self._choice(index, content, finish_reason(ending, called=called))
+        return self._event(choice, extra, tokens=ending.usage.completion_tokens)
 
     def end(self, endings: Sequence[Ending]) -> bytes:
         """Return the stream's last events."""
@@ -154,10 +165,15 @@ class Shaper:
             "finish_reason": finish_reason,
         }
 
-    def _event(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
+    def _event(
+        self, choice: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 0
+    ) -> bytes:
+        """Return a choice's event, by whose end so many of its `tokens` were sent."""
         body = self._head("chat.completion.chunk")
         body["choices"] = [choice]
-        if self.include_usage:
+        if self.prompt_lens:
+            body["usage"] = _counts(self.prompt_lens[choice["index"]], tokens)
+        elif self.include_usage:
             body["usage"] = None
         return event({**body, **(extra or {})})
 
@@ -176,9 +192,7 @@ class Shaper:
         prompt = sum(ending.usage.prompt_tokens for ending in firsts)
         completion = sum(ending.usage.completion_tokens for ending in endings)
         usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+            **_counts(prompt, completion),
             "prompt_tokens_details": {
                 "cached_tokens": sum(ending.usage.cached_prompt_tokens for ending in firsts)
             },
@@ -192,7 +206,10 @@ class Shaper:
         if not self.aux_info:
             return {}
         infos = [aux_info_fields(ending.aux_info) for ending in endings]
-        return {"aux_info": infos[0] if len(infos) == 1 else infos}
+        if len(infos) > 1:
+            return {"aux_info": infos}
+        metrics = {"speculative_decoding": _vllm_metrics(endings[0].aux_info)}
+        return {"aux_info": infos[0], "metrics": metrics}
 
 
 def finish_reason(ending: Ending, *, called: bool) -> str:
@@ -211,6 +228,35 @@ def aux_info_fields(info: common_pb2.AuxInfo) -> dict[str, Any]:
         info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     return fields
+
+
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _vllm_metrics(info: common_pb2.AuxInfo) -> dict[str, Any] | None:
+    """Return speculation under vLLM's names; None if nothing was drafted.
+
+    A step counts if it verified a draft. acceptance_histogram[j]: steps that accepted j tokens.
+    """
+    steps, most = sum(info.k_histogram[1:]), len(info.k_histogram) - 1
+    if not steps:
+        return None
+    reached = [steps, *info.accepted_per_pos, *([0] * most)][: most + 1]
+    after = [*reached[1:], 0]
+    return {
+        "mean_acceptance_length": 1 + info.accepted / steps,
+        "draft_acceptance_rate": info.accepted / max(1, info.drafted),
+        "acceptance_histogram": [here - there for here, there in zip(reached, after, strict=True)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": info.accepted,
+        "num_draft_tokens": info.drafted,
+        "num_spec_tokens": most,
+    }
 
 
 def _prediction_usage(endings: Sequence[Ending]) -> dict[str, int]:

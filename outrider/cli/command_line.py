@@ -130,8 +130,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--served-model-name",
+        nargs="+",
         metavar="NAME",
-        help="what clients ask for, beside default; default: MODEL",
+        help="what clients ask for, beside default; several names: any of them; default: MODEL",
     )
     serve.add_argument(
         "--dry-run", action="store_true", help="print the processes with their flags, and end"

@@ -32,7 +32,7 @@ def take_config(
     `fields` are further fields of the configuration. Raises `ConfigError`.
     """
     name = _model_name(args)
-    named: str | None = getattr(args, "served_model_name", None)
+    named: list[str] = getattr(args, "served_model_name", None) or []
     num_gpus = count_gpus()
     device = args.device or ("cuda" if num_gpus else "cpu")
     parallel = take_parallel_flags(vars(args))
@@ -70,7 +70,8 @@ def take_config(
         dtype=_dtype(args.dtype, device, target, say),
         num_speculative_tokens=args.num_speculative_tokens,
         speculation_policy=args.speculation_policy,
-        served_model_name=named or ("default" if name == EMBEDDED else name),
+        served_model_name=named[0] if named else "default" if name == EMBEDDED else name,
+        served_model_aliases=tuple(named[1:]),
         flags=_passed(args),
         **fields,
     )

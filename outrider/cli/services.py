@@ -40,6 +40,7 @@ class ServeConfig:
     num_speculative_tokens: int | None = None
     speculation_policy: str = SPECULATION_POLICIES[0]
     served_model_name: str = "default"
+    served_model_aliases: tuple[str, ...] = ()
     host: str = HOST
     http_port: int = 0
     grpc_port: int = 0
@@ -133,8 +134,9 @@ def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
         proposer = (_proposer(config, config.draft_device, f"unix:{socket_path}"),)
     flags = ("--scorer", f"{HOST}:{scorer_port}", "--model", config.model, "--host", config.host)
     ports = ("--http-port", config.http_port, "--grpc-port", config.grpc_port)
-    names = ("--served-model-name", config.served_model_name, "--start-timeout", START_DEADLINE_S)
-    gateway = _argv("gateway", *flags, *ports, *names, *config.flags.get("gateway", ()))
+    names = ("--served-model-name", config.served_model_name, *config.served_model_aliases)
+    start = ("--start-timeout", START_DEADLINE_S)
+    gateway = _argv("gateway", *flags, *ports, *names, *start, *config.flags.get("gateway", ()))
     return (scorer, *proposer, ServiceSpec("gateway", gateway))
 
 

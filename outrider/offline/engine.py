@@ -292,7 +292,6 @@ class LocalEngine:
 
     async def _whole(self, body: Request) -> dict[str, Any]:
         generator = self._generator
-        generator.intake.check_model(body.model)
         completions = num_completions(body, generator)
         await self._places.take(completions)
         try:

@@ -7,7 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from tqdm.auto import tqdm
 
@@ -24,8 +24,6 @@ from outrider.offline.engine import Call, LocalEngine
 from outrider.offline.feed import Feed
 from outrider.offline.outputs import RequestOutput
 from outrider.offline.params import RequestOutputKind, SamplingParams
-
-_ROOM: Final = 2**31 - 1  # max_tokens of a request that names none: as many as fit
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids."""
@@ -48,7 +46,6 @@ class Model:
         self._ids = itertools.count()
         config = GeneratorConfig(
             served_model_name=options.served_model_name,
-            default_max_tokens=_ROOM,
             ends_at_context=True,
         )
         self.engine = LocalEngine(options, Tokenizer.load(self.folder), config)

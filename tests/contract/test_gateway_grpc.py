@@ -129,7 +129,7 @@ async def test_sampling_when_unset_has_defaults_and_drawn_seed() -> None:
         sent = gateway.scorer.requests[-1]
     assert sent.sampling.HasField("seed")
     assert sent.sampling.temperature == 1.0
-    assert sent.stop.max_tokens == min(256, MAX_MODEL_LEN - len(sent.prompt_token_ids))
+    assert sent.stop.max_tokens == MAX_MODEL_LEN - len(sent.prompt_token_ids)
 
 
 async def test_logprobs_when_asked_for_come_with_their_tokens() -> None:

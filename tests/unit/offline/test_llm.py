@@ -236,7 +236,7 @@ def test_stream_given_up_ends_its_requests(llm: LLM, shared_engine: LocalEngine)
 
 
 def test_request_that_is_refused_ends_the_others_with_its_error(llm: LLM) -> None:
-    with pytest.raises(PromptTooLongError, match="context holds 512 tokens"):
+    with pytest.raises(PromptTooLongError, match="maximum context length is 512 tokens"):
         llm.generate([[2], [2] * 600], SamplingParams(max_tokens=400), use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
         llm.generate([[10**6]], use_tqdm=False)
