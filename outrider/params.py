@@ -14,6 +14,8 @@ TokenIds = tuple[int, ...]
 
 MAX_SPECULATIVE_TOKENS = 128
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log probabilities of one prompt: its tokens, and the likeliest that are reported beside each."""
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CONSTRAINT_CHARS = 2**18

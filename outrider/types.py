@@ -11,6 +11,7 @@ from outrider.counts import StepCounts
 from outrider.errors import InvalidRequestError, PromptTooLongError
 from outrider.features import FeatureBatch, FeatureSpec
 from outrider.params import (
+    MAX_PROMPT_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Constraint,
     SamplingParams,
@@ -34,6 +35,7 @@ class Request:
     running_stats: bool = False  # stats with every Commit, not only the last
     constraint: Constraint | None = None
     top_logprobs: int | None = None  # likeliest tokens to report; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
     num_resumed_tokens: int = 0  # last tokens of the prompt that an earlier run generated
     tenant: str = ""
     stream_interval: int = 0  # tokens per message to the client, after the first
@@ -50,6 +52,14 @@ class Request:
                 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
                 "top_logprobs",
                 f"between 0 and {MAX_TOP_LOGPROBS}",
+            )
+        if self.prompt_logprobs is not None:
+            require(
+                0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS
+                and len(self.prompt_token_ids) * (1 + self.prompt_logprobs) <= MAX_PROMPT_LOGPROBS,
+                "prompt_logprobs",
+                f"between 0 and {MAX_TOP_LOGPROBS}, and at most {MAX_PROMPT_LOGPROBS} in total: "
+                "the prompt's tokens times (1 + prompt_logprobs)",
             )
 
     @property
@@ -128,6 +138,23 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token, logprob) of the likeliest, in falling order
 
 
+class PromptLogprobs(NamedTuple):
+    """Logprobs of a prompt's n tokens but the first, with the `top` likeliest at each."""
+
+    logprobs: list[float]  # [n - 1]
+    top_token_ids: list[int]  # [(n - 1) * top], in falling order at each token
+    top_logprobs: list[float]  # [(n - 1) * top]
+
+    def tokens(self) -> tuple[TokenLogprobs, ...]:
+        """Return them token by token."""
+        top = len(self.top_token_ids) // max(1, len(self.logprobs))
+        pairs = list(zip(self.top_token_ids, self.top_logprobs, strict=True))
+        return tuple(
+            TokenLogprobs(logprob, tuple(pairs[i * top : (i + 1) * top]))
+            for i, logprob in enumerate(self.logprobs)
+        )
+
+
 class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long
     """Tokens that one engine step committed to one session."""
 
@@ -140,6 +167,7 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
     stats: RequestStats | None = None  # with finish_reason, or always if the request asks
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asks
     stop_token_id: int | None = None  # that ended the request; it is no output
+    prompt_logprobs: PromptLogprobs | None = None  # with the first, if the request asks
 
 
 @dataclass(frozen=True, slots=True)

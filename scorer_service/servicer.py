@@ -20,7 +20,7 @@ from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.types import Commit, EngineInfo, Request, RequestStats
-from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
+from outrider.v1 import common_pb2, draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.side import DraftSide
@@ -208,6 +208,10 @@ class _Call:
         )
         if self._first_token_s is None and response.token_ids:
             self._first_token_s = elapsed_s
+        if commits[0].prompt_logprobs is not None:
+            response.prompt_logprobs.CopyFrom(
+                common_pb2.PromptLogprobs(**commits[0].prompt_logprobs._asdict())
+            )
         last = commits[-1]
         if last.finish_reason is not None:
             response.finish_reason = codec.FINISH_TO_PROTO[last.finish_reason]
@@ -246,6 +250,7 @@ def _request_from_proto(
         running_stats=message.running_stats,
         constraint=codec.constraint_from_proto(message.constraint),
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         num_resumed_tokens=message.num_resumed_tokens,
         tenant=message.tenant,
         stream_interval=message.stream_interval,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.engine.sampling.prompt_logprobs import to_prompt_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds
@@ -94,6 +95,10 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
         counts.score_s += step_s
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
+    prompt_logprobs = None
+    if first and seq.request.prompt_logprobs is not None:
+        prompt_logprobs = to_prompt_logprobs(seq.prompt_logprobs, seq.request.prompt_logprobs)
+        seq.prompt_logprobs = []
     return Commit(  # by position: that is much faster
         seq.session_id,
         row.base_len,
@@ -104,4 +109,5 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
         seq.stats() if row.finish_reason or seq.request.running_stats else None,
         row.logprobs[: len(output)],
         seq.stop_token_id,
+        prompt_logprobs,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
 from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_token_logprobs
+from outrider.engine.sampling.prompt_logprobs import split_prompt_logits, split_rows
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult
@@ -103,13 +104,18 @@ class Runner:
         return False
 
     @torch.inference_mode()
-    def forward(self, step: Step) -> Tensor:
-        """Return the step's logits [num_logits, vocab_size]. May raise what the model raises."""
-        slices = [row.slice for row in step.rows]
+    def forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Return the logits to choose from [num_logits, vocab_size], and prompts' logprobs, if any.
+
+        May raise what the model raises.
+        """
+        slices = [row.forward_slice for row in step.rows]
         logits = None if self._forwards is None else self._forwards.logits(slices)
-        if logits is not None:
-            return logits
-        return self.model.forward(pack(slices, self.model.page_size, self.model.device))
+        if logits is None:
+            logits = self.model.forward(pack(slices, self.model.page_size, self.model.device))
+        if any(row.num_prompt_logits for row in step.rows):
+            return split_prompt_logits(logits, step.rows)
+        return logits, None
 
     @torch.inference_mode()
     def verify(self, step: Step, logits: Tensor) -> Verified:
@@ -212,12 +218,13 @@ class _Lazy:
 
     def wait(self) -> StepResult:
         began = time.perf_counter()
-        logits = self._runner.forward(self._step)
+        logits, prompts = self._runner.forward(self._step)
         forwarded = time.perf_counter()
         verified = self._runner.verify(self._step, logits)
         tokens = verified.tokens.tolist()
         verify_s = time.perf_counter() - forwarded
-        return _to_result(self._step, tokens, verified.logprobs, forwarded - began, verify_s)
+        result = _to_result(self._step, tokens, verified.logprobs, forwarded - began, verify_s)
+        return _with_prompts(result, self._step, prompts)
 
 
 class _Enqueued:
@@ -231,12 +238,13 @@ class _Enqueued:
         ]
         began, forwarded, done = self._events
         began.record()
-        logits = runner.forward(step)
+        logits, prompts = runner.forward(step)
         forwarded.record()
         self.verified: Tensor | None
         self.verified, logprobs = runner.verify(step, logits)
         self._tokens = self.verified.to("cpu", non_blocking=True)  # pinned
         self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
+        self._prompts = None if prompts is None else prompts.to("cpu", non_blocking=True)
         done.record()
 
     def wait(self) -> StepResult:
@@ -244,7 +252,9 @@ class _Enqueued:
         done.synchronize()
         forward_s = began.elapsed_time(forwarded) * 1e-3
         verify_s = forwarded.elapsed_time(done) * 1e-3
-        return _to_result(self._step, self._tokens.tolist(), self._logprobs, forward_s, verify_s)
+        tokens = self._tokens.tolist()
+        result = _to_result(self._step, tokens, self._logprobs, forward_s, verify_s)
+        return _with_prompts(result, self._step, self._prompts)
 
 
 def _to_result(
@@ -264,6 +274,13 @@ def _to_result(
         accepted.append(count)
     logprobs_by_row = to_logprobs(step, logprobs, accepted)
     return StepResult(choices, accepted, forward_s, verify_s, logprobs_by_row)
+
+
+def _with_prompts(result: StepResult, step: Step, values: Tensor | None) -> StepResult:
+    """Add the logprobs of prompts, which are on the host."""
+    if values is None:
+        return result
+    return replace(result, prompt_logprobs=split_rows(values.tolist(), step.rows))
 
 
 def to_logprobs(

@@ -15,6 +15,7 @@ from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.engine.sampling.prompt_logprobs import narrow
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import (
     NO_DRAFT,
@@ -115,6 +116,8 @@ class Scheduler:
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         all_logprobs = result.logprobs or ((),) * len(step.rows)
+        for row, values in zip(step.rows, result.prompt_logprobs, strict=False):
+            row.seq.prompt_logprobs += narrow(values, row.seq.request.prompt_logprobs or 0)
         results = zip(step.rows, result.choices, result.accepted, all_logprobs, strict=True)
         for row, choices, accepted, logprobs in results:
             seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
@@ -183,7 +186,7 @@ class Scheduler:
             seq = self.waiting[0]
             length, page_size = len(seq.token_ids), self.config.page_size
             shared: list[int] = []
-            if self.config.enable_prefix_caching:
+            if self.config.enable_prefix_caching and not seq.wants_prompt_logits:
                 # At least one token is left to compute: its forward yields the next one.
                 shared = self.pool.match(seq.hashes((length - 1) // page_size, page_size))
             needed = self._missing_pages(seq, length + 1) - len(shared)
@@ -257,7 +260,10 @@ class Scheduler:
         num_logits = len(draft) + 1 if end == length else 0
         token_ids = (*seq.token_ids[start:end], *draft)
         row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, parents)
-        return ScheduledRow(seq, row_slice, draft, probs)
+        num_prompt_logits = 0
+        if seq.wants_prompt_logits:
+            num_prompt_logits = max(0, min(end, seq.num_prompt_tokens - 1) - start)
+        return ScheduledRow(seq, row_slice, draft, probs, num_prompt_logits)
 
     def _cover(self, seq: Sequence, length: int, rows: dict[int, ScheduledRow]) -> bool:
         """Give a sequence pages for `length` tokens, preempting the youngest rows if need be.
@@ -280,6 +286,8 @@ class Scheduler:
         self.pool.release(seq.block_table)
         seq.block_table = []
         seq.num_computed = seq.num_published = 0
+        if seq.wants_prompt_logits:
+            seq.prompt_logprobs = []
         seq.admitted = False
         seq.queued_at = self._now
         self.waiting.appendleft(seq)

@@ -41,6 +41,7 @@ class Sequence(DraftedRow):
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
         self.stop_token_id: int | None = None  # that ended it
+        self.prompt_logprobs: list[list[float]] = []  # of computed tokens, until they are reported
         self.submitted_at = submitted_at
         self.queued_at = submitted_at  # again, when it is preempted
         self.admitted = False
@@ -48,6 +49,14 @@ class Sequence(DraftedRow):
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Tell whether logits of the prompt are to be computed, or were and are lost.
+
+        They lead to the first output, so pages of the prefix cache are of no use until then.
+        """
+        return self.request.prompt_logprobs is not None and not self.num_output_tokens
 
     def hashes(self, num_pages: int, page_size: int) -> list[PageHash]:
         """Return chained hashes of the first `num_pages` pages of `token_ids`."""

@@ -32,6 +32,15 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     slice: RowSlice
     draft: TokenIds
     draft_probs: tuple[DraftProbs | None, ...] = ()  # empty: point masses
+    num_prompt_logits: int = 0
+    """Tokens before those with `slice.num_logits` whose logits tell the prompt's next tokens."""
+
+    @property
+    def forward_slice(self) -> RowSlice:
+        """Return the slice with the logits of the prompt, too."""
+        if not self.num_prompt_logits:
+            return self.slice
+        return self.slice._replace(num_logits=self.slice.num_logits + self.num_prompt_logits)
 
     def round(self, output: TokenIds) -> Round:
         """Return the round in which verification gave `output`, whose last token is not a draft."""
@@ -69,6 +78,8 @@ class StepResult:
     verify_s: float = 0.0  # what follows: sampling and verification, or only the copy to the host
     logprobs: Rows[tuple[TokenLogprobs, ...]] = ()
     """Per row of the step, those of its first choices if it asks; empty if no row does."""
+    prompt_logprobs: Rows[Rows[Rows[float]]] = ()
+    """Per row of the step, `drawn_logprobs` of its `num_prompt_logits`; empty if no row has any."""
 
 
 def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:

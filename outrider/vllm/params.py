@@ -98,6 +98,11 @@ def _check(request: Request, can: Abilities) -> None:
         )
     if can.own_method is not None:
         _check_own_speculation(request, can.own_method, can.num_speculative_tokens)
+    if request.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be used with --engine vllm; ask a scorer with --engine native.",
+            param="prompt_logprobs",
+        )
     if request.num_resumed_tokens:
         _check_resumed(request)
 

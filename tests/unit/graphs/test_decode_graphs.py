@@ -143,7 +143,7 @@ def make_step(rng: random.Random, num_drafts: list[int], vocab: int, trees: bool
 def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
     """The same step with some drafts replaced by what the target chooses."""
     for _ in range(K):
-        drawn = runner._draw(runner.forward(step), list(step.rows)).tolist()
+        drawn = runner._draw(runner.forward(step)[0], list(step.rows)).tolist()
         rows = []
         for row in step.rows:
             tokens = list(row.slice.token_ids)
@@ -222,7 +222,7 @@ def test_decode_graphs_with_padding_keep_real_logits(model: PagedModel) -> None:
             pool.values[:, model.scratch_page * PAGE_SIZE :] = fill
         graphs.launch(step).wait()
         seen.append(graphs._logits[real].clone())
-    eager = Runner(model).forward(step)
+    eager, _ = Runner(model).forward(step)
     for logits in seen:
         torch.testing.assert_close(logits, eager)
 
