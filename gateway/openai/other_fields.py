@@ -9,7 +9,7 @@ from typing import Any, Final
 
 _OFF: Final = (False,)
 _ON: Final = (True,)
-_EMPTY: Final = ({},)
+_EMPTY: Final[tuple[Any, ...]] = ({},)
 _NEVER: Final = ()  # only null asks for nothing
 
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {

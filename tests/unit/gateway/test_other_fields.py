@@ -41,7 +41,6 @@ BOTH: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (None, {"a": 1}),
     "vllm_xargs": ({}, {"a": 1}),
     "repetition_detection": (None, {}),
-    "thinking_token_budget": (None, 5),
     "stream_interval": (1, 4),
     # SGLang
     "return_hidden_states": (False, "last"),
@@ -102,6 +101,7 @@ CHAT: dict[str, tuple[Any, ...]] = {
 COMPLETION: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True, False),
     "prompt_embeds": (None, "a"),
+    "thinking_token_budget": (None, 5),
 }
 CASES = [
     (kind, base, name, *values)
