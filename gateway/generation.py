@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry.trace import Span
 
@@ -23,7 +23,7 @@ from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry
-from outrider.types import FinishReason, TokenLogprobs
+from outrider.types import FinishReason, PromptLogprobs, TokenLogprobs
 from outrider.v1 import common_pb2
 
 
@@ -36,6 +36,8 @@ class Ending:
     """The stop string, or else the stop token, that ended it."""
     usage: common_pb2.Usage
     aux_info: common_pb2.AuxInfo
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Those of the prompt's tokens but the first, if the request asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Generator:
             reason: FinishReason | None = None
             stop_token_id: int | None = None
             tokens: list[OutputToken] = []
+            prompt: PromptLogprobs | None = None
             rounds = self._replayer.stream(request, account, span, deadline)
             if request.thinking is not None:
                 rounds = within_budget(
@@ -132,6 +135,7 @@ class Generator:
                 async for round_ in rounds:
                     if first_token is None and round_.token_ids:
                         first_token = time.perf_counter()
+                    prompt = round_.prompt_logprobs or prompt
                     tokens = output.push(_new_tokens(request, round_))
                     reason = FinishReason.STOP if output.stopped else round_.finish_reason
                     stop_token_id = round_.stop_token_id
@@ -148,6 +152,10 @@ class Generator:
             first_s = None if first_token is None else first_token - begun
             ending = _ending(request, (reason, stop), output.released, account, cost_s)
             self._record(request, ending, span, cost_s, first_s)
+            if request.prompt_logprobs is not None:
+                if prompt is None:
+                    raise InternalError("The scorer did not send the prompt's logprobs.")
+                ending = replace(ending, prompt_logprobs=prompt.tokens())
             yield Chunk(tuple(tokens), ending)
 
     def _record(

@@ -66,6 +66,7 @@ class Settings:
     request_id: str = ""
     constraint: Constraint | None = None
     top_logprobs: int | None = None  # None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt
     tenant: str = ""
     marks: tuple[str, ...] = ()  # special tokens that are part of the text
     thinking: ThinkingBudget | None = None
@@ -87,7 +88,12 @@ class GenerationRequest(Settings):
         Choice 0 has the request's seed, so that asking for more choices does not change it.
         """
         seed = (self.sampling.seed + index * _CHOICE_STEP) % 2**64
-        return replace(self, request_id=request_id, sampling=replace(self.sampling, seed=seed))
+        return replace(
+            self,
+            request_id=request_id,
+            sampling=replace(self.sampling, seed=seed),
+            prompt_logprobs=None if index else self.prompt_logprobs,  # choice 0's are all choices'
+        )
 
 
 class Intake:

@@ -29,7 +29,7 @@ from outrider.rpc.codec import (
     stop_to_proto,
 )
 from outrider.rpc.telemetry import Telemetry, inject
-from outrider.types import FinishReason, TokenKind, TokenLogprobs
+from outrider.types import FinishReason, PromptLogprobs, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, scorer_pb2
 
 _MAX_FAILURES = 4
@@ -50,6 +50,7 @@ class Round:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, or none
     stop_token_id: int | None = None  # that ended the text, with the last
+    prompt_logprobs: PromptLogprobs | None = None  # with the first, if the request asks
 
 
 class Replayer:
@@ -176,6 +177,7 @@ def _continuation(
         running_stats=bool(request.stop_strings),
         constraint=constraint_to_proto(request.constraint),
         top_logprobs=request.top_logprobs,
+        prompt_logprobs=None if request.num_resumed + done else request.prompt_logprobs,
         num_resumed_tokens=request.num_resumed + done,
         tenant=request.tenant,
         stream_interval=min(request.stream_interval, most),
@@ -192,6 +194,18 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
         stop_token_id=response.stop_token_id if response.HasField("stop_token_id") else None,
+        prompt_logprobs=_prompt_logprobs(response),
+    )
+
+
+def _prompt_logprobs(
+    response: scorer_pb2.ScorerServiceGenerateResponse,
+) -> PromptLogprobs | None:
+    if not response.HasField("prompt_logprobs"):
+        return None
+    message = response.prompt_logprobs
+    return PromptLogprobs(
+        list(message.logprobs), list(message.top_token_ids), list(message.top_logprobs)
     )
 
 

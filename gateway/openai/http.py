@@ -104,6 +104,12 @@ class _OpenAI:
         generator = self._generator
         body = parse(kind, await read_body(request, self._config.max_body_bytes))
         generator.intake.check_model(body.model)
+        if body.stream and body.wanted_prompt_logprobs() is not None:
+            raise InvalidRequestError(
+                "A prompt's logprobs (prompt_logprobs, or echo with logprobs) are not streamed: "
+                "leave stream out.",
+                param="stream",
+            )
         with admit(body, generator) as places:
             await generator.ready()
             job = await make_job(body, generator, tenant, request_id(request.scope))

@@ -17,11 +17,13 @@ from gateway.merge import merged, one_ahead
 from gateway.openai.advice import read_advice
 from gateway.openai.deltas import MessageReading
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
-from gateway.openai.responses import Completion, Shaper
+from gateway.openai.responses import Completion, ScoredPrompt, Shaper
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.params import SamplingParams
 from outrider.rpc.telemetry import Metadata
+from outrider.types import FinishReason
+from outrider.v1 import common_pb2
 
 _WHOLE_INTERVALS: Final = range(33, 65)
 """Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies.
@@ -38,6 +40,8 @@ class Job:
     shaper: Shaper
     names: Mapping[str, str]
     """Parameters that a scorer may refuse -> the client's names of them."""
+    scores_only: bool
+    """True: the one token that each completion generates is left out."""
 
     def renamed(self, error: OutriderError) -> OutriderError:
         """Return the error with the client's name of the parameter at fault."""
@@ -103,10 +107,12 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
         spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,
         how=_reading(body, plan),
+        top_prompt_logprobs=body.prompt_logprobs,
         echoes=echoes,
+        prompts=_scored_prompts(body, work[::per_prompt], generator),
     )
     names = {} if plan.constraint is None else {plan.constraint.kind.value: plan.param}
-    return Job(work=tuple(work), shaper=shaper, names=names)
+    return Job(work=tuple(work), shaper=shaper, names=names, scores_only=body.scores_only)
 
 
 def run_job(
@@ -135,9 +141,10 @@ async def collect(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> 
     tokens: list[list[OutputToken]] = [[] for _ in job.work]
     endings: dict[int, Ending] = {}
     async for index, chunk in chunks:
-        tokens[index] += chunk.tokens
+        if not job.scores_only:
+            tokens[index] += chunk.tokens
         if chunk.ending is not None:
-            endings[index] = chunk.ending
+            endings[index] = scored(chunk.ending) if job.scores_only else chunk.ending
     return job.shaper.whole(
         [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
     )
@@ -147,6 +154,30 @@ def _reading(body: Request, plan: Plan) -> MessageReading | None:
     if plan.reading is None or not isinstance(body, ChatRequest):
         return None
     return MessageReading(plan.reading, with_reasoning=body.include_reasoning is not False)
+
+
+def scored(ending: Ending) -> Ending:
+    """Return the ending of a completion that only scored its prompt."""
+    usage = common_pb2.Usage()
+    usage.CopyFrom(ending.usage)
+    usage.completion_tokens = 0
+    return replace(ending, usage=usage, reason=FinishReason.LENGTH, stop=None)
+
+
+def _scored_prompts(
+    body: Request, firsts: Sequence[GenerationRequest], generator: Generator
+) -> tuple[ScoredPrompt, ...]:
+    """Return the tokens of prompts whose logprobs are told, or nothing."""
+    if body.wanted_prompt_logprobs() is None:
+        return ()
+    prompts = []
+    for request in firsts:
+        detokenizer = generator.tokenizer.detokenizer()
+        texts = [detokenizer.push(token) for token in request.prompt_token_ids]
+        prompts.append(
+            ScoredPrompt(request.prompt_token_ids, tuple(texts), generator.tokenizer.token_bytes)
+        )
+    return tuple(prompts)
 
 
 async def _prompts(
@@ -193,6 +224,7 @@ async def _work(
         thinking=plan.thinking,
         # The best of several are known by their logprobs.
         top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
+        prompt_logprobs=body.wanted_prompt_logprobs(),
         tenant=tenant,
         stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
     )

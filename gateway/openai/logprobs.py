@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from gateway.output import OutputToken
+from outrider.params import TokenIds
+from outrider.types import TokenLogprobs
 
 Spell = Callable[[int], bytes]  # a token's bytes
 
+FIRST: Final = TokenLogprobs(0.0, ())
+"""Stands for the logprobs of a prompt's first token, which nothing precedes."""
 _LEAST = -9999.0  # JSON has no minus infinity
 
 
@@ -40,13 +44,38 @@ def completion_logprobs(
         offset += len(token.text)
     return {
         "tokens": [_text(spell(token.id)) for token, _ in entries],
-        "token_logprobs": [_finite(logprobs.logprob) for _, logprobs in entries],
+        "token_logprobs": [
+            None if logprobs is FIRST else _finite(logprobs.logprob) for _, logprobs in entries
+        ],
         "top_logprobs": [
-            _by_text([*logprobs.top, (token.id, logprobs.logprob)], spell)
+            None
+            if logprobs is FIRST
+            else _by_text([*logprobs.top, (token.id, logprobs.logprob)], spell)
             for token, logprobs in entries
         ],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    token_ids: TokenIds, scores: Sequence[TokenLogprobs], top: int, spell: Spell
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: for each token itself and the `top` likeliest, by id."""
+    told: list[dict[str, Any] | None] = [None]
+    for own, each in zip(token_ids[1:], scores, strict=True):
+        ranked = {token: (rank, logprob) for rank, (token, logprob) in enumerate(each.top[:top], 1)}
+        entries = {own: ranked.get(own, (None, each.logprob)), **ranked}
+        told.append(
+            {
+                str(token): {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": _text(spell(token)),
+                }
+                for token, (rank, logprob) in entries.items()
+            }
+        )
+    return told
 
 
 def mean_logprob(tokens: Sequence[OutputToken]) -> float:

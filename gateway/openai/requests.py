@@ -71,6 +71,7 @@ class Request(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
     # Under RTP-LLM's:
     extra_config: ExtraConfig | None = None
     aux_info: bool | None = None
@@ -88,6 +89,21 @@ class Request(BaseModel):
 
         Raises `InvalidRequestError`.
         """
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each of the prompt; None: no logprobs.
+
+        Raises `InvalidRequestError`.
+        """
+        if self.prompt_logprobs is not None:
+            allowed = f"between 0 and {MAX_TOP_LOGPROBS}"
+            require(0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS, "prompt_logprobs", allowed)
+        return self.prompt_logprobs
+
+    @property
+    def scores_only(self) -> bool:
+        """True if nothing is to be generated."""
+        return self.wanted_max_tokens()[0] == 0
 
     def num_choices(self) -> tuple[int, int]:
         """Choices to return for each prompt, and to generate. Raises `InvalidRequestError`."""
@@ -111,10 +127,14 @@ class Request(BaseModel):
 
     def limits(self) -> Limits:
         max_tokens, param = self.wanted_max_tokens()
-        require(max_tokens is None or max_tokens >= 1, param, "at least 1")
+        require(
+            max_tokens is None or max_tokens >= (self.wanted_prompt_logprobs() is None),
+            param,
+            "at least 1, or 0 with the prompt's logprobs",
+        )
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return Limits(
-            max_tokens=max_tokens,
+            max_tokens=max_tokens if max_tokens is None else max(1, max_tokens),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
@@ -181,8 +201,12 @@ class CompletionRequest(Request):
         if self.logprobs is not None:
             allowed = f"between 0 and {MAX_TOP_LOGPROBS}"
             require(0 <= self.logprobs <= MAX_TOP_LOGPROBS, "logprobs", allowed)
-            require(not self.echo, "echo", "false with logprobs: the prompt's are not computed")
         return self.logprobs
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        asked = super().wanted_prompt_logprobs()
+        echoed = self.wanted_logprobs() if self.echo else None
+        return max((each for each in (asked, echoed) if each is not None), default=None)
 
     def num_choices(self) -> tuple[int, int]:
         n, _ = super().num_choices()

@@ -11,13 +11,23 @@ from google.protobuf.json_format import MessageToDict
 
 from gateway.generation import Chunk, Ending
 from gateway.openai.deltas import MessageReader, MessageReading, message_of
-from gateway.openai.logprobs import Spell, chat_logprobs, completion_logprobs, mean_logprob
+from gateway.openai.logprobs import (
+    FIRST,
+    Spell,
+    chat_logprobs,
+    completion_logprobs,
+    mean_logprob,
+    prompt_logprobs,
+)
 from gateway.openai.request_objects import Kind
 from gateway.output import OutputToken
-from outrider.types import FinishReason
+from outrider.params import TokenIds
+from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2
 
 DONE = b"data: [DONE]\n\n"
+Scores = tuple[TokenLogprobs, ...] | None
+"""The logprobs of a prompt's tokens but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,14 @@ class Completion:
 
     tokens: tuple[OutputToken, ...]
     ending: Ending
+
+
+class ScoredPrompt(NamedTuple):
+    """A prompt whose logprobs are told."""
+
+    token_ids: TokenIds
+    texts: tuple[str, ...]  # what each token adds to the text
+    spell: Spell
 
 
 class Shown(NamedTuple):
@@ -55,16 +73,23 @@ class Shaper:
     spell: Spell | None  # if logprobs are wanted
     how: MessageReading | None  # None: answers are text alone
     echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
+    prompts: tuple[ScoredPrompt, ...] = ()  # if their logprobs are wanted
+    top_prompt_logprobs: int | None = None  # if they are told under vLLM's name
     prompt_lens: tuple[int, ...] = ()  # of each completion, if every event tells the usage so far
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
         chosen: list[Completion] = []
+        scores: list[Scores] = []
         for start in range(0, len(completions), self.per_prompt):
             chosen += self.best(completions[start : start + self.per_prompt])
+            scores.append(completions[start].ending.prompt_logprobs)
         return {
             **self._head("chat.completion"),
-            "choices": [self._whole_choice(*entry) for entry in enumerate(chosen)],
+            "choices": [
+                self._whole_choice(index, completion, scores[index // self.n])
+                for index, completion in enumerate(chosen)
+            ],
             "usage": self._usage([completion.ending for completion in completions]),
             **self._aux_info([completion.ending for completion in chosen]),
         }
@@ -76,7 +101,7 @@ class Shaper:
         ranked = sorted(completions, key=lambda c: mean_logprob(c.tokens), reverse=True)
         return ranked[: self.n]
 
-    def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _whole_choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
         text = "".join([token.text for token in completion.tokens])
         called = False
         content: dict[str, Any]
@@ -88,8 +113,9 @@ class Shaper:
         return {
             "index": index,
             **content,
-            "logprobs": self._logprobs(completion.tokens, 0),
+            "logprobs": self._logprobs(self._echoed(index, scores, completion.tokens), 0),
             "finish_reason": finish_reason(completion.ending, called=called),
+            **self._prompt_logprobs(index, scores),
             **self._tokens(completion.tokens),
         }
 
@@ -134,6 +160,23 @@ class Shaper:
         head = self._head("chat.completion.chunk")
         body = {**head, "choices": [], "usage": self._usage(endings), **self._aux_info(endings)}
         return event(body) + DONE
+
+    def _echoed(
+        self, index: int, scores: Scores, tokens: Sequence[OutputToken]
+    ) -> Sequence[OutputToken]:
+        """Return the tokens whose logprobs are told: with an echo, the prompt's before others."""
+        if scores is None or not self.echoes:
+            return tokens
+        prompt = self.prompts[index // self.n]
+        entries = zip(prompt.token_ids, prompt.texts, (FIRST, *scores), strict=True)
+        echoed = [OutputToken(token, TokenKind.PLAIN, text, each) for token, text, each in entries]
+        return [*echoed, *tokens]
+
+    def _prompt_logprobs(self, index: int, scores: Scores) -> dict[str, Any]:
+        if scores is None or self.top_prompt_logprobs is None:
+            return {}
+        prompt, top = self.prompts[index // self.n], self.top_prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(prompt.token_ids, scores, top, prompt.spell)}
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""

@@ -8,11 +8,12 @@ from typing import Any, Final
 
 from gateway.generation import Chunk, Ending
 from gateway.openai.deltas import message_of
-from gateway.openai.job import Job
+from gateway.openai.job import Job, scored
 from gateway.openai.responses import Completion
 from gateway.output import OutputToken
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.params import RequestOutputKind
+from outrider.types import TokenLogprobs
 from outrider.v1.common_pb2 import AuxInfo
 
 ABORTED: Final = "abort"
@@ -65,6 +66,9 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache, once the request has ended."""
     index: int = 0
     """Number of the prompt among those of one call."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With the last output, if asked for: for each token of the prompt itself and the likeliest.
+    None for the first token, which nothing precedes."""
 
     @property
     def aux_info(self) -> AuxInfo | None:
@@ -105,9 +109,11 @@ class Tracker:
 
     def add(self, index: int, chunk: Chunk) -> bool:
         """Add a chunk; return whether there is something to show."""
-        self._tokens[index] += chunk.tokens
+        if not self._job.scores_only:
+            self._tokens[index] += chunk.tokens
         if chunk.ending is not None:
-            self._endings[index] = chunk.ending
+            only = self._job.scores_only
+            self._endings[index] = scored(chunk.ending) if only else chunk.ending
         return self.finished or self._kind is not RequestOutputKind.FINAL_ONLY
 
     def abort(self) -> None:
@@ -139,7 +145,15 @@ class Tracker:
             self.finished,
             endings[0].usage.cached_prompt_tokens if 0 in endings else None,
             self._index,
+            self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        scores = self._endings[0].prompt_logprobs if 0 in self._endings else None
+        if scores is None or not self.finished:
+            return None
+        ids = self._job.work[0].prompt_token_ids[1:]
+        return [None, *map(self._entries, ids, scores)]
 
     def _new(self) -> list[CompletionOutput]:
         """Return what is new of the completions that have something new."""
@@ -193,12 +207,15 @@ class Tracker:
 
     def _logprobs(self, token: OutputToken) -> dict[int, Logprob]:
         assert token.logprobs is not None, "asked for with every token"
+        return self._entries(token.id, token.logprobs)
+
+    def _entries(self, own_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         entries = {
             token_id: Logprob(logprob, rank, self._spell(token_id))
-            for rank, (token_id, logprob) in enumerate(token.logprobs.top, 1)
+            for rank, (token_id, logprob) in enumerate(logprobs.top, 1)
         }
-        own = Logprob(token.logprobs.logprob, None, self._spell(token.id))
-        return entries if token.id in entries else {token.id: own, **entries}
+        own = Logprob(logprobs.logprob, None, self._spell(own_id))
+        return entries if own_id in entries else {own_id: own, **entries}
 
     def _spell(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")

@@ -15,7 +15,6 @@ from outrider.errors import InvalidRequestError
 R = TypeVar("R", bound=Request)
 
 _REFUSED: Final = {
-    "prompt_logprobs": "logprobs of the prompt are not computed",
     "include_stop_str_in_output": "a stop string is never part of the output",
     "detokenize": "outputs always have their text",
     "skip_special_tokens": "special tokens have no text; token_ids holds them",
@@ -43,9 +42,10 @@ class SamplingParams:
     """Parameters of a completion: its sampling, and its end.
 
     `max_tokens` None: as many as the context holds. `logprobs`: how many of the likeliest tokens
-    to report beside each output token. `structured_outputs` holds one of json, json_object, regex,
-    choice and grammar. `extra_args` are more parameters of the HTTP API, such as `speculation` and
-    `prediction`. Raises `InvalidRequestError`, naming the parameter.
+    to report beside each output token; `prompt_logprobs`: beside each token of the prompt.
+    `structured_outputs` holds one of json, json_object, regex, choice and grammar. `extra_args` are
+    more parameters of the HTTP API, such as `speculation` and `prediction`. Raises
+    `InvalidRequestError`, naming the parameter.
     """
 
     n: int = 1
@@ -65,12 +65,12 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: Mapping[str, Any] | None = None
 
     # vLLM's; any other value is refused.
-    prompt_logprobs: None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -138,6 +138,7 @@ def _checked(request: R) -> R:
     request.limits()
     request.num_choices()
     request.wanted_logprobs()
+    request.wanted_prompt_logprobs()
     request.speculation_params()
     request.constraint()
     return request

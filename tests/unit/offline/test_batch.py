@@ -85,6 +85,36 @@ def test_batch_with_good_and_bad_lines_answers_as_http_does(shared_engine: Local
     assert answers[None]["status_code"] == 400
 
 
+def test_completion_that_echoes_with_logprobs_scores_the_prompt(
+    shared_engine: LocalEngine,
+) -> None:
+    asked = {"prompt": ["one two", "three"], "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+    written: list[str] = []
+    lines = [line("scored", **asked, max_tokens=0), line("more", **asked, max_tokens=2)]
+    assert run_batch(shared_engine, [*lines, line("x", prompt="x", max_tokens=0)], written.append)
+    answers = {answer["custom_id"]: answer["response"] for answer in map(json.loads, written)}
+    scored, more = (answers[name]["body"] for name in ("scored", "more"))
+    assert scored["usage"]["completion_tokens"] == 0
+    assert more["usage"]["completion_tokens"] > 0
+    for choice, longer, prompt in zip(
+        scored["choices"], more["choices"], asked["prompt"], strict=True
+    ):
+        assert choice["text"] == prompt
+        assert longer["text"].startswith(prompt)
+        logprobs = choice["logprobs"]
+        count = len(logprobs["tokens"])
+        assert logprobs["token_logprobs"][0] is None
+        assert all(logprob < 0 for logprob in logprobs["token_logprobs"][1:])
+        assert longer["logprobs"]["token_logprobs"][1:count] == pytest.approx(
+            logprobs["token_logprobs"][1:]
+        )
+        assert longer["logprobs"]["text_offset"][:count] == logprobs["text_offset"]
+        assert len(choice["prompt_logprobs"]) == count
+        assert choice["prompt_logprobs"][0] is None
+    assert answers["x"]["status_code"] == 400
+    assert answers["x"]["body"]["error"]["param"] == "max_tokens"
+
+
 def test_batch_when_an_answer_cannot_be_written_ends_with_an_error(
     shared_engine: LocalEngine,
 ) -> None:

@@ -64,6 +64,30 @@ def test_generate_when_greedy_equals_transformers(
     assert sum(output.aux_info.accepted for output in outputs if output.aux_info) > 0
 
 
+def test_generate_with_prompt_logprobs_equals_transformers_also_for_a_repeated_prompt(
+    llm: LLM, reference: LlamaForCausalLM
+) -> None:
+    prompt = "def fib(n):\n" * 12
+    for max_tokens in (4, 0):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=2)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        ids = output.prompt_token_ids
+        with torch.inference_mode():
+            expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        told = output.prompt_logprobs
+        assert told is not None
+        assert told[0] is None
+        assert len(told) == len(ids)
+        for place, entry in enumerate(told[1:]):
+            assert entry is not None
+            own = entry[ids[place + 1]].logprob
+            assert own == pytest.approx(float(expected[place, ids[place + 1]]), abs=2e-4)
+            best = expected[place].topk(2).values.tolist()
+            ranked = sorted((each.logprob for each in entry.values() if each.rank), reverse=True)
+            assert ranked == pytest.approx(best, abs=2e-4)
+        assert (len(output.outputs[0].token_ids) == 0) is (max_tokens == 0)
+
+
 def test_generate_with_and_without_drafts_gives_the_same_text(llm: LLM) -> None:
     def params(*, enabled: bool) -> SamplingParams:
         return SamplingParams(
@@ -350,7 +374,7 @@ def test_argument_that_is_not_supported_is_refused_by_name(
         ({"temperature": 3.0}, "temperature must be"),
         ({"n": 0}, "n must be"),
         ({"logprobs": 50}, "logprobs must be"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs=1 is not supported"),
+        ({"prompt_logprobs": 50}, "prompt_logprobs must be"),
         ({"skip_special_tokens": False}, "skip_special_tokens=False is not supported"),
         ({"extra_args": {"wrong": 1}}, "Unrecognized request argument: wrong"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one"),
