@@ -30,7 +30,7 @@ def tracker_of(choices: int, kind: RequestOutputKind) -> Tracker:
     shaper = SimpleNamespace(n=choices, per_prompt=choices, spell=str, how=None)
     tokenizer = SimpleNamespace(token_bytes=lambda token: str(token).encode())
     return Tracker(
-        cast("Job", SimpleNamespace(work=work, shaper=shaper)),
+        cast("Job", SimpleNamespace(scores_only=False, work=work, shaper=shaper)),
         cast("Tokenizer", tokenizer),
         request_id="r",
         prompt="x",
