@@ -300,10 +300,10 @@ class Engine:
             return None
         rows: list[VerifyingRow] = []
         with_logits = (row for row in flight.step.rows if row.slice.num_logits)
-        for place, (seq, row_slice, draft, _) in enumerate(with_logits):
-            wanted = seq.drafting.num_draft_tokens
-            if wanted and not row_slice.parents and seq.constraint is None:
-                rows.append(VerifyingRow(seq.session_id, place, len(draft), wanted))
+        for place, row in enumerate(with_logits):
+            wanted = row.seq.drafting.num_draft_tokens
+            if wanted and not row.slice.parents and row.seq.constraint is None:
+                rows.append(VerifyingRow(row.seq.session_id, place, len(row.draft), wanted))
         return VerifyOutput(rows, flight.pending.verified)
 
     def committed(self, session_id: int) -> TokenIds | None:
