@@ -35,9 +35,12 @@ class EngineConfig:
     num_speculative_tokens: int = 4
     """K: maximum draft tokens per row and step, unless a request asks otherwise."""
     enable_prefix_caching: bool = True
+    max_prompt_logits: int = 512
+    """Maximum prompt tokens of a step that are scored, since each needs a row of logits."""
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens"):
+        limits = ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens")
+        for name in (*limits, "max_prompt_logits"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
         if self.num_pages * self.page_size < self.max_model_len:

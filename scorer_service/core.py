@@ -21,6 +21,7 @@ from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.loader import check_config
+from outrider.engine.sampling.logprobs import MAX_VALUES
 from outrider.engine.worker import EngineWorker
 from outrider.engine_port import ServedEngine
 from outrider.engines import VLLM, naming_vllm
@@ -225,6 +226,7 @@ def build_engine(
         max_model_len=model.max_model_len,
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
+        max_prompt_logits=max(options.max_num_seqs, MAX_VALUES // model.vocab_size),
     )
     policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:

@@ -215,15 +215,19 @@ class Scheduler:
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
         rows: dict[int, ScheduledRow] = {}
+        prompt_logits = self.config.max_prompt_logits
         counts = self._draft_counts(decoding)
         for sequences, kept in ((decoding, reserve), (prefilling, 0)):
             for seq in sequences:
                 left = budget - kept
+                if seq.wants_prompt_logits:
+                    left = min(left, prompt_logits)
                 # Not admitted any more: preempted by a row before it.
                 most = min(counts.get(seq.session_id, seq.drafting.num_draft_tokens), max_draft)
                 if left > 0 and seq.admitted and (row := self._place(seq, left, most, rows)):
                     rows[seq.session_id] = row
                     budget -= len(row.slice.token_ids)
+                    prompt_logits -= row.num_prompt_logits
         return list(rows.values())
 
     def _draft_counts(self, decoding: list[Sequence]) -> dict[int, int]:

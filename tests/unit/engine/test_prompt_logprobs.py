@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from outrider.config import EngineConfig
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
+from outrider.engine.runner import Runner
+from outrider.engine.step import Step
 from outrider.errors import InvalidRequestError
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.policy.fixed import FixedPolicy
@@ -102,3 +106,22 @@ def test_prompt_logprobs_of_too_many_tokens_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         Request(1, (1,) * 20_000, prompt_logprobs=20)
     assert refused.value.param == "prompt_logprobs"
+
+
+def test_scored_prompts_of_many_rows_share_the_limit_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scored: list[int] = []
+
+    def launch(runner: Runner, step: Step) -> Any:
+        scored.append(sum(row.num_prompt_logits for row in step.rows))
+        return launched(runner, step)
+
+    launched = Runner.launch
+    monkeypatch.setattr(Runner, "launch", launch)
+    requests = (request(1), request(2), request(3, PROMPT[:3]), request(4, top=None))
+    commits, _ = run(engine(max_prompt_logits=5), *requests)
+    assert max(scored) == 5
+    check(commits[1])
+    check(commits[2])
+    check(commits[3], PROMPT[:3])
