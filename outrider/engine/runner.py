@@ -114,7 +114,9 @@ class Runner:
         if logits is None:
             logits = self.model.forward(pack(slices, self.model.page_size, self.model.device))
         if any(row.num_prompt_logits for row in step.rows):
-            return split_prompt_logits(logits, step.rows)
+            scored = [row.scored_tokens for row in step.rows]
+            counts = [row.slice.num_logits for row in step.rows]
+            return split_prompt_logits(logits, scored, counts)
         return logits, None
 
     @torch.inference_mode()
@@ -280,7 +282,8 @@ def _with_prompts(result: StepResult, step: Step, values: Tensor | None) -> Step
     """Add the logprobs of prompts, which are on the host."""
     if values is None:
         return result
-    return replace(result, prompt_logprobs=split_rows(values.tolist(), step.rows))
+    counts = (row.num_prompt_logits for row in step.rows)
+    return replace(result, prompt_logprobs=split_rows(values.tolist(), counts))
 
 
 def to_logprobs(

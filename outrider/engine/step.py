@@ -36,6 +36,12 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     """Tokens before those with `slice.num_logits` whose logits tell the prompt's next tokens."""
 
     @property
+    def scored_tokens(self) -> TokenIds:
+        """Return the prompt's tokens that these logits tell."""
+        first = self.slice.start + 1
+        return tuple(self.seq.token_ids[first : first + self.num_prompt_logits])
+
+    @property
     def forward_slice(self) -> RowSlice:
         """Return the slice with the logits of the prompt, too."""
         if not self.num_prompt_logits:

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs
-from outrider.engine.step import ScheduledRow
+from outrider.params import TokenIds
 from outrider.types import PromptLogprobs
 
 Values = Sequence[Sequence[float]]
 """Rows of `drawn_logprobs`."""
 
 
-def split_prompt_logits(logits: Tensor, rows: Sequence[ScheduledRow]) -> tuple[Tensor, Tensor]:
+def split_prompt_logits(
+    logits: Tensor, scored: Sequence[TokenIds], num_logits: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Return the logits to choose from, and `drawn_logprobs` [m, ..] of the prompts' m tokens.
 
-    logits [n, vocab_size] has, row by row, those of the prompt before those to choose from.
+    logits [n, vocab_size] has, row by row, those that tell the prompt's `scored` tokens before the
+    `num_logits` to choose from.
     """
     wanted: list[RowLogprobs] = []
     tokens: list[int] = []  # that follow in the prompt; 0 where the target chooses
     chosen: list[int] = []
-    for row in rows:
-        count, first = row.num_prompt_logits, row.slice.start + 1
-        wanted += [(count, 0), (row.slice.num_logits, None)]
-        tokens += row.seq.token_ids[first : first + count]
-        chosen += range(len(tokens), len(tokens) + row.slice.num_logits)
-        tokens += [0] * row.slice.num_logits
-    followers = torch.tensor(tokens).to(logits.device, non_blocking=True)
-    values = drawn_logprobs(logits, followers, wanted)
+    for followers, count in zip(scored, num_logits, strict=True):
+        wanted += [(len(followers), 0), (count, None)]
+        tokens += followers
+        chosen += range(len(tokens), len(tokens) + count)
+        tokens += [0] * count
+    drawn = torch.tensor(tokens).to(logits.device, non_blocking=True)
+    values = drawn_logprobs(logits, drawn, wanted)
     index = torch.tensor(chosen, dtype=torch.int64).to(logits.device, non_blocking=True)
     return logits[index], values
 
 
-def split_rows(values: Values, rows: Sequence[ScheduledRow]) -> list[Values]:
-    """Return the values of each row."""
+def split_rows(values: Values, counts: Iterable[int]) -> list[Values]:
+    """Return the values of each row, of which there are `counts`."""
     parts: list[Values] = []
     start = 0
-    for row in rows:
-        parts.append(values[start : start + row.num_prompt_logits])
-        start += row.num_prompt_logits
+    for count in counts:
+        parts.append(values[start : start + count])
+        start += count
     return parts
 
 
