@@ -52,7 +52,13 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         if kind is None:
             group.add_argument(flag, action="store_true", help=text)
         else:
-            group.add_argument(flag, type=kind, metavar="X", help=text)
+            group.add_argument(flag, type=_size if flag in SIZES else kind, metavar="X", help=text)
+
+
+def _size(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def take_parallel_flags(args: dict[str, Any]) -> tuple[str, ...]:

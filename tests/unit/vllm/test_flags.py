@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.vllm.flags import VllmOptions, node_rank, num_devices
+from outrider.vllm.flags import VllmOptions, add_parallel_flags, node_rank, num_devices
 
 OPTIONS = VllmOptions("model", "name", "bfloat16")
 
@@ -68,3 +69,12 @@ def test_proposers_are_taken_where_nothing_else_speculates() -> None:
     assert "--worker-cls" not in own.argv("m")
     with pytest.raises(ConfigError, match="--data-parallel-size takes no proposers"):
         replace(hosting, more=("--data-parallel-size", "2")).argv("m")
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "x"])
+def test_size_that_is_none_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_parallel_flags(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--tensor-parallel-size={size}"])
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
