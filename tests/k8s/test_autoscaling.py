@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -115,6 +116,20 @@ def test_metrics_ports_of_every_service_are_scraped() -> None:
         metrics = {name for name in ports if name.startswith("metrics")}
         assert metrics == scraped & ports
         assert not metrics & ports or not {"http"} & ports  # none where clients are
+
+
+def test_alerts_follow_the_objectives_of_the_values(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    rules = {"enabled": True, "errorBudget": 0.01, "ttftSeconds": 2.5}
+    values.write_text(yaml.safe_dump({"monitoring": {"rules": rules}}))
+    said = helm.template(values=values).stdout
+    assert said.count("14.4 * 0.01\n") == 2
+    assert said.count(" 6 * 0.01\n") == 2
+    assert "* 0.001" not in said
+    assert ") > 2.5\n" in said
+    refused = helm.template("monitoring.rules.errorBudget=0")
+    assert refused.returncode != 0
+    assert "errorBudget" in refused.stderr
 
 
 def test_alerts_when_rendered_are_of_their_release_alone() -> None:
