@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from scorer_service.drafting.stream import serve_proposer
 from scorer_service.drafting.transport import Context, Requests
 
 _INFO_TIMEOUT_S = 2.0
+_HELLO_TIMEOUT_S = 5.0
 
 
 class DraftSide(Protocol):
@@ -104,7 +106,11 @@ class RelayedDrafts:
 class NoDrafts:
     """Implements `DraftSide` of an engine that speculates by itself, or not at all."""
 
-    async def serve(self, _requests: Requests, _context: Context) -> None:
+    async def serve(self, requests: Requests, _context: Context) -> None:
+        with contextlib.suppress(TimeoutError):
+            # A refusal that overtakes the first message fails its write, and its reason is lost.
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                await anext(requests, None)
         raise ProposerRefusedError(
             "this scorer takes no proposers: its engine, vLLM, speculates by itself or not at all. "
             "Start it with --num-speculative-tokens above 0 and without a --speculative-config.",
