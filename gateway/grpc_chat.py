@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic_core import from_json
+
 from gateway.answers.events import Arguments, Call, Content, Event
 from gateway.answers.formats import Reading
-from gateway.answers.tools import Choice, Tool, Tools
+from gateway.answers.tools import FUNCTION_NAME, Choice, Tool, Tools
 from gateway.chat import Chat, template_variables
 from outrider.errors import InvalidRequestError
 from outrider.models.chat_template import Conversation
@@ -22,8 +23,10 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt, answer: Constraint | None
         tool.name: Tool(tool.name, _object(tool.parameters, "chat.tools.parameters"), tool.strict)
         for tool in prompt.tools
     }
-    named = all(tools) and len(tools) == len(prompt.tools)
-    require(named, "chat.tools", "functions of different names")
+    require(len(tools) == len(prompt.tools), "chat.tools", "functions of different names")
+    for name in tools:
+        named = FUNCTION_NAME.fullmatch(name) is not None
+        require(named, "chat.tools.name", "1 to 64 letters, digits, _, . and -")
     given = tools if prompt.tool_choice != generation_pb2.TOOL_CHOICE_NONE else {}
     variables = _object(prompt.template_variables, "chat.template_variables")
     effort = prompt.reasoning_effort if prompt.HasField("reasoning_effort") else None
@@ -108,8 +111,8 @@ def _for_template(tool: generation_pb2.Tool) -> dict[str, Any]:
 def _object(text: str, param: str) -> dict[str, Any]:
     """Read a JSON object; empty for no text. Raises `InvalidRequestError`."""
     try:
-        value = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
+        value = from_json(text, allow_inf_nan=False) if text else {}
+    except ValueError:  # too deeply nested, too
         value = None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{param} must be a JSON object, as text.", param=param)

@@ -24,6 +24,7 @@ _ENDS: Final = (MESSAGE_END, CALL_END, RETURN, START, CHANNEL)
 _RECIPIENT: Final = re.compile(r"to=functions\.([^\s<]{1,256})")
 _CHANNEL: Final = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _MAX_HEADER_CHARS: Final = 1024
+_NOT_IN_HEADERS: Final = (MESSAGE_END, CALL_END, RETURN, START)
 
 
 def harmony(reader: Reader, tools: Tools) -> Parse[None]:
@@ -70,4 +71,6 @@ def _header(reader: Reader, marker: str) -> Parse[str | None]:
         if char in (END, "\n") or len(header) > _MAX_HEADER_CHARS:
             return None
         header += char
+        if header.endswith(_NOT_IN_HEADERS) or header.count(CHANNEL) > 1:
+            return None
     return header

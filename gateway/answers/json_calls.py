@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from typing import Final
 
 from gateway.answers.json_text import SCALAR, SCALAR_CHARS, JsonContainer, Place
@@ -12,6 +13,8 @@ from gateway.answers.reader import END, MAX_NAME_CHARS, SPACE, Parse, Reader, Si
 _ARGUMENTS: Final = frozenset({"arguments", "parameters"})
 _MAX_HELD_CHARS: Final = 2**16
 """Characters of a call that are read before its name and the begin of its arguments are known."""
+_HALF_OF_A_PAIR: Final = re.compile("[\ud800-\udfff]")
+"""What JSON may escape, but no answer can tell."""
 
 
 class Outcome(enum.Enum):
@@ -59,7 +62,7 @@ def read_call(reader: Reader, *, needs_arguments: bool = False) -> Parse[Outcome
                 return _cut(reader, begun=begun)
             if key == "name" and not name:
                 name = _text(value) or ""
-                if not 0 < len(name) <= MAX_NAME_CHARS:
+                if not 0 < len(name) <= MAX_NAME_CHARS or _HALF_OF_A_PAIR.search(name):
                     return Outcome.NONE
             elif key in _ARGUMENTS and not begun and not held:
                 held = "{}" if value == "null" else value

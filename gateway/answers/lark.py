@@ -40,7 +40,7 @@ class Lark:
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule and return its name."""
-        self._rules[name] = " ".join(body.split(" "))
+        self._rules[name] = body
         return name
 
     def json(self, name: str, schema: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Final, TypeVar
 
-from gateway.answers.events import Arguments, Call, Content, Event, Reasoning, append
+from gateway.answers.events import Arguments, Call, Content, Event, Reasoning
 
 T = TypeVar("T")
 Parse = Generator[None, None, T]
@@ -19,6 +19,7 @@ Sink = Callable[[str], None]
 
 END: Final = ""
 MAX_NAME_CHARS: Final = 256
+_NOT_IN_NAMES: Final = frozenset("\n{}[]<>\"'")
 SPACE: Final = " \t\r\n"
 
 
@@ -40,6 +41,8 @@ class Reader:
         self._thought = ""  # line breaks of reasoning, likewise
         self._thinks = False
         self._events: list[Event] = []
+        self._kind: type[Content | Reasoning | Arguments] = Content
+        self._pieces: list[str] = []  # of the event under way, of that kind
 
     # For the parser's owner.
 
@@ -57,11 +60,12 @@ class Reader:
     def close(self) -> None:
         """Release white space that waits for more text: there is none."""
         if not self.called:
-            append(self._events, Content(self._space))
+            self._add(Content, self._space)
         self._space = ""
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
+        self._end_event()
         events, self._events = self._events, []
         return events
 
@@ -70,37 +74,50 @@ class Reader:
     def content(self, text: str) -> None:
         """Take text that is for the reader."""
         if not self._trims:
-            append(self._events, Content(text))
+            self._add(Content, text)
             return
-        text = self._space + text
         body = text.rstrip()
-        self._space = text[len(body) :]
         if not body:
+            self._space += text
             return
-        if self.called and not self._said:
-            body = body.lstrip()
+        begins = self.called and not self._said
+        self._add(Content, body.lstrip() if begins else self._space + body)
         self._said = True
-        append(self._events, Content(body))
+        self._space = text[len(body) :]
 
     def reasoning(self, text: str) -> None:
         """Take text of the model's thinking; line breaks around it are markup."""
-        text = self._thought + text
         body = text.rstrip("\n")
-        self._thought = text[len(body) :]
         if not body:
+            self._thought += text
             return
-        append(self._events, Reasoning(body if self._thinks else body.lstrip("\n")))
+        self._add(Reasoning, self._thought + body if self._thinks else body.lstrip("\n"))
         self._thinks = True
+        self._thought = text[len(body) :]
 
     def call(self, name: str) -> None:
         """Begin a tool call; what was read of it is final."""
         self._mark = None
         self.called = True
-        append(self._events, Call(name))
+        self._end_event()
+        self._events.append(Call(name))
 
     def arguments(self, text: str) -> None:
         """Take a piece of the call's arguments."""
-        append(self._events, Arguments(text))
+        self._add(Arguments, text)
+
+    def _add(self, kind: type[Content | Reasoning | Arguments], text: str) -> None:
+        if not text:
+            return
+        if kind is not self._kind:
+            self._end_event()
+            self._kind = kind
+        self._pieces.append(text)
+
+    def _end_event(self) -> None:
+        if text := "".join(self._pieces):
+            self._events.append(self._kind(text))
+        self._pieces.clear()
 
     # Reading.
 
@@ -173,11 +190,17 @@ class Reader:
         """Read a name up to one of the characters `ends`; None if there is no name."""
         name = ""
         while (char := (yield from self.peek())) != END and char not in ends:
-            if len(name) == MAX_NAME_CHARS or char in "\n{}[]<>\"'":
+            if len(name) == MAX_NAME_CHARS or char in _NOT_IN_NAMES:
                 return None
             name += char
             self._at += 1
         return name.strip() or None if char != END else None
+
+
+def is_name(text: str) -> bool:
+    """Tell whether `Reader.name` reads such a text as a whole."""
+    whole = 0 < len(text) <= MAX_NAME_CHARS and text == text.strip()
+    return whole and _NOT_IN_NAMES.isdisjoint(text)
 
 
 @lru_cache(maxsize=256)

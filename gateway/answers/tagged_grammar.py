@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from gateway.answers.formats import TaggedText
 from gateway.answers.lark import Lark
+from gateway.answers.reader import is_name
 from gateway.answers.tools import Tool, parameter_types
 from outrider.errors import InvalidRequestError
 
@@ -20,8 +21,16 @@ def tagged_call(grammar: Lark, text: TaggedText, begin: str, tool: Tool, name: s
     Raises `InvalidRequestError` for a schema whose values cannot be written so.
     """
     schema = tool.parameters
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    required = frozenset(schema.get("required") or ())
+    properties, names = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(names, list):
+        raise _unsupported(tool, "is no schema of an object")
+    if not all(isinstance(name, str) for name in names):
+        raise _unsupported(tool, "requires what is no name")
+    if not all(map(is_name, properties)):
+        raise _unsupported(
+            tool, "has a parameter whose name has one of {}[]<>\"' or a line break, or is very long"
+        )
+    required = frozenset(names)
     if required - properties.keys() or any(key in schema for key in ("anyOf", "oneOf", "$ref")):
         raise _unsupported(tool, "names its parameters elsewhere than in properties")
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
@@ -43,9 +52,14 @@ def _value(
 ) -> str:
     """Return the terminals of a value and its end."""
     schema = tool.parameters["properties"][key]
+    schema = {} if schema is True else schema
+    if not isinstance(schema, Mapping):
+        raise _unsupported(tool, f"has no schema for {key}")
     end = grammar.spell(text.value_end + text.argument_end)
     texts = [schema["const"]] if "const" in schema else schema.get("enum")
-    if texts and all(isinstance(each, str) for each in texts):
+    if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
+        if any(text.value_end.strip() in each for each in texts):
+            raise _unsupported(tool, f"has the format's own marks in {key}")
         return f"({' | '.join(map(grammar.spell, texts))}) {end}"
     if "string" not in parameter_types({tool.name: tool}, tool.name, key):
         return f"{grammar.json(name, {**schema, **definitions})} {end}"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+FUNCTION_NAME: Final = re.compile("[a-zA-Z0-9_.-]{1,64}")
 Schema = Mapping[str, Any]
+_MAX_SCHEMAS: Final = 256
+"""Schemas at most that are read for one parameter's types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +42,32 @@ def parameter_types(tools: Tools, function: str, parameter: str) -> frozenset[st
     root = tools[function].parameters if function in tools else {}
     properties = root.get("properties")
     schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return frozenset(_types(schema, root, 0)) or frozenset({"string"})
+    return frozenset(_types(schema, root)) or frozenset({"string"})
 
 
-def _types(schema: Any, root: Schema, depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth > 8:
-        return
-    if isinstance(reference := schema.get("$ref"), str):
-        yield from _types(_referred(reference, root), root, depth + 1)
-    declared = schema.get("type")
-    names = [declared] if isinstance(declared, str) else declared
-    yield from (name for name in names or () if isinstance(name, str))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if declared is None and isinstance(values, list):
-        yield from map(_type_of, values)
-    for union in ("anyOf", "oneOf", "allOf"):
-        for part in parts if isinstance(parts := schema.get(union), list) else ():
-            yield from _types(part, root, depth + 1)
+def _types(schema: Any, root: Schema) -> Iterator[str]:
+    """Yield the types that a schema names, and those it refers to; each schema is read once."""
+    waiting: list[Any] = [schema]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MAX_SCHEMAS:
+        part = waiting.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(reference := part.get("$ref"), str):
+            waiting.append(_referred(reference, root))
+        declared = part.get("type")
+        names = [declared] if isinstance(declared, str) else declared
+        yield from (name for name in _list(names) if isinstance(name, str))
+        if declared is None:
+            values = [part["const"]] if "const" in part else part.get("enum")
+            yield from map(_type_of, _list(values))
+        for union in ("anyOf", "oneOf", "allOf"):
+            waiting += _list(part.get(union))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _referred(reference: str, root: Schema) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
+from gateway.answers.tools import FUNCTION_NAME
 from gateway.openai.request_objects import Strict
 
-ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=f"^{FUNCTION_NAME.pattern}$")]
 
 
 class Function(Strict):
@@ -62,8 +63,8 @@ class CalledFunction(Strict):
         arguments: Any = self.arguments
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments) if arguments else {}
-            except (ValueError, RecursionError):
+                arguments = from_json(arguments, allow_inf_nan=False) if arguments else {}
+            except ValueError:  # too deeply nested, too
                 arguments = self.arguments
             if not isinstance(arguments, dict):
                 arguments = self.arguments

@@ -59,6 +59,14 @@ async def refusal(
     return caught.value.code(), from_rpc_error(caught.value)
 
 
+def with_tool(**tool: str) -> generation_pb2.GenerateRequest:
+    chat = generation_pb2.ChatPrompt(
+        messages=[generation_pb2.ChatMessage(role="user", content="x")],
+        tools=[generation_pb2.Tool(**tool)],  # type: ignore[arg-type]
+    )
+    return generation_pb2.GenerateRequest(chat=chat)
+
+
 async def test_generate_with_text_returns_whole_text() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         responses = await generate(
@@ -226,6 +234,9 @@ async def test_generate_with_every_field_passes_them_to_scorer() -> None:
             ),
             "method",
         ),
+        (with_tool(name='f"\n'), "chat.tools.name"),
+        (with_tool(name="f", parameters='{"a":' * 999 + "1" + "}" * 999), "chat.tools.parameters"),
+        (with_tool(name="f", parameters='{"a": "\\ud800"}'), "chat.tools.parameters"),
     ],
 )
 async def test_generate_with_bad_field_names_it(

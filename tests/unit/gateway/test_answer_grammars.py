@@ -201,6 +201,12 @@ def test_request_without_forced_or_strict_tools_is_not_constrained() -> None:
         {"properties": {"a": {"type": "string", "pattern": "x+"}}},
         {"properties": {}, "required": ["a"]},
         {"anyOf": [{"required": ["a"]}]},
+        {"properties": ["a"]},
+        {"properties": {"a": 1}},
+        {"properties": {"a>b": {"type": "string"}}},
+        {"properties": {"a": {"enum": ["</parameter>"]}}},
+        {"required": 1},
+        {"required": [{}]},
     ],
 )
 def test_schema_that_tagged_arguments_cannot_keep_is_refused(schema: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.answers.events import joined
 from gateway.answers.formats import TOOL_FORMATS, Reading, answer_format, tool_format_of
 from gateway.answers.parser import AnswerParser
+from gateway.answers.tools import Tool, parameter_types
 from outrider.errors import ConfigError
 from tests.support.answers import (
     ANSWERS,
@@ -248,6 +250,32 @@ def test_arguments_with_many_levels_are_no_recursion() -> None:
         "hermes", f'<tool_call>{{"name": "search", "arguments": {{"q": {deep}</tool_call>'
     )
     assert found.calls == [("search", f'{{"q": {deep}')]
+
+
+@pytest.mark.parametrize(
+    ("parser", "pieces"),
+    [
+        ("hermes", ["<think>a", *"\n" * 50_000]),
+        ("hermes", ["<think></think>a", *" " * 50_000]),
+        ("hermes", ['<tool_call>{"name": "f", "arguments": {"q": "' + "字" * 200_000]),
+        ("openai", ["<|channel|>" * 20_000]),
+    ],
+)
+def test_long_answer_takes_time_by_its_length_alone(parser: str, pieces: list[str]) -> None:
+    begun = time.process_time()
+    events_of(reading(parser), pieces)
+    assert time.process_time() - begun < 2
+
+
+def test_name_that_no_answer_can_tell_is_no_call() -> None:
+    text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert whole("hermes", text) == Meaning(text)
+
+
+def test_types_of_schemas_that_refer_to_themselves_are_found_once() -> None:
+    itself = {"anyOf": [{"$ref": "#/properties/a"}] * 200 + [{"type": "integer"}, {"type": 5}]}
+    tools = {"f": Tool("f", {"properties": {"a": itself}})}
+    assert parameter_types(tools, "f", "a") == {"integer"}
 
 
 # Which format
