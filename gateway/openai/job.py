@@ -210,6 +210,12 @@ async def _work(
     n, per_prompt = body.num_choices()
     top_logprobs = body.wanted_logprobs()
     advice = await read_advice(body, intake)
+    thinking = None if body.scores_only else plan.thinking
+    if thinking is not None and not thinking.max_tokens and body.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs does not go with a thinking_token_budget of 0.",
+            param="prompt_logprobs",
+        )
 
     def sampling() -> SamplingParams:
         return body.sampling(intake.default_seed() if body.seed is None else 0)
@@ -221,7 +227,7 @@ async def _work(
         request_id=request_id,
         constraint=plan.constraint,
         marks=() if plan.reading is None else plan.reading.special,
-        thinking=plan.thinking,
+        thinking=thinking,
         # The best of several are known by their logprobs.
         top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
         prompt_logprobs=body.wanted_prompt_logprobs(),

@@ -324,6 +324,17 @@ async def test_thinking_budget_ends_the_reasoning(stream: bool) -> None:
     assert second.num_resumed_tokens == budget + len(ended)
 
 
+async def test_prompt_logprobs_beside_no_thinking_are_refused_unless_nothing_is_generated() -> None:
+    async with running_gateway(Script(tokens("x")), **PARSERS) as gateway:
+        request: Any = {"model": "default", "messages": USER}
+        extra = {"thinking_token_budget": 0, "prompt_logprobs": 0}
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs does not go with"):
+            await gateway.client.chat.completions.create(**request, extra_body=extra)
+        with pytest.raises(openai.InternalServerError):  # this scorer sends none
+            await gateway.client.chat.completions.create(**request, max_tokens=0, extra_body=extra)
+        assert [r.prompt_logprobs for r in gateway.scorer.requests] == [0]
+
+
 async def test_thinking_that_ends_within_its_budget_goes_on_unchanged() -> None:
     text = tokens("<think>a</think>And so on and on and on.")
 
