@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, aclosing
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -88,12 +88,15 @@ class Answer(Response):
     ) -> None:
         """Send the events; the status waits for the first chunk, as early errors have their own.
 
-        It waits for `_SILENCE_S` at most: then comments keep proxies from ending the connection.
+        It waits for `_SILENCE_S` at most: then comments keep proxies from ending the connection,
+        as they do where chunks tell nothing for so long.
         """
         shaper = self._job.shaper
         shown: dict[int, Shown] = {}  # of each choice
         readers: dict[int, MessageReader | None] = {}
         endings: dict[int, Ending] = {}
+        now = asyncio.get_running_loop().time
+        sent = now()
 
         async def beat() -> None:
             await start()
@@ -117,8 +120,9 @@ class Answer(Response):
                     index, chunk.ending, ordered if last else None, called=called
                 )
                 data += shaper.end(ordered) if last else b""
-            if data:
-                await _send_piece(send, data, more=True)
+            if data or now() - sent >= _SILENCE_S:
+                await _send_piece(send, data or _KEEP_ALIVE, more=True)
+                sent = now()
         await _send_piece(send, b"", more=False)
 
 
@@ -146,6 +150,21 @@ async def _start_stream(send: Send) -> None:
 
 async def _send_piece(send: Send, data: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work` for a request whose body was read. Raises `ClientDisconnect` if its client goes."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

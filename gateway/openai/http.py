@@ -17,7 +17,7 @@ from gateway.admission import deadline_after
 from gateway.api_keys import ApiKeys
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
-from gateway.openai.answer import Answer
+from gateway.openai.answer import Answer, while_connected
 from gateway.openai.body import read_body
 from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.job import admit, make_job
@@ -111,7 +111,8 @@ class _OpenAI:
                 param="stream",
             )
         with admit(body, generator) as places:
-            await generator.ready()
+            if not generator.pool.max_model_len:
+                await while_connected(request, generator.ready())
             job = await make_job(body, generator, tenant, request_id(request.scope))
             return Answer(generator, job, deadline, places.pop_all(), stream=bool(body.stream))
 

@@ -130,6 +130,16 @@ async def test_held_request_past_its_time_is_refused_with_retry_after() -> None:
     assert caught.value.response.headers["retry-after"]
 
 
+async def test_held_request_whose_client_goes_gives_its_place_back() -> None:
+    scorer = fake_scorer(Script(tokens(TEXT)))
+    scorer.target = f"127.0.0.1:{free_port()}"
+    async with running_gateway(scorer, hold_timeout_s=20.0) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/completions", json={"prompt": "x"}, timeout=0.2)
+        await until(lambda: gateway.metric("gateway_num_requests_waiting") == 0)
+
+
 LOAD = {"running_requests": 3, "waiting_requests": 2, "total_pages": 100, "free_pages": 25}
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
+from gateway.openai import answer as sending
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
@@ -333,6 +335,19 @@ async def test_prompt_logprobs_beside_no_thinking_are_refused_unless_nothing_is_
         with pytest.raises(openai.InternalServerError):  # this scorer sends none
             await gateway.client.chat.completions.create(**request, max_tokens=0, extra_body=extra)
         assert [r.prompt_logprobs for r in gateway.scorer.requests] == [0]
+
+
+async def test_answer_whose_reasoning_is_left_out_keeps_its_connection_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "_SILENCE_S", 0.0)
+    async with (
+        running_gateway(Script(tokens("<think>\nWell, well.\n</think>\n\nYes.")), **PARSERS) as it,
+        httpx.AsyncClient(base_url=it.http) as client,
+    ):
+        body = {"messages": USER, "stream": True, "include_reasoning": False}
+        text = (await client.post("/v1/chat/completions", json=body)).text
+    assert ": waiting" in text.partition("data: ")[2]
 
 
 async def test_thinking_that_ends_within_its_budget_goes_on_unchanged() -> None:
