@@ -33,7 +33,7 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt, answer: Constraint | None
     return Chat(
         Conversation(
             [*map(_message, prompt.messages)],
-            [_for_template(tool) for tool in prompt.tools] if given else (),
+            [_for_template(tool, given[tool.name]) for tool in prompt.tools] if given else (),
             template_variables(variables, effort, "chat.template_variables"),
         ),
         _choice(prompt, given),
@@ -99,12 +99,13 @@ def _message(message: generation_pb2.ChatMessage) -> dict[str, Any]:
     return fields
 
 
-def _for_template(tool: generation_pb2.Tool) -> dict[str, Any]:
+def _for_template(tool: generation_pb2.Tool, read: Tool) -> dict[str, Any]:
+    """Return a tool as chat templates know it; `read` has its parameters."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
     if tool.parameters:
-        function["parameters"] = _object(tool.parameters, "chat.tools.parameters")
+        function["parameters"] = read.parameters
     return {"type": "function", "function": function}
 
 

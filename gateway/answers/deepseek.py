@@ -35,8 +35,8 @@ def deepseek(reader: Reader, _tools: Tools) -> Parse[None]:
             yield from reader.until([CALL_END], reader.arguments)
             continue
         if fenced:
-            yield from _literal(reader, "```")
-        yield from _literal(reader, CALL_END)
+            yield from reader.over(SPACE, "```")
+        yield from reader.over(SPACE, CALL_END)
 
 
 def _header(reader: Reader, marker: str) -> Parse[tuple[str | None, bool]]:
@@ -55,13 +55,3 @@ def _header(reader: Reader, marker: str) -> Parse[tuple[str | None, bool]]:
     if name is None or not (yield from reader.literal(FENCE)):
         return None, False
     return (name if (yield from reader.skip(SPACE)) == "{" else None), True
-
-
-def _literal(reader: Reader, expected: str) -> Parse[None]:
-    """Read over white space and `expected`, if they are there."""
-    reader.mark()
-    yield from reader.skip(SPACE)
-    if (yield from reader.literal(expected)):
-        reader.release()
-    else:
-        reader.rewind()

@@ -28,10 +28,4 @@ def hermes(reader: Reader, _tools: Tools) -> Parse[None]:
 
 def close(reader: Reader, end: str) -> Parse[bool]:
     """Read over the end of a call, and a brace too many or one that is missing before it."""
-    reader.mark()
-    yield from reader.skip(SPACE + "}")
-    if (yield from reader.literal(end)):
-        reader.release()
-        return True
-    reader.rewind()
-    return False
+    return (yield from reader.over(SPACE + "}", end))

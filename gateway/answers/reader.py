@@ -165,6 +165,16 @@ class Reader:
             self._at += 1
         return True
 
+    def over(self, space: str, expected: str) -> Parse[bool]:
+        """Read over any of `space` and over `expected`; if that is not there, over nothing."""
+        self.mark()
+        yield from self.skip(space)
+        if (yield from self.literal(expected)):
+            self.release()
+            return True
+        self.rewind()
+        return False
+
     def until(self, markers: Sequence[str], sink: Sink) -> Parse[str]:
         """Read up to and over the first marker and return it, or `END`; `sink` takes the text.
 

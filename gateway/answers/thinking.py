@@ -28,12 +28,7 @@ class Marks:
 
 def read_thinking(reader: Reader, marks: Marks, *, is_open: bool) -> Parse[None]:
     """Read reasoning, if there is any; `is_open`: the prompt began it."""
-    reader.mark()
-    yield from reader.skip(SPACE)
-    if (yield from reader.literal(marks.open)):
-        reader.release()
+    if (yield from reader.over(SPACE, marks.open)):
         is_open = True
-    else:
-        reader.rewind()
     if is_open and (yield from reader.until([marks.close], reader.reasoning)) != END:
         yield from reader.skip("\n")

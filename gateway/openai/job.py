@@ -109,7 +109,7 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         how=_reading(body, plan),
         top_prompt_logprobs=body.prompt_logprobs,
         echoes=echoes,
-        prompts=_scored_prompts(body, work[::per_prompt], generator),
+        prompts=_scored_prompts(body, work[::per_prompt], generator, echoed=bool(echoes)),
     )
     names = {} if plan.constraint is None else {plan.constraint.kind.value: plan.param}
     return Job(work=tuple(work), shaper=shaper, names=names, scores_only=body.scores_only)
@@ -165,18 +165,22 @@ def scored(ending: Ending) -> Ending:
 
 
 def _scored_prompts(
-    body: Request, firsts: Sequence[GenerationRequest], generator: Generator
+    body: Request, firsts: Sequence[GenerationRequest], generator: Generator, *, echoed: bool
 ) -> tuple[ScoredPrompt, ...]:
-    """Return the tokens of prompts whose logprobs are told, or nothing."""
+    """Return the tokens of prompts whose logprobs are told, or nothing.
+
+    Only an echo tells what each adds to the text.
+    """
     if body.wanted_prompt_logprobs() is None:
         return ()
+    tokenizer = generator.tokenizer
     prompts = []
     for request in firsts:
-        detokenizer = generator.tokenizer.detokenizer()
-        texts = [detokenizer.push(token) for token in request.prompt_token_ids]
-        prompts.append(
-            ScoredPrompt(request.prompt_token_ids, tuple(texts), generator.tokenizer.token_bytes)
-        )
+        token_ids = request.prompt_token_ids
+        texts: tuple[str, ...] = ()
+        if echoed:
+            texts = tuple(map(tokenizer.detokenizer().push, token_ids))
+        prompts.append(ScoredPrompt(token_ids, texts, tokenizer.token_bytes))
     return tuple(prompts)
 
 

@@ -42,7 +42,7 @@ class ScoredPrompt(NamedTuple):
     """A prompt whose logprobs are told."""
 
     token_ids: TokenIds
-    texts: tuple[str, ...]  # what each token adds to the text
+    texts: tuple[str, ...]  # what each token adds to the text; none without an echo
     spell: Spell
 
 
