@@ -80,19 +80,9 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
 
 def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
-    counters, counts = seq.counters, tracker.counts
     first = row.base_len == seq.num_prompt_tokens
-    drafted, accepted = round_.drafted, min(round_.accepted, len(output))  # after trimming
-    if output:
-        counters.count_round(drafted, accepted, row.method)
-        if drafted or not first:
-            counts.rounds[drafted, accepted] += 1
-        if drafted:
-            counts.drafted_by[row.proposer_id] += drafted
-            counts.accepted_by[row.proposer_id] += accepted
-    if not first:
-        counters.score_s += step_s
-        counts.score_s += step_s
+    drafted_by = (row.proposer_id, row.method)
+    tracker.count_round(seq.counters, round_, len(output), drafted_by, None if first else step_s)
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None

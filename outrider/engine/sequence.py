@@ -28,8 +28,7 @@ class Sequence(DraftedRow):
         submitted_at: float,
         constraint: ConstraintEditor | None = None,
     ) -> None:
-        super().__init__(request, max_len=max_len, drafting=drafting)
-        self.stop_ids = stop_ids
+        super().__init__(request, max_len=max_len, stop_ids=stop_ids, drafting=drafting)
         self.constraint = constraint
         # Editors of the logits run in this order, and then the adjuster.
         masks: tuple[LogitsEditor, ...] = () if constraint is None else (constraint,)
@@ -40,7 +39,6 @@ class Sequence(DraftedRow):
         self.block_table: list[int] = []
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
-        self.stop_token_id: int | None = None  # that ended it
         self.prompt_logprobs: list[list[float]] = []  # of computed tokens, until they are reported
         self.submitted_at = submitted_at
         self.queued_at = submitted_at  # again, when it is preempted
@@ -70,11 +68,7 @@ class Sequence(DraftedRow):
         return self.edits_logits or not coupled or self.request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
-        """Append tokens and walk the draft by them; True if a guess for the next round was wrong.
-
-        A guess is what a proposer that runs ahead drafted past this round, in which `drafted`
-        tokens were verified. Without one the next draft can only be late, not wrong.
-        """
+        """Append tokens and `walk` the draft by them."""
         base_len = len(self.token_ids)
         self.token_ids += emitted
         if self.edits_logits:
@@ -85,18 +79,5 @@ class Sequence(DraftedRow):
         return self.walk(base_len, emitted, drafted)
 
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
-        """Return the part of `choices` that is output, and the reason to end with it, if any.
-
-        Stop tokens come before the length; the stop token itself is not output. Choices after the
-        end of a constrained text do not count.
-        """
-        if self.constraint is not None:
-            choices = choices[: self.constraint.end]
-        if not self.stop_ids.isdisjoint(choices):
-            first = next(i for i, token in enumerate(choices) if token in self.stop_ids)
-            self.stop_token_id = choices[first]
-            return choices[:first], FinishReason.STOP
-        room = self.max_len - len(self.token_ids)
-        if len(choices) >= room:
-            return choices[:room], FinishReason.LENGTH
-        return choices, None
+        """Trim as any row; choices after the end of a constrained text do not count."""
+        return super().trim(choices if self.constraint is None else choices[: self.constraint.end])

@@ -7,7 +7,7 @@ from outrider.draft_tree import DraftTree
 from outrider.params import TokenIds
 from outrider.policy.row import Drafting
 from outrider.rounds import USEFUL, BlockFate, Counters
-from outrider.types import MethodCounts, Request, RequestStats
+from outrider.types import FinishReason, MethodCounts, Request, RequestStats
 
 
 class DraftedRow:
@@ -16,11 +16,15 @@ class DraftedRow:
     `token_ids` is prompt plus committed output.
     """
 
-    def __init__(self, request: Request, *, max_len: int, drafting: Drafting) -> None:
+    def __init__(
+        self, request: Request, *, max_len: int, stop_ids: frozenset[int], drafting: Drafting
+    ) -> None:
         self.request = request
         self.session_id = request.session_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = max_len  # committed tokens it can reach
+        self.stop_ids = stop_ids
+        self.stop_token_id: int | None = None  # that ended it
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.draft: DraftTree | None = None  # None if nothing is left below the node
         self.draft_node = -1  # the node of `draft` that the last committed token reached
@@ -32,6 +36,20 @@ class DraftedRow:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def trim(self, tokens: TokenIds) -> tuple[TokenIds, FinishReason | None]:
+        """Return the part of new `tokens` that is output, and the reason to end with it, if any.
+
+        Stop tokens come before the length; the stop token itself is not output.
+        """
+        if not self.stop_ids.isdisjoint(tokens):
+            first = next(i for i, token in enumerate(tokens) if token in self.stop_ids)
+            self.stop_token_id = tokens[first]
+            return tokens[:first], FinishReason.STOP
+        room = self.max_len - len(self.token_ids)
+        if len(tokens) >= room:
+            return tokens[:room], FinishReason.LENGTH
+        return tokens, None
 
     def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
         """Walk a block by what was committed since, and keep it if something is left below.

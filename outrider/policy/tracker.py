@@ -27,7 +27,7 @@ from outrider.policy.row import (
     PastCommit,
 )
 from outrider.policy.waiting import FIRST_PATIENCE_S, MAX_PATIENCE_S
-from outrider.rounds import USEFUL, BlockFate, Round
+from outrider.rounds import USEFUL, BlockFate, Counters, Round
 from outrider.types import Request
 
 
@@ -258,6 +258,33 @@ class DraftTracker:
         d.round = CurrentRound(committed_at=now, wrong=wrong)
         awaited.commits.append(PastCommit(len(row.token_ids), now, row.draft is None))
         d.unlearned = round_, confidences
+
+    def count_round(
+        self,
+        counters: Counters,
+        round_: Round,
+        num_output: int,
+        drafted_by: tuple[str, str],
+        verified_s: float | None,
+    ) -> None:
+        """Count a row's round in its own account and in the step's.
+
+        `num_output` tokens of the round are output, after trimming. `drafted_by` names proposer and
+        method. `verified_s` is the step's time; None for the row's first round, of its prompt.
+        """
+        counts, drafted = self.counts, round_.drafted
+        accepted = min(round_.accepted, num_output)
+        if num_output:
+            proposer_id, method = drafted_by
+            counters.count_round(drafted, accepted, method)
+            if drafted or verified_s is not None:
+                counts.rounds[drafted, accepted] += 1
+            if drafted:
+                counts.drafted_by[proposer_id] += drafted
+                counts.accepted_by[proposer_id] += accepted
+        if verified_s is not None:
+            counters.score_s += verified_s
+            counts.score_s += verified_s
 
     def learn(self, rows: Rows[Row]) -> None:
         """Take in what rows' last rounds showed, and choose how many tokens they draft.

@@ -16,7 +16,7 @@ from outrider.vllm.hosted_row import HostedRow
 
 
 class Emitted(NamedTuple):  # one per row and step: a dataclass takes three times as long
-    """What a step emitted for a row."""
+    """The output of a step for a row."""
 
     row: HostedRow
     first: bool  # it is the row's first output
@@ -138,21 +138,12 @@ class Accounting:
 
     def _count(self, emitted: Emitted) -> None:
         row, first, num_output, round_, _, proposer_id, method = emitted
-        counters, counts = row.counters, self.tracker.counts
         seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
-        drafted, kept = round_.drafted, min(round_.accepted, num_output)
-        if num_output:
-            counters.count_round(drafted, kept, method)
-            if drafted or not first:
-                counts.rounds[drafted, kept] += 1
-            if drafted:
-                counts.drafted_by[proposer_id] += drafted
-                counts.accepted_by[proposer_id] += kept
+        self.tracker.count_round(
+            row.counters, round_, num_output, (proposer_id, method), None if first else seconds
+        )
         if first:
-            counters.prefill_s = self.step.ended - row.started_at
-        else:
-            counters.score_s += seconds
-            counts.score_s += seconds
+            row.counters.prefill_s = self.step.ended - row.started_at
 
     def block_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
         """Note a block. A useful one is counted later: its row can run."""

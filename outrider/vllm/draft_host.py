@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Listener:
-    """What a host tells, on the stepping thread; a listener never waits, and never raises."""
+    """Listener to a host, on the stepping thread; it never waits, and never raises."""
 
     def opened(self, request: Request, traceparent: str) -> None:
         """Tell of a request that begins."""
@@ -105,7 +105,7 @@ class DraftHost(Inbox):
     # The stepping thread.
 
     def open(
-        self, name: str, request: Request, stop_ids: Collection[int | None], traceparent: str = ""
+        self, name: str, request: Request, stop_ids: frozenset[int], traceparent: str = ""
     ) -> HostedRow:
         """Begin a request that vLLM names `name`, in place of one of that name."""
         if name in self._rows:
@@ -191,9 +191,7 @@ class DraftHost(Inbox):
             base_len, drafted = ends[i] - len(tokens), row.num_verified
             if row.stale or base_len != len(row.token_ids):
                 row = self._reopen(row, token_ids[i, :base_len].tolist())
-            finish_reason = None
-            if ends[i] >= row.max_len or not row.stop_ids.isdisjoint(tokens):
-                tokens, finish_reason = row.trim(tokens)
+            tokens, finish_reason = row.trim(tokens)
             accepted, num_output = min(len(emitted[i]) - 1, drafted), len(tokens)
             round_, method, d = chain_round(drafted, accepted), row.draft_method, row.drafting
             row.token_ids += tokens

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from outrider.params import TokenIds
 from outrider.policy.drafted_row import DraftedRow
 from outrider.policy.row import Drafting
-from outrider.types import FinishReason, Request
+from outrider.types import Request
 
 
 class HostedRow(DraftedRow):
@@ -20,20 +17,12 @@ class HostedRow(DraftedRow):
         drafting: Drafting,
         *,
         max_len: int,
-        stop_ids: Collection[int | None],
+        stop_ids: frozenset[int],
         started_at: float,
     ) -> None:
-        super().__init__(request, max_len=max_len, drafting=drafting)
+        super().__init__(request, max_len=max_len, stop_ids=stop_ids, drafting=drafting)
         self.name = name
-        self.stop_ids = frozenset(stop_ids)
         self.started_at = started_at
         self.num_verified = 0  # draft tokens in the step that runs
         self.ended = False
         self.stale = False  # the text may not be vLLM's
-
-    def trim(self, tokens: TokenIds) -> tuple[TokenIds, FinishReason]:
-        """Return what is output of a request's last tokens, and why it ends."""
-        for i, token in enumerate(tokens):
-            if token in self.stop_ids:
-                return tokens[:i], FinishReason.STOP
-        return tokens[: self.max_len - len(self.token_ids)], FinishReason.LENGTH

@@ -31,7 +31,7 @@ _MAX_CHARS: Final = 256  # of a name
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a request says to the draft side only."""
+    """The part of a request that is for the draft side only."""
 
     speculation: SpeculationParams
     tenant: str = ""
@@ -90,7 +90,7 @@ class Extras:
 
 def read_request(
     new: Any, session_id: int, served: adapter.Served, *, coupled: bool
-) -> tuple[Request, Extras, frozenset[int | None]] | None:
+) -> tuple[Request, Extras, frozenset[int]] | None:
     """Return a `NewRequestData` as a request, its extras and its stop tokens.
 
     None for a request that nobody can draft for: it has embeddings for a prompt. Where vLLM's own
@@ -135,4 +135,5 @@ def read_request(
         ),
         tenant=extras.tenant,
     )
-    return request, extras, frozenset(params.stop_token_ids or ()) | {params.eos_token_id}
+    ends = (*(params.stop_token_ids or ()), params.eos_token_id)
+    return request, extras, frozenset(token for token in ends if token is not None)
