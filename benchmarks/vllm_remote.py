@@ -23,13 +23,12 @@ from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, python_path, stopping
 from benchmarks.lib.program import arguments, guarded, say
-from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem, draft_model
+from benchmarks.lib.vllm_peer import ROOM, VllmEngine, VllmPlace, VllmSystem, draft_model
 from outrider.models.resolve import resolve_model
 
 _BASE = "vllm none"
 _PORT, _DATA_PORT = 7001, 7002
 _KV_CACHE_BYTES = 6 << 30
-_ROOM = 64  # tokens beside a request's own, for its last draft
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,7 +115,7 @@ def _start(
         engine = VllmEngine(
             place.python,
             target,
-            max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
+            max_model_len=args.max_prompt_tokens + args.max_tokens + ROOM,
             speculation=speculations[name],
             max_num_seqs=max(args.concurrency),
             options=options | ({"additional_config": {"outrider": ports}} if hosted else {}),

@@ -1,4 +1,4 @@
-"""A chat's answers: what they must look like, and how they are read."""
+"""Plan a chat: its prompt, the constraint on its answers, and the way to read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANALYSIS: Final = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a client asks for. `*_param` are its names of parameters."""
+    """The client's wishes. `*_param` are its names of parameters."""
 
     conversation: Conversation
     choice: Choice
@@ -35,7 +35,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The prompt of a request, and what is known of its answers."""
+    """The prompt of a request, and the facts known of its answers."""
 
     constraint: Constraint | None
     param: str

@@ -1,4 +1,4 @@
-"""What a gateway's scorers are busy with, as metrics: as if they were one engine."""
+"""Show the load of a gateway's scorers as metrics, as if they were one engine."""
 
 from __future__ import annotations
 

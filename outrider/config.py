@@ -12,6 +12,8 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""
+THREAD_SWITCH_S: Final = 0.0005
+"""Time for which a thread may keep the one that waits for its result from taking it up."""
 MAX_WAITING: Final = 1024
 """Requests that wait for a row of the batch."""
 

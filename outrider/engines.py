@@ -1,4 +1,4 @@
-"""Which engine serves a model: the one place that decides. Imports no engine, and no torch."""
+"""Choose the engine that serves a model, in this one place. Imports no engine, and no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be served."""
+    """The model to serve, and the devices for it."""
 
     config: Mapping[str, Any]
     """The model's config.json, with the fields of a nested text model as its own."""

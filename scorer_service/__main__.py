@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from outrider import engines, start_times
-from outrider.config import DTYPES, SPECULATION_POLICIES
+from outrider.config import DTYPES, SPECULATION_POLICIES, THREAD_SWITCH_S
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
@@ -210,8 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Rounds for which an idle OpenMP thread spins. libgomp's default of 300,000 costs a time slice
     # at every barrier where other processes want the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # Time for which the event loop may keep the engine's thread from taking up a result.
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(THREAD_SWITCH_S)
 
     end_at_sigterm()
     try:

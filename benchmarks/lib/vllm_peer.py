@@ -17,7 +17,7 @@ from benchmarks.lib.records import Run, TokenIds, completions_of
 from outrider.models.resolve import resolve_model
 
 METHODS = ("none", "draft_model")
-_ROOM = 64  # tokens beside a request's own, for its last draft
+ROOM = 64  # tokens beside a request's own, for its last draft
 _START_TIMEOUT_S = 600
 _THREADS = "2"
 # vLLM's own processes, no compiler at start, no network.
@@ -130,7 +130,7 @@ def start_on_gpu(
     engine = VllmEngine(
         place.python,
         resolve_model(args.model, "target"),
-        max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
+        max_model_len=args.max_prompt_tokens + args.max_tokens + ROOM,
         speculation=draft_model(draft, args.num_speculative_tokens) if draft else None,
         max_num_seqs=max(concurrencies),
         options={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},

@@ -37,7 +37,7 @@ Calls = Callable[[Reader, Tools], Parse[None]]
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """How a call is written, its arguments as JSON; `{name}` stands for the function's."""
+    """The spelling of a call with JSON arguments; `{name}` stands for the function's name."""
 
     begin: str
     end: str
@@ -49,7 +49,7 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class TaggedText(CallText):
-    """How a call is written whose arguments are texts; `{key}` stands for an argument's name."""
+    """The spelling of a call with texts as arguments; `{key}` stands for an argument's name."""
 
     argument: str = ""
     value_end: str = ""
@@ -63,13 +63,13 @@ class ToolFormat:
     calls: Calls
     text: CallText
     mark: str
-    """What the first call begins with; empty: calls are the whole answer."""
+    """The text that begins the first call; empty: calls are the whole answer."""
     others: tuple[str, ...] = ()
     """More parts of the format that may be special tokens."""
     id_chars: int | None = None
     """Characters of a call's id, where templates want so many."""
     is_answer: bool = False
-    """Whether it is the format of whole answers, with reasoning."""
+    """True for the format of whole answers, with reasoning."""
 
 
 _DEEPSEEK_MARKS: Final = (ds.CALLS_END, ds.CALL, ds.CALL_END, ds.SEPARATOR)
@@ -174,7 +174,7 @@ _REASONING_ALIASES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model answers."""
+    """The format of a model's answers."""
 
     tools: ToolFormat | None = None
     marks: Marks | None = None
@@ -182,7 +182,7 @@ class AnswerFormat:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether answers are messages in channels."""
+        """Tell whether answers are messages in channels."""
         return self.tools is not None and self.tools.is_answer
 
     def reading(self, prompt: str, tools: Tools) -> Reading | None:
@@ -205,21 +205,21 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read the answers to one request."""
+    """The way to read the answers to one request."""
 
     calls: Calls | None
     tools: Tools
     marks: Marks | None
     thinks: bool
-    """Whether the prompt began the reasoning."""
+    """True if the prompt began the reasoning."""
     may_think: bool
-    """Whether the answer may begin with reasoning."""
+    """True if the answer may begin with reasoning."""
     special: tuple[str, ...] = ()
     """Special tokens that are part of the format."""
     id_chars: int | None = None
     """Characters of a call's id, where templates want so many."""
     one_call: bool = False
-    """Whether calls behind the first are left out."""
+    """True if calls behind the first are left out."""
 
     def new_call_id(self) -> str:
         """Return an id for a call."""

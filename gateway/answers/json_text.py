@@ -40,7 +40,7 @@ class JsonContainer:
 
     @property
     def in_string(self) -> bool:
-        """Whether the next character belongs to a string."""
+        """Tell whether the next character belongs to a string."""
         return self.place in (Place.STRING, Place.ESCAPE, Place.HEX)
 
     def step(self, char: str) -> bool:

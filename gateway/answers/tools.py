@@ -28,13 +28,13 @@ Tools = Mapping[str, Tool]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a request says about calls."""
+    """The calls that a request allows or demands."""
 
     tools: Tools
     forced: tuple[str, ...] = ()
     """The functions of which one must be called; none: the model may call any, or answer."""
     one: bool = False
-    """Whether an answer has at most one call."""
+    """True if an answer has at most one call."""
 
 
 def parameter_types(tools: Tools, function: str, parameter: str) -> frozenset[str]:

@@ -16,7 +16,7 @@ _REASONING = ("reasoning_content", "reasoning")  # clients read the one or the o
 
 @dataclass(frozen=True, slots=True)
 class MessageReading:
-    """How one request's answers are read, and what of them is told."""
+    """The way to read one request's answers, and the parts of them that are told."""
 
     reading: Reading
     with_reasoning: bool
@@ -32,7 +32,7 @@ class MessageReader:
 
     @property
     def called(self) -> bool:
-        """Whether the answer has a tool call."""
+        """Tell whether the answer has a tool call."""
         return bool(self._calls)
 
     def delta(self, text: str, *, last: bool) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Final
 
-_SWITCH_S: Final = 0.0005
-"""Time for which another thread may keep the engine's thread from taking up a result."""
+from outrider.config import THREAD_SWITCH_S
 
 
 class Switching:
@@ -22,7 +20,7 @@ class Switching:
         with self._lock:
             if self._engines == 0:
                 self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
+                sys.setswitchinterval(min(self._before_s, THREAD_SWITCH_S))
             self._engines += 1
 
     def end(self) -> None:

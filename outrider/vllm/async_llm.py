@@ -30,7 +30,7 @@ __all__ = ["ClientError", "EngineDeadError", "Facts", "build", "facts", "stream"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What vLLM made of its flags."""
+    """The limits and sizes that vLLM made of its flags."""
 
     vocab_size: int
     max_model_len: int

@@ -19,9 +19,9 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from outrider.config import SPECULATION_POLICIES
+from outrider.config import SPECULATION_POLICIES, THREAD_SWITCH_S
 from outrider.errors import ConfigError, DeadlineError, InvalidRequestError
 from outrider.rpc.deployment import Deployment, add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import prepare_grpc
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from scorer_service.config import ServedModel
 
 _START_S, _STOP_S = 30.0, 1.0
-_SWITCH_S: Final = 0.0005
-"""Time for which vLLM's thread may keep the event loop from reading a draft that came."""
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +100,7 @@ class DraftServer(Listener):
         Raises `ConfigError` for a port that is taken, and `DeadlineError`.
         """
         self._served = served
-        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        sys.setswitchinterval(min(THREAD_SWITCH_S, sys.getswitchinterval()))
         self._thread.start()
         try:
             return self._started.result(_START_S)

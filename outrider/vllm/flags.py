@@ -90,7 +90,7 @@ def node_rank(flags: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What a scorer asks of vLLM. 0 and None leave a choice to vLLM."""
+    """A scorer's settings for vLLM. 0 and None leave a choice to vLLM."""
 
     model: str
     served_model_name: str

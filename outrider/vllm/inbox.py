@@ -1,4 +1,4 @@
-"""What the event loop sends to the stepping thread."""
+"""Messages from the event loop to the stepping thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM streams for one request, as commits of ours. Imports no vLLM."""
+"""Turn vLLM's outputs for one request into commits of ours. Imports no vLLM."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _STRUCTURED: Final[dict[ConstraintKind, Callable[[str], dict[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What this engine can do for a request, as it was started."""
+    """The abilities of this engine, as it was started."""
 
     coupled: bool = False
     """vLLM's samplers choose tokens by coupled sampling."""

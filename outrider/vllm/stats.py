@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of its load and of its speculation. Imports no vLLM."""
+"""Keep what vLLM's scheduler says of its load and its speculation. Imports no vLLM."""
 
 from __future__ import annotations
 

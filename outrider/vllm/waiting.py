@@ -1,4 +1,4 @@
-"""How long a step waits for drafts in an engine whose steps have all rows."""
+"""Policies of waiting for drafts, for an engine whose steps have all rows."""
 
 from __future__ import annotations
 

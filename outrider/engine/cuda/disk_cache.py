@@ -1,4 +1,4 @@
-"""What a start found out, kept beside Triton's compiled kernels for later starts.
+"""Keep findings of a start beside Triton's compiled kernels for later starts.
 
 An entry counts for the same device, libraries and kernels alone.
 """
