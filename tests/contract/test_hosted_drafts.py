@@ -27,6 +27,7 @@ from tests.support.services.scripted_proposer import (
     proposing,
 )
 from tests.support.services.vllm_steps import SERVED, VOCAB, VllmSteps, truth
+from tests.support.waiting import until
 
 
 class Hosted:
@@ -73,7 +74,9 @@ async def test_hosted_drafts_come_from_a_proposer_that_dials_in(
     async with hosted(monkeypatch, line) as up, dialled(up.address, mine, **fields) as proposer:
         async with proposing(proposer):
             assert (proposer.data is None) == secured
-            for _ in range(4):
+            await asyncio.to_thread(up.world.step)  # begins the request; no row waits for strangers
+            await until(lambda: bool(proposer.opens))
+            for _ in range(3):
                 drafts = await asyncio.to_thread(up.world.step)
             text = up.world.texts["a"]
             assert drafts["a"], "a draft that was waited for"
