@@ -1,11 +1,12 @@
 """Compare `LLM.generate` with the engine's own loop, which it runs on.
 
-    python -m benchmarks.offline [--model FOLDER] [--prompts 256] [--max-tokens 256]
+    python -m benchmarks.offline [--model FOLDER] [--prompts 256] [--vllm FOLDER|PYTHON]
 
 Both run the same loaded engine in turns: the loop takes requests and counts tokens on the engine's
 thread, and nothing else runs; `LLM.generate` also admits requests, detokenises and makes outputs.
 Prompts are random tokens, anew for each run, so that nothing is cached. Without a folder the
-weights are random, in the shape of `--shape`.
+weights are random, in the shape of `--shape`. With `--vllm`, vLLM's `LLM` takes as many prompts
+after them, without detokenisation.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.inflate import SHAPES
 from benchmarks.lib.gpu import random_llama
+from benchmarks.lib.processes import Child, stopping
 from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem
 from outrider import LLM, SamplingParams
 from outrider.engine.worker import EngineWorker
 from outrider.models.resolve import resolve_model
@@ -32,6 +36,7 @@ from outrider.params import SamplingParams as EngineSampling
 from outrider.params import SpeculationParams, StopParams
 from outrider.types import Request, StepEvents
 
+_OURS, _CONTEXT, _TIMEOUT_S = "LLM.generate", 2048, 10.0
 _FIRST_SESSION = 2**40  # the hub's own count from 1
 
 
@@ -42,30 +47,67 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         model = args.model or _random_model(args.shape, Path(scratch))
         memory = {} if args.kv_cache_memory is None else {"kv_cache_memory": args.kv_cache_memory}
-        with LLM(str(model), max_model_len=2048, max_num_seqs=args.rows, **memory) as llm:
-            return _compare(llm, args)
+        with LLM(str(model), max_model_len=_CONTEXT, max_num_seqs=args.rows, **memory) as llm:
+            rates = _rates(args, rng, {"loop": partial(_loop, llm), _OURS: partial(_generate, llm)})
+        children: list[Child] = []
+        place = VllmPlace.find(args.vllm)
+        with stopping(children):
+            if place is not None:
+                peer = _vllm(args, place, model, Path(scratch), children)
+                rates |= _rates(args, rng, {"vllm": peer})
+    for name, rate in rates.items():
+        print(f"{name}: {rate:.0f} tokens/s, {rate / rates['loop']:.3f} of the loop")
+    return 0
 
 
-def _compare(llm: LLM, args: argparse.Namespace) -> int:
-    rng = random.Random(args.seed)
-    rates: dict[str, list[float]] = {"loop": [], "LLM.generate": []}
+_Run = Callable[[Sequence[list[int]], int], int]
+
+
+def _rates(args: argparse.Namespace, rng: random.Random, runs: dict[str, _Run]) -> dict[str, float]:
+    """Return the median tokens/s of each, measured in turns after a warm-up."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(args.rounds + 1):
-        for name, run in (("loop", _loop), ("LLM.generate", _generate)):
+        for name, run in runs.items():
             prompts = [
                 rng.choices(range(8, 256), k=args.prompt_tokens) for _ in range(args.prompts)
             ]
             began = time.perf_counter()
-            tokens = run(llm, prompts, args.max_tokens)
+            tokens = run(prompts, args.max_tokens)
             rate = tokens / (time.perf_counter() - began)
             say(f"{name}: {rate:.0f} tokens/s" + ("" if number else " (warm-up)"))
             if number:
                 rates[name].append(rate)
-    loop, generate = (statistics.median(rates[name]) for name in rates)
-    print(f"loop {loop:.0f} tokens/s, LLM.generate {generate:.0f} tokens/s: {generate / loop:.3f}")
-    return 0
+    return {name: statistics.median(found) for name, found in rates.items()}
+
+
+def _vllm(
+    args: argparse.Namespace,
+    place: VllmPlace,
+    model: Path,
+    log_dir: Path,
+    children: list[Child],
+) -> _Run:
+    """Start vLLM's `LLM` with its defaults. Raises `ProcessError`."""
+    engine = VllmEngine(
+        place.python,
+        model,
+        max_model_len=_CONTEXT,
+        max_num_seqs=args.rows,
+        options={"skip_tokenizer_init": True},
+        env=place.env,
+    )
+    system = VllmSystem("vllm", engine.start(log_dir, children), frozenset(), _TIMEOUT_S)
+
+    def run(prompts: Sequence[list[int]], max_tokens: int) -> int:
+        texts = [tuple(prompt) for prompt in prompts]
+        completions = system.run(texts, max_tokens, len(texts)).completions
+        return sum(len(completion.token_ids) for completion in completions)
+
+    return run
 
 
 def _generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
@@ -131,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=256, help="max_num_seqs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-memory", type=int, metavar="MiB")
+    parser.add_argument("--vllm", help="a folder of vLLM's wheels, or another Python")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

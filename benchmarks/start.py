@@ -1,10 +1,11 @@
 """Measure how long `outrider serve` takes to its first token: with cold caches, and then again.
 
-    python -m benchmarks.start --model TARGET [--starts 2] [-- FLAGS OF serve]
+    python -m benchmarks.start --model TARGET [--starts 2] [--vllm FOLDER] [-- FLAGS OF serve]
 
 The first start is cold if this user has never started that model on this machine: compiled kernels
 and chosen tilings lie in the user's cache folders. Time runs from the command to the first token
-that streams from the HTTP API.
+that streams from the HTTP API. With `--vllm`, vLLM's server is started as often, after ours, with
+that Python or the wheels in that folder.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,9 +27,16 @@ from benchmarks.lib import report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.processes import ProcessError, python_path
 from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.vllm_peer import VllmPlace
+from outrider.models.resolve import resolve_model
 
 _POLL_S, _STOP_S = 0.1, 20.0
-_BODY = {"model": "default", "prompt": "def fibonacci(n):", "max_tokens": 128, "temperature": 0}
+_BODY: dict[str, Any] = {
+    "model": "default",
+    "prompt": "def fibonacci(n):",
+    "max_tokens": 128,
+    "temperature": 0,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--starts", type=int, default=2)
     p.add_argument("--port", type=int, default=8123)
     p.add_argument("--timeout", type=float, default=300.0, help="seconds, of each start")
+    p.add_argument("--vllm", help="a folder of vLLM's wheels, or another Python")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/start"))
     p.add_argument("flags", nargs="*", help="of `outrider serve`, after --")
     return p
@@ -46,14 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _run(args))
 
 
+@dataclass(frozen=True)
+class _Server:
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+
+
 def _run(args: argparse.Namespace) -> int:
-    starts = [_start(args, i) for i in range(args.starts)]
+    servers = [_outrider(args)]
+    if place := VllmPlace.find(args.vllm):
+        servers.append(_vllm(args, place))
+    starts = [_start(args, server, i) for server in servers for i in range(args.starts)]
     facts = {**report.machine(), "gpu": gpu_name() or "none"}
     rows = [
-        [str(i + 1), f"{start['first_token_s']:.1f}", f"{start['text_s']:.2f}", start["phases"]]
-        for i, start in enumerate(starts)
+        [s["server"], s["start"], f"{s['first_token_s']:.1f}", f"{s['text_s']:.2f}", s["phases"]]
+        for s in starts
     ]
-    columns = ["start", "first token s", "the other 127 tokens s", "phases of the scorer"]
+    columns = ["server", "start", "first token s", "the other 127 tokens s", "phases of the scorer"]
     command = report.command("benchmarks.start")
     text = "\n".join(
         [*report.head("Start to first token", command, facts), *report.table(columns, rows)]
@@ -63,13 +84,24 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(args: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Start the stack, take a text, and stop it. Raises `ProcessError`."""
+def _outrider(args: argparse.Namespace) -> _Server:
     command = [sys.executable, "-m", "outrider.cli", "serve", args.model]
     command += ["--port", str(args.port), "--grpc-port", str(args.port + 1), *args.flags]
+    return _Server("outrider", command, python_path())
+
+
+def _vllm(args: argparse.Namespace, place: VllmPlace) -> _Server:
+    command = [place.python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(resolve_model(args.model, "target")), "--port", str(args.port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", _BODY["model"]]
+    return _Server("vllm", command, {**os.environ, **place.env})
+
+
+def _start(args: argparse.Namespace, server: _Server, number: int) -> dict[str, Any]:
+    """Start the server, take a text, and stop it. Raises `ProcessError`."""
     with tempfile.TemporaryFile("w+") as log:
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=python_path())
+        process = subprocess.Popen(server.command, stdout=log, stderr=log, env=server.env)
         try:
             first_token_s, text_s = _first_text(args, process, began, log)
         finally:
@@ -79,8 +111,10 @@ def _start(args: argparse.Namespace, number: int) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 process.kill()
         found = [line.partition("started in ")[2].strip() for line in _lines(log)]
-    say(f"start {number + 1}: first token after {first_token_s:.1f} s")
+    say(f"{server.name}, start {number + 1}: first token after {first_token_s:.1f} s")
     return {
+        "server": server.name,
+        "start": str(number + 1),
         "first_token_s": first_token_s,
         "text_s": text_s,
         "phases": next(filter(None, found), ""),
@@ -110,7 +144,9 @@ def _first_text(
             connection.close()
         time.sleep(_POLL_S)
     tail = "\n  ".join(_lines(log)[-15:])
-    raise ProcessError(f"serve gave no token in {args.timeout:.0f} s; its last lines:\n  {tail}")
+    raise ProcessError(
+        f"the server gave no token in {args.timeout:.0f} s; its last lines:\n  {tail}"
+    )
 
 
 def _lines(log: IO[str]) -> list[str]:
