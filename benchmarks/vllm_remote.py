@@ -1,11 +1,12 @@
 """Measure vLLM with Outrider's proposers, beside vLLM's own draft model and no speculation.
 
     python -m benchmarks.vllm_remote --model TARGET --draft-model DRAFT --vllm FOLDER|PYTHON
-        [--gpus 0 1]
+        [--gpus 0 1] [--eagle3 HEAD]
 
 TARGET and DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py). The engines
-lie on the first GPU, and Outrider's proposer on the last: with two GPUs it drafts ahead. All
-engines are loaded at once, with KV caches of a fixed size, and measured in turns.
+lie on the first GPU, and Outrider's proposer on the last: with two GPUs it drafts ahead. With
+`--eagle3`, vLLM also speculates with that module, on the last GPU. All engines are loaded at once,
+with KV caches of a fixed size, and measured in turns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.vllm_peer import ROOM, VllmEngine, VllmPlace, VllmSystem, draft_model
 from outrider.models.resolve import resolve_model
 
-_BASE = "vllm none"
+_BASE, _OURS, _EAGLE3 = "vllm none", "vllm + outrider", "vllm eagle3"
 _PORT, _DATA_PORT = 7001, 7002
 _KV_CACHE_BYTES = 6 << 30
 
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p = arguments("benchmarks.vllm_remote", __doc__)
     p.add_argument("--model", required=True, help="target: a folder")
     p.add_argument("--draft-model", required=True, help="with the target's tokenizer")
+    p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
     p.add_argument("--vllm", required=True, help="a folder of vLLM's wheels, or another Python")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--gpus", nargs="+", default=["0"], help="of the engines, of the proposer")
@@ -100,8 +102,11 @@ def _start(
     speculations = {
         _BASE: None,
         "vllm draft_model": draft_model(draft, k),
-        "vllm + outrider": remote,
+        _OURS: remote,
     }
+    if args.eagle3:
+        head = {"method": "eagle3", "model": args.eagle3, "num_speculative_tokens": k}
+        speculations[_EAGLE3] = head
     options: dict[str, object] = {"skip_tokenizer_init": True}
     if args.device == "cpu":
         options["enforce_eager"] = True
@@ -111,7 +116,7 @@ def _start(
     ports = f"--port {_PORT} --data-port {_DATA_PORT}"
 
     def start(name: str) -> VllmSystem:
-        hosted = name == "vllm + outrider"
+        hosted = name == _OURS
         engine = VllmEngine(
             place.python,
             target,
@@ -119,7 +124,7 @@ def _start(
             speculation=speculations[name],
             max_num_seqs=max(args.concurrency),
             options=options | ({"additional_config": {"outrider": ports}} if hosted else {}),
-            env=place.env | {"CUDA_VISIBLE_DEVICES": args.gpus[0]},
+            env=place.env | {"CUDA_VISIBLE_DEVICES": args.gpus[-1 if name == _EAGLE3 else 0]},
         )
         worker = engine.start(log_dir, children)
         if hosted:
