@@ -13,7 +13,7 @@ from outrider.errors import InvalidRequestError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import generation_pb2
-from tests.contract.test_gateway_grpc import refusal
+from tests.contract.gateway.test_grpc import refusal
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import Running, running_gateway, tokens
 
