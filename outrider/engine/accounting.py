@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.draft_port import NewTokens
 from outrider.engine.sampling.prompt_logprobs import to_prompt_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
@@ -43,6 +44,20 @@ class Committed:
     decoding: bool  # no prompt was processed
     seconds: float  # from the step's launch to its result
     now: float  # of the result
+
+    @property
+    def new_tokens(self) -> list[NewTokens]:
+        """Return the tokens as a proposer on the engine's thread hears of them."""
+        return [
+            NewTokens(
+                row.seq.session_id,
+                row.base_len,
+                row.output,
+                row.seq.drafting.num_draft_tokens,
+                row.finish_reason is not None,
+            )
+            for row in self.emitted
+        ]
 
 
 def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, ...]:

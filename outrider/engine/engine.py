@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outrider.config import EngineConfig
 from outrider.draft_port import (
@@ -14,39 +14,26 @@ from outrider.draft_port import (
     DraftOffer,
     NewTokens,
     PostedBlock,
-    VerifyingRow,
     VerifyOutput,
 )
-from outrider.draft_tree import DraftTree
 from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.in_flight import InFlight, hold_places, lack_only
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
+from outrider.engine.runner import FailedLaunch, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Step
+from outrider.engine.step_clock import StepClock
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import DraftMode, Policy
 from outrider.policy.tracker import ArrivedBlock
 from outrider.rounds import USEFUL, BlockFate
-from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
+from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A step between its launch and its result."""
-
-    step: Step
-    pending: Pending
-    began: float  # its scheduling
-    scheduled: float
-    timings: StepTimings  # as far as they are known
-    set_aside: tuple[int, ...] | None = None  # None: the policy does not know of the launch
 
 
 class Engine:
@@ -87,12 +74,9 @@ class Engine:
         self._scheduler = Scheduler(config, self._policy, self._pool)
         self._tracker = self._scheduler.tracker
         self._runner = runner or Runner(model)
-        self._clock = clock
-        self._committed_at = clock()  # by the last step
-        self._result_at: float | None = None  # of the last step, if the next one follows directly
-        self._draft_seconds = 0.0  # on this thread, for the next step
+        self._clock = StepClock(clock)
         self._device_drafts: DeviceDrafts | None = None  # for the next step
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._collected: tuple[Committed, StepEvents] | None = None  # not finalized yet
         self._failed: StepEvents | None = None  # a step that failed, not reported yet
         self._uncounted: list[ArrivedBlock] = []  # useful blocks
@@ -110,7 +94,7 @@ class Engine:
         Until `collect` ends, no session may be aborted.
         """
         assert self._in_flight is None
-        began = self._clock()
+        began = self._clock.now()
         if self._uncounted and any(
             seq.draft is None and not seq.drafting.runs_ahead for seq in self._scheduler.running
         ):
@@ -118,31 +102,16 @@ class Engine:
         drafts, self._device_drafts = self._device_drafts, None
         step = self._scheduler.schedule(began)
         if step is None:
-            self._result_at = None
+            self._clock.nothing_ready()
             return False
         if drafts is not None:
             step = replace(step, device_drafts=drafts)
-        scheduled = self._clock()
+        scheduled = self._clock.now()
         try:
             pending = self._runner.launch(step)
         except Exception as error:
             pending = FailedLaunch(error)
-        draft_s, self._draft_seconds = self._draft_seconds, 0.0
-        gap_ms = None  # with device drafts the device is still busy with these
-        if self._result_at is not None and drafts is None:
-            gap_ms = (self._clock() - self._result_at - draft_s) * 1e3
-        timings = StepTimings(
-            schedule_ms=(scheduled - began) * 1e3,
-            forward_ms=0.0,
-            verify_ms=0.0,
-            commit_ms=0.0,
-            idle_ms=(began - self._committed_at - draft_s) * 1e3,
-            num_rows=len(step.rows),
-            num_tokens=step.num_tokens,
-            gap_ms=gap_ms,
-            draft_ms=draft_s * 1e3,
-        )
-        self._in_flight = _InFlight(step, pending, began, scheduled, timings)
+        self._in_flight = self._clock.launched(step, pending, began, scheduled)
         return True
 
     def collect(self) -> None:
@@ -166,20 +135,12 @@ class Engine:
             failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
             self._failed = self._fail([row.seq.session_id for row in flight.step.rows], failure)
             return
-        self._result_at = now = self._clock()
-        took_s = now - flight.scheduled
-        if flight.step.device_drafts is not None:  # the device came to the step after its launch
-            took_s = result.forward_s + result.verify_s
+        now = self._clock.result()
+        took_s = flight.seconds(result, now)
         committed = self._scheduler.commit(flight.step, result, took_s, now)
         if self.features is not None:
             self.features.gather(self._scheduler.by_session)
-        self._committed_at = self._clock()
-        timings = replace(
-            flight.timings,
-            forward_ms=result.forward_s * 1e3,
-            verify_ms=result.verify_s * 1e3,
-            commit_ms=(self._committed_at - now) * 1e3,
-        )
+        timings = self._clock.committed(flight, result, now)
         self._collected = committed, StepEvents((), (), timings, flight.set_aside or ())
 
     def finalize_step(self) -> StepEvents | None:
@@ -226,7 +187,7 @@ class Engine:
             request,
             max_len=min(prompt_len + stop.max_tokens, self.info.max_model_len),
             stop_ids=stop.stop_token_ids | eos,
-            now=self._clock(),
+            now=self._clock.now(),
             constraint=constraint,
         )
 
@@ -253,7 +214,7 @@ class Engine:
         self._count_blocks()  # of the proposer before
         if self.features is not None:
             self.features.follow(seq, offer.features)
-        self._tracker.attach(seq, offer, self._clock())
+        self._tracker.attach(seq, offer, self._clock.now())
 
     def post_block(self, block: PostedBlock) -> BlockFate | None:
         """Take a block; None if the session is unknown or another proposer drafts for it."""
@@ -261,7 +222,7 @@ class Engine:
         if seq is None or seq.drafting.proposer_id != block.proposer_id:
             return None
         fate = seq.take_block(block.tree, block.method)
-        at = self._clock() if block.arrived_at is None else block.arrived_at
+        at = self._clock.now() if block.arrived_at is None else block.arrived_at
         arrived = ArrivedBlock(
             seq, block.tree, fate, block.proposer_id, block.method, block.draft_us * 1e-6, at
         )
@@ -276,17 +237,7 @@ class Engine:
     @property
     def new_tokens(self) -> list[NewTokens]:
         """Return what the last `collect` committed, until `finalize_step` counts it."""
-        emitted = () if self._collected is None else self._collected[0].emitted
-        return [
-            NewTokens(
-                row.seq.session_id,
-                row.base_len,
-                row.output,
-                row.seq.drafting.num_draft_tokens,
-                row.finish_reason is not None,
-            )
-            for row in emitted
-        ]
+        return [] if self._collected is None else self._collected[0].new_tokens
 
     @property
     def verify_output(self) -> VerifyOutput | None:
@@ -295,16 +246,7 @@ class Engine:
         None if only the host will have it. Rows are left out that draft no more, that verify
         trees, or whose constraint may cut what is accepted.
         """
-        flight = self._in_flight
-        if flight is None or flight.pending.verified is None:
-            return None
-        rows: list[VerifyingRow] = []
-        with_logits = (row for row in flight.step.rows if row.slice.num_logits)
-        for place, row in enumerate(with_logits):
-            wanted = row.seq.drafting.num_draft_tokens
-            if wanted and not row.slice.parents and row.seq.constraint is None:
-                rows.append(VerifyingRow(row.seq.session_id, place, len(row.draft), wanted))
-        return VerifyOutput(rows, flight.pending.verified)
+        return None if self._in_flight is None else self._in_flight.verify_output
 
     def committed(self, session_id: int) -> TokenIds | None:
         """Return the prompt and output of a session; None if it is unknown."""
@@ -319,30 +261,21 @@ class Engine:
         step, and a newcomer would wait for one more round.
         """
         sequences = self._scheduler.by_session
-        ready = drafts.lengths.keys() == sequences.keys() and all(
-            seq.admitted
-            and seq.num_computed == len(seq.token_ids) - 1
-            and not seq.needs_eager_sampling  # by drafts that the host has
-            for seq in sequences.values()
-        )
-        if not ready or not self._runner.takes_device_drafts(
+        if not lack_only(drafts, sequences) or not self._runner.takes_device_drafts(
             len(sequences), max(drafts.lengths.values())
         ):
             return False
-        for session, num_tokens in drafts.lengths.items():
-            seq = sequences[session]
-            seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
+        hold_places(drafts, sequences)
         self._device_drafts = drafts
         return True
 
     def count_drafting(self, seconds: float) -> None:
         """Count time that this thread spent on drafts: of the step in flight, or of the next."""
         if self._in_flight is None:
-            self._draft_seconds += seconds
+            self._clock.count_drafting(seconds)
             return
         self._count_blocks()
-        timings = self._in_flight.timings
-        self._in_flight.timings = replace(timings, draft_ms=timings.draft_ms + seconds * 1e3)
+        self._in_flight.count_drafting(seconds)
 
     # For observers.
 
