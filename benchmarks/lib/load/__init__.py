@@ -1,0 +1,1 @@
+"""Load over HTTP: requests that arrive or wait their turn, and what their streams show."""
