@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 from gateway.answers.events import Arguments, Call, Event
 from gateway.answers.formats import Reading
 from gateway.answers.reader import Parse, Reader
@@ -15,6 +18,8 @@ class AnswerParser:
         self._reading = reading
         self._reader = Reader(trims=bool(reading.tools))
         self._calls = 0
+        self._begins: list[int] = []  # of the tokens, within the text
+        self._chars = 0
         self._parse = self._whole()
         next(self._parse)
 
@@ -30,6 +35,23 @@ class AnswerParser:
         next(self._parse, None)
         self._reader.close()
         return self._wanted(self._reader.take())
+
+    def read(self, texts: Sequence[str], *, last: bool) -> list[Event]:
+        """Return the events that tokens with these texts made certain; `last`: the answer ends."""
+        for text in texts:
+            self._begins.append(self._chars)
+            self._chars += len(text)
+        events = self.feed("".join(texts))
+        return events + self.finish() if last else events
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Count the tokens that began within reasoning, of those that were `read`."""
+        begins = self._begins
+        return sum(
+            bisect_left(begins, end) - bisect_left(begins, begin)
+            for begin, end in self._reader.thoughts
+        )
 
     def _wanted(self, events: list[Event]) -> list[Event]:
         if not self._reading.one_call:

@@ -32,6 +32,9 @@ class Reader:
     def __init__(self, *, trims: bool) -> None:
         self._text = ""
         self._at = 0
+        self._dropped = 0  # characters before `_text`
+        self.thoughts: list[tuple[int, int]] = []
+        """Where reasoning begins and ends in the whole text; its marks are not part of it."""
         self._mark: int | None = None
         self._ended = False
         self._trims = trims
@@ -51,6 +54,7 @@ class Reader:
         drop = self._at if self._mark is None else self._mark
         self._text = self._text[drop:] + text
         self._at -= drop
+        self._dropped += drop
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
@@ -86,7 +90,14 @@ class Reader:
         self._space = text[len(body) :]
 
     def reasoning(self, text: str) -> None:
-        """Take text of the model's thinking; line breaks around it are markup."""
+        """Take text of the model's thinking, from this place of the whole text.
+
+        Line breaks around it are markup.
+        """
+        begin = self._dropped + self._at
+        if self.thoughts and self.thoughts[-1][1] == begin:
+            begin = self.thoughts.pop()[0]
+        self.thoughts.append((begin, self._dropped + self._at + len(text)))
         body = text.rstrip("\n")
         if not body:
             self._thought += text

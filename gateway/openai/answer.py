@@ -11,15 +11,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.generation import Chunk, Ending, Generator
-from gateway.openai.deltas import MessageReader
-from gateway.openai.errors import error_body, error_response, public_error
-from gateway.openai.job import Job, collect, run_job
-from gateway.openai.responses import Shown, event
+from gateway.generation import Chunk, Generator
+from gateway.openai.errors import public_error
+from gateway.openai.job import Job, gather, run_job
+from gateway.openai.rendering import EventStream, Rendering
 
 _SILENCE_S = 15.0
 """Proxies end connections on which nothing came for a minute, as usual."""
-_KEEP_ALIVE = b": waiting\n\n"
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -30,6 +28,7 @@ class Answer(Response):
         self,
         generator: Generator,
         job: Job,
+        rendering: Rendering,
         deadline: float,
         places: ExitStack,
         *,
@@ -39,6 +38,7 @@ class Answer(Response):
         super().__init__()
         self._generator = generator
         self._job = job
+        self._rendering = rendering
         self._deadline = deadline
         self._places = places
         self._stream = stream
@@ -56,6 +56,7 @@ class Answer(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        events = self._rendering.stream() if self._stream else None
 
         async def start_stream() -> None:
             nonlocal started
@@ -68,62 +69,45 @@ class Answer(Response):
                 headers = Request(scope).headers.items()
                 chunks = run_job(self._job, self._generator, self._deadline, headers)
                 async with aclosing(chunks):
-                    if self._stream:
-                        await self._send_events(chunks, send, start_stream)
+                    if events is not None:
+                        await _send_events(chunks, events, send, start_stream)
                         return
-                    response: Response = JSONResponse(await collect(self._job, chunks))
+                    completions = await gather(self._job, chunks)
+                    response = JSONResponse(self._rendering.whole(completions))
         except Exception as error:
             shown = self._job.renamed(public_error(error))
-            if started:  # the status is gone: an error event, and the end
-                await _send_piece(send, event(error_body(shown)), more=False)
+            if started and events is not None:  # the status is gone: an error event, and the end
+                await _send_piece(send, events.error(shown), more=False)
                 return
-            response = error_response(shown)
+            response = self._rendering.error(shown)
         await response(scope, receive, send)
 
-    async def _send_events(
-        self,
-        chunks: AsyncGenerator[tuple[int, Chunk], None],
-        send: Send,
-        start: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        """Send the events; the status waits for the first chunk, as early errors have their own.
 
-        It waits for `_SILENCE_S` at most: then comments keep proxies from ending the connection,
-        as they do where chunks tell nothing for so long.
-        """
-        shaper = self._job.shaper
-        shown: dict[int, Shown] = {}  # of each choice
-        readers: dict[int, MessageReader | None] = {}
-        endings: dict[int, Ending] = {}
-        now = asyncio.get_running_loop().time
-        sent = now()
+async def _send_events(
+    chunks: AsyncGenerator[tuple[int, Chunk], None],
+    events: EventStream,
+    send: Send,
+    start: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """Send the events; the status waits for the first chunk, as early errors have their own.
 
-        async def beat() -> None:
-            await start()
-            await _send_piece(send, _KEEP_ALIVE, more=True)
+    It waits for `_SILENCE_S` at most: then `keep_alive` keeps proxies from ending the connection,
+    as it does where chunks tell nothing for so long.
+    """
+    now = asyncio.get_running_loop().time
+    sent = now()
 
-        async for index, chunk in _with_beats(chunks, beat):
-            await start()
-            data = b""
-            if index not in shown:
-                readers[index] = shaper.reader()
-                data = shaper.opening(index)
-            before, reader = shown.get(index, Shown()), readers[index]
-            data += shaper.piece(index, chunk, before, reader)
-            shown[index] = before.and_then(chunk)
-            if chunk.ending is not None:
-                endings[index] = chunk.ending
-                last = len(endings) == len(self._job.work)
-                ordered = [endings[n] for n in sorted(endings)]
-                called = reader is not None and reader.called
-                data += shaper.end_of_choice(
-                    index, chunk.ending, ordered if last else None, called=called
-                )
-                data += shaper.end(ordered) if last else b""
-            if data or now() - sent >= _SILENCE_S:
-                await _send_piece(send, data or _KEEP_ALIVE, more=True)
-                sent = now()
-        await _send_piece(send, b"", more=False)
+    async def beat() -> None:
+        await start()
+        await _send_piece(send, events.keep_alive, more=True)
+
+    async for index, chunk in _with_beats(chunks, beat):
+        await start()
+        data = events.piece(index, chunk)
+        if data or now() - sent >= _SILENCE_S:
+            await _send_piece(send, data or events.keep_alive, more=True)
+            sent = now()
+    await _send_piece(send, b"", more=False)
 
 
 async def _with_beats(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.answers.events import Call, Content, Event, Reasoning
 from gateway.answers.formats import Reading
@@ -35,11 +35,14 @@ class MessageReader:
         """Tell whether the answer has a tool call."""
         return bool(self._calls)
 
-    def delta(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return what `text` adds to the message; `last`: the answer ends with it."""
-        events = self._parser.feed(text)
-        if last:
-            events += self._parser.finish()
+    @property
+    def reasoning_tokens(self) -> int:
+        """Count the tokens of reasoning so far."""
+        return self._parser.reasoning_tokens
+
+    def delta(self, texts: Sequence[str], *, last: bool) -> dict[str, Any]:
+        """Return what tokens add to the message, by their texts; `last`: the answer ends."""
+        events = self._parser.read(texts, last=last)
         delta: dict[str, Any] = {}
         for event in events:
             for name, value in self._fields(event):
@@ -69,13 +72,21 @@ class MessageReader:
             yield "tool_calls", {"index": self._calls - 1, "function": function}
 
 
-def message_of(how: MessageReading | None, text: str) -> tuple[dict[str, Any], bool]:
-    """Return a whole answer's message, and whether it has calls."""
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+class WholeMessage(NamedTuple):
+    """A whole answer's message."""
+
+    fields: dict[str, Any]
+    called: bool = False  # whether it has tool calls
+    reasoning_tokens: int = 0
+
+
+def message_of(how: MessageReading | None, texts: Sequence[str]) -> WholeMessage:
+    """Return a whole answer's message, from the texts of its tokens."""
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
     if how is None:
-        return message, False
+        return WholeMessage(message)
     reader = MessageReader(how)
-    delta = reader.delta(text, last=True)
+    delta = reader.delta(texts, last=True)
     calls = [
         {name: value for name, value in call.items() if name != "index"}
         for call in delta.get("tool_calls", ())
@@ -87,7 +98,7 @@ def message_of(how: MessageReading | None, text: str) -> tuple[dict[str, Any], b
             message[name] = delta[name]
     if calls:
         message["tool_calls"] = calls
-    return message, reader.called
+    return WholeMessage(message, reader.called, reader.reasoning_tokens)
 
 
 def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:

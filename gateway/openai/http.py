@@ -23,6 +23,7 @@ from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.job import admit, make_job
 from gateway.openai.middleware import middleware, request_id
 from gateway.openai.parse import parse
+from gateway.openai.rendering import Choices
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
 from gateway.playground import playground
@@ -114,7 +115,9 @@ class _OpenAI:
             if not generator.pool.max_model_len:
                 await while_connected(request, generator.ready())
             job = await make_job(body, generator, tenant, request_id(request.scope))
-            return Answer(generator, job, deadline, places.pop_all(), stream=bool(body.stream))
+            rendering = Choices(job.shaper, len(job.work))
+            stream = bool(body.stream)
+            return Answer(generator, job, rendering, deadline, places.pop_all(), stream=stream)
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         cards = [self._model_card(name) for name in self._config.model_names]

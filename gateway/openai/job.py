@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from gateway.chat import Plan, plan_chat
 from gateway.generation import Chunk, Ending, Generator
@@ -136,8 +136,8 @@ def run_job(
     return merged(streams())
 
 
-async def collect(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
-    """Return the body of an answer that is sent whole."""
+async def gather(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> Sequence[Completion]:
+    """Return the completions of an answer that is sent whole, prompt by prompt."""
     tokens: list[list[OutputToken]] = [[] for _ in job.work]
     endings: dict[int, Ending] = {}
     async for index, chunk in chunks:
@@ -145,9 +145,7 @@ async def collect(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> 
             tokens[index] += chunk.tokens
         if chunk.ending is not None:
             endings[index] = scored(chunk.ending) if job.scores_only else chunk.ending
-    return job.shaper.whole(
-        [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
-    )
+    return [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
 
 
 def _reading(body: Request, plan: Plan) -> MessageReading | None:

@@ -80,17 +80,20 @@ class Shaper:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
         chosen: list[Completion] = []
+        choices: list[dict[str, Any]] = []
+        thoughts = 0
         scores: list[Scores] = []
         for start in range(0, len(completions), self.per_prompt):
             chosen += self.best(completions[start : start + self.per_prompt])
             scores.append(completions[start].ending.prompt_logprobs)
+        for index, completion in enumerate(chosen):
+            choice, tokens = self._whole_choice(index, completion, scores[index // self.n])
+            choices.append(choice)
+            thoughts += tokens
         return {
             **self._head("chat.completion"),
-            "choices": [
-                self._whole_choice(index, completion, scores[index // self.n])
-                for index, completion in enumerate(chosen)
-            ],
-            "usage": self._usage([completion.ending for completion in completions]),
+            "choices": choices,
+            "usage": self._usage([completion.ending for completion in completions], thoughts),
             **self._aux_info([completion.ending for completion in chosen]),
         }
 
@@ -101,16 +104,19 @@ class Shaper:
         ranked = sorted(completions, key=lambda c: mean_logprob(c.tokens), reverse=True)
         return ranked[: self.n]
 
-    def _whole_choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
-        text = "".join([token.text for token in completion.tokens])
-        called = False
+    def _whole_choice(
+        self, index: int, completion: Completion, scores: Scores
+    ) -> tuple[dict[str, Any], int]:
+        """Return a choice, and its number of reasoning tokens."""
+        texts = [token.text for token in completion.tokens]
+        called, thoughts = False, 0
         content: dict[str, Any]
         if self.kind == "chat":
-            message, called = message_of(self.how, text)
+            message, called, thoughts = message_of(self.how, texts)
             content = {"message": message}
         else:
-            content = {"text": self._echo(index) + text}
-        return {
+            content = {"text": self._echo(index) + "".join(texts)}
+        choice = {
             "index": index,
             **content,
             "logprobs": self._logprobs(self._echoed(index, scores, completion.tokens), 0),
@@ -118,6 +124,7 @@ class Shaper:
             **self._prompt_logprobs(index, scores),
             **self._tokens(completion.tokens),
         }
+        return choice, thoughts
 
     def opening(self, index: int) -> bytes:
         """Return the event before a choice's first text; in a chat it names the role."""
@@ -135,7 +142,9 @@ class Shaper:
         content: Any = {"content": chunk.text} if self.kind == "chat" else chunk.text
         told = bool(chunk.text)
         if reader is not None:
-            content = reader.delta(chunk.text, last=chunk.ending is not None)
+            content = reader.delta(
+                [token.text for token in chunk.tokens], last=chunk.ending is not None
+            )
             told = bool(content)
         if not told and not ((self.spell or self.token_kinds) and chunk.tokens):
             return b""
@@ -153,13 +162,13 @@ class Shaper:
         choice = self._choice(index, content, finish_reason(ending, called=called))
         return self._event(choice, extra, tokens=ending.usage.completion_tokens)
 
-    def end(self, endings: Sequence[Ending]) -> bytes:
-        """Return the stream's last events."""
+    def end(self, endings: Sequence[Ending], thoughts: int) -> bytes:
+        """Return the stream's last events; `thoughts`: reasoning tokens of all choices."""
         if not self.include_usage:
             return DONE
         head = self._head("chat.completion.chunk")
-        body = {**head, "choices": [], "usage": self._usage(endings), **self._aux_info(endings)}
-        return event(body) + DONE
+        usage = self._usage(endings, thoughts)
+        return event({**head, "choices": [], "usage": usage, **self._aux_info(endings)}) + DONE
 
     def _echoed(
         self, index: int, scores: Scores, tokens: Sequence[OutputToken]
@@ -229,7 +238,7 @@ class Shaper:
             "model": self.model,
         }
 
-    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+    def _usage(self, endings: Sequence[Ending], thoughts: int) -> dict[str, Any]:
         """Sum the usage: each prompt counts once, each completion counts."""
         firsts = endings[:: self.per_prompt]
         prompt = sum(ending.usage.prompt_tokens for ending in firsts)
@@ -240,19 +249,15 @@ class Shaper:
                 "cached_tokens": sum(ending.usage.cached_prompt_tokens for ending in firsts)
             },
         }
-        if self.predicted:
-            usage["completion_tokens_details"] = _prediction_usage(endings)
+        details = _prediction_usage(endings) if self.predicted else {}
+        if self.how is not None:
+            details["reasoning_tokens"] = thoughts
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
     def _aux_info(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        """One object for one choice, a list for several."""
-        if not self.aux_info:
-            return {}
-        infos = [aux_info_fields(ending.aux_info) for ending in endings]
-        if len(infos) > 1:
-            return {"aux_info": infos}
-        metrics = {"speculative_decoding": _vllm_metrics(endings[0].aux_info)}
-        return {"aux_info": infos[0], "metrics": metrics}
+        return aux_info([ending.aux_info for ending in endings]) if self.aux_info else {}
 
 
 def finish_reason(ending: Ending, *, called: bool) -> str:
@@ -263,6 +268,14 @@ def finish_reason(ending: Ending, *, called: bool) -> str:
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def aux_info(infos: Sequence[common_pb2.AuxInfo]) -> dict[str, Any]:
+    """Return the fields that tell of speculation: one object for one choice, a list for several."""
+    shown = [aux_info_fields(info) for info in infos]
+    if len(shown) > 1:
+        return {"aux_info": shown}
+    return {"aux_info": shown[0], "metrics": {"speculative_decoding": _vllm_metrics(infos[0])}}
 
 
 def aux_info_fields(info: common_pb2.AuxInfo) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import uvloop
 
 from gateway.config import GeneratorConfig
 from gateway.generation import Generator
-from gateway.openai.job import collect, make_job, num_completions, run_job
+from gateway.openai.job import gather, make_job, num_completions, run_job
 from gateway.openai.requests import ChatRequest, Request
 from outrider.config import MAX_WAITING
 from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
@@ -298,7 +298,7 @@ class LocalEngine:
             job = await make_job(body, generator, tenant="")
             try:
                 async with aclosing(run_job(job, generator, math.inf)) as chunks:
-                    return await collect(job, chunks)
+                    return job.shaper.whole(await gather(job, chunks))
             except OutriderError as error:
                 raise job.renamed(error) from error
         finally:

@@ -198,7 +198,7 @@ class Tracker:
         how = self._job.shaper.how
         if how is None or ending is None or self._job.shaper.n < self._job.shaper.per_prompt:
             return None
-        return message_of(how, "".join([token.text for token in self._tokens[index]]))[0]
+        return message_of(how, [token.text for token in self._tokens[index]]).fields
 
     def _stop_reason(self, ending: Ending) -> str | int | None:
         if isinstance(ending.stop, str) or ending.stop in self._job.work[0].stop.stop_token_ids:

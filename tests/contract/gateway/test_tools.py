@@ -43,6 +43,7 @@ CALLS = (
     '{"city": "Paris é"}}\n</tool_call>\n<tool_call>\n{"name": "forecast", "arguments": '
     '{"city": "Rome"}}\n</tool_call>'
 )
+THOUGHTS = len(tokens(CALLS.partition("</think>")[0])) - len(tokens("<think>"))
 PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
 EXPECTED = [("weather", {"city": "Paris é"}), ("forecast", {"city": "Rome"})]
 
@@ -73,6 +74,9 @@ async def test_calls_and_reasoning_are_the_same_whole_and_streamed(per_round: in
         assert len({call.id for call in message.tool_calls}) == 2
         assert each.usage is not None
         assert each.usage.completion_tokens == len(tokens(CALLS))
+        details = each.usage.completion_tokens_details
+        assert details is not None
+        assert details.reasoning_tokens == THOUGHTS
     assert "tool_calls.function.arguments.done" in events
     assert events.count("tool_calls.function.arguments.delta") > (per_round < 7)
 

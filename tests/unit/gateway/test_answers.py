@@ -244,6 +244,37 @@ def test_arguments_stream_as_they_grow() -> None:
     assert [event.text for event in parser.feed("bc ")] == ["bc "]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("together", range(1, 17))
+@pytest.mark.parametrize(
+    ("how", "tokens", "thoughts"),
+    [
+        (
+            reading("hermes", "think"),
+            ["<thi", "nk>", "\n", "Hm", ".", "\n", "</", "think>", "Yes"],
+            4,
+        ),
+        (reading("hermes", "think", prompt="<think>"), ["H", "", "m</t", "hink>", "Yes", "."], 3),
+        (reading("hermes", "think"), ["No", " ", "<think>", "a"], 0),
+        (
+            reading("openai"),
+            [
+                *("<|channel|>", "analysis", "<|message|>", "Hm", ".", "<|end|>", "<|start|>"),
+                *("assistant", "<|channel|>", "analysis", "<|message|>", "So", "<|end|>", "Hi"),
+            ],
+            3,
+        ),
+    ],
+)
+def test_reasoning_tokens_are_those_that_begin_within_reasoning(
+    how: Reading, tokens: list[str], thoughts: int, together: int
+) -> None:
+    parser = AnswerParser(how)
+    for start in range(0, len(tokens), together):
+        piece = tokens[start : start + together]
+        parser.read(piece, last=start + together >= len(tokens))
+    assert parser.reasoning_tokens == thoughts
+
+
 def test_arguments_with_many_levels_are_no_recursion() -> None:
     deep = "[" * 100_000
     found = whole(
