@@ -43,6 +43,8 @@ class Plan:
     token_ids: Sequence[int] = ()
     reading: Reading | None = None
     thinking: ThinkingBudget | None = None
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer besides those of the model."""
 
 
 def template_variables(

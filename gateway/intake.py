@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from gateway.config import GeneratorConfig
+from gateway.fill_in_middle import encode_infill
 from gateway.pool import Pool
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from outrider.models.chat_template import Conversation
@@ -27,6 +28,10 @@ from outrider.params import (
 )
 
 MAX_REQUEST_ID_CHARS = 128
+NO_ADAPTERS = (
+    "LoRA adapters are not served. Merge the adapter into its model, or use `vllm serve`, which "
+    "takes Outrider's proposers."
+)
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 
@@ -115,7 +120,7 @@ class Intake:
         if name not in (None, "", "default"):
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {' and '.join(map(repr, names))} "
-                f"{'is' if len(names) == 1 else 'are'}."
+                f"{'is' if len(names) == 1 else 'are'}. {NO_ADAPTERS}"
             )
         return names[0]
 
@@ -133,14 +138,26 @@ class Intake:
         self._check_chars(len(text), param)
         return await asyncio.to_thread(self._tokenizer.encode, text, param=param)
 
-    async def encode_plain(self, text: str, param: str) -> TokenIds:
-        """Token ids of a text that is no prompt: no BOS. Raises `InvalidRequestError`."""
+    async def encode_plain(
+        self, text: str, param: str, *, add_special_tokens: bool = False
+    ) -> TokenIds:
+        """Token ids of a text that may be empty. Raises `InvalidRequestError`."""
         self._check_chars(len(text), param)
         return tuple(
             await asyncio.to_thread(
-                self._tokenizer.encode, text, param=param, add_special_tokens=False
+                self._tokenizer.encode, text, param=param, add_special_tokens=add_special_tokens
             )
         )
+
+    async def encode_infill(
+        self, prefix: str, suffix: str, param: str
+    ) -> tuple[list[int], frozenset[int]]:
+        """Return the prompt for what stands between two texts, and the tokens that end it.
+
+        Raises `InvalidRequestError`.
+        """
+        self._check_chars(len(prefix) + len(suffix), param)
+        return await asyncio.to_thread(encode_infill, self._tokenizer, prefix, suffix, param)
 
     async def encode_chat(self, conversation: Conversation, param: str) -> tuple[list[int], str]:
         """Render and encode a conversation; return its tokens and its text.
@@ -154,7 +171,7 @@ class Intake:
         return await asyncio.to_thread(self._tokenizer.encode_chat, conversation)
 
     def _check_chars(self, chars: int, param: str) -> None:
-        """Refuses, without the work of encoding it, a text that cannot fit."""
+        """Refuse, without the work of encoding it, a text that cannot fit."""
         # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
         if chars > 4 * self._pool.max_model_len * self._tokenizer.max_token_chars:
             raise PromptTooLongError(
@@ -172,8 +189,8 @@ class Intake:
         """
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        self._check_tokens(prompt_token_ids, param)
-        self._check_tokens([token for token, _ in settings.sampling.logit_bias], "logit_bias")
+        self.check_tokens(prompt_token_ids, param)
+        self.check_tokens([token for token, _ in settings.sampling.logit_bias], "logit_bias")
         _check_stop_strings(limits.stop_strings, limits.stop_strings_param)
         request_id, top_logprobs = settings.request_id, settings.top_logprobs
         require(  # logs, traces and every message of the answer hold it
@@ -221,7 +238,8 @@ class Intake:
         """Begin an error's text; clients find an overflow by these words."""
         return f"This model's maximum context length is {self._pool.max_model_len} tokens"
 
-    def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        """Raise `InvalidRequestError` for an id outside the vocabulary."""
         vocab_size = self._pool.vocab_size
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise InvalidRequestError(
@@ -234,9 +252,9 @@ class Intake:
 
         `expected` and `references` are the parameters' names. Raises `InvalidRequestError`.
         """
-        self._check_tokens(advice.token_ids, expected)
+        self.check_tokens(advice.token_ids, expected)
         for reference in advice.references:
-            self._check_tokens(reference, references)
+            self.check_tokens(reference, references)
         require(len(advice.references) <= MAX_REFERENCES, references, f"at most {MAX_REFERENCES}")
         require(
             len(advice.token_ids) + sum(map(len, advice.references)) <= MAX_ADVICE_TOKENS,

@@ -35,6 +35,12 @@ class UnsupportedMediaError(InvalidRequestError):
     reason = "UNSUPPORTED_MEDIA"
 
 
+class NotServedError(InvalidRequestError):
+    """The path is one of servers for other kinds of models."""
+
+    reason = "NOT_SERVED"
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     status: int
@@ -48,6 +54,7 @@ _TABLE: dict[type[OutriderError], _Shape] = {
     PromptTooLongError: _Shape(400, "invalid_request_error", "context_length_exceeded"),
     BodyTooLargeError: _Shape(413, "invalid_request_error", "request_too_large"),
     UnsupportedMediaError: _Shape(415, "invalid_request_error", "unsupported_media_type"),
+    NotServedError: _Shape(404, "invalid_request_error", "not_served"),
     UnauthenticatedError: _Shape(401, "authentication_error", "invalid_api_key"),
     ModelNotFoundError: _Shape(404, "invalid_request_error", "model_not_found"),
     CapacityError: _Shape(429, "rate_limit_error", "rate_limit_exceeded"),

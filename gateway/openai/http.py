@@ -19,13 +19,15 @@ from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.openai.answer import Answer, while_connected
 from gateway.openai.body import read_body
-from gateway.openai.errors import error_body, error_response, public_error
+from gateway.openai.errors import NotServedError, error_body, error_response, public_error
 from gateway.openai.job import admit, make_job
 from gateway.openai.middleware import middleware, request_id
 from gateway.openai.parse import parse
 from gateway.openai.rendering import Choices
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
+from gateway.openai.server import ServerRoutes, not_served
+from gateway.openai.tokens import TokenRoutes
 from gateway.playground import playground
 from outrider.errors import InvalidRequestError
 from outrider.rpc.exposition import encode
@@ -63,7 +65,8 @@ class _OpenAI:
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/", self._guarded(self._models)),
                 Route("/v1/models/{model:path}", self._guarded(self._model)),
-                Route("/health", self._health),
+                *TokenRoutes(generator, config).routes(self._guarded),
+                *ServerRoutes(generator).routes(),
                 *([] if metrics is None else [Route("/metrics", _metrics(metrics))]),
                 *([Route("/", playground)] if config.playground else []),
             ],
@@ -136,16 +139,6 @@ class _OpenAI:
             "max_model_len": self._generator.pool.max_model_len,
         }
 
-    async def _health(self, _request: Request) -> Response:
-        serving, known = len(self._generator.pool.serving), len(self._generator.pool.scorers)
-        accepting = self._generator.accepting
-        body = {
-            "status": "ok" if serving else "holding" if accepting else "unavailable",
-            "scorers_serving": serving,
-            "scorers": known,
-        }
-        return JSONResponse(body, 200 if accepting else 503)
-
 
 def _metrics(registry: CollectorRegistry) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def endpoint(request: Request) -> Response:
@@ -160,5 +153,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     said = {404: f"There is no {path} here.", 405: f"{path} does not take {request.method}."}
-    body = error_body(InvalidRequestError(said.get(error.status_code, str(error.detail))))
+    shown = InvalidRequestError(said.get(error.status_code, str(error.detail)))
+    if error.status_code == 404 and (why := not_served(path, request.app)) is not None:
+        shown = NotServedError(why)
+    body = error_body(shown)
     return JSONResponse(body, error.status_code, error.headers)

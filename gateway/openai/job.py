@@ -20,7 +20,7 @@ from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from gateway.openai.responses import Completion, ScoredPrompt, Shaper
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, require
 from outrider.rpc.telemetry import Metadata
 from outrider.types import FinishReason
 from outrider.v1 import common_pb2
@@ -86,8 +86,8 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         prompts = [plan.token_ids]
     else:
         assert isinstance(body, CompletionRequest)
-        plan = Plan(*body.constraint())
-        prompts, echoes = await _prompts(body, generator)
+        prompts, echoes, ends = await _prompts(body, generator)
+        plan = Plan(*body.constraint(), ends=ends)
     request_id = request_id or uuid.uuid4().hex
     work = await _work(body, prompts, generator, plan, (tenant, request_id))
     n, per_prompt = body.num_choices()
@@ -184,19 +184,29 @@ def _scored_prompts(
 
 async def _prompts(
     body: CompletionRequest, generator: Generator
-) -> tuple[list[Sequence[int]], tuple[str, ...]]:
-    """Return the prompts' tokens, and their texts if they are to be repeated in the answer."""
-    prompts = body.prompts()
-    token_ids: list[Sequence[int]] = [
-        await generator.intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
+) -> tuple[list[Sequence[int]], tuple[str, ...], frozenset[int]]:
+    """Return the prompts' tokens, their texts if the answer repeats them, and what ends answers.
+
+    Raises `InvalidRequestError`.
+    """
+    prompts, intake = body.prompts(), generator.intake
+    token_ids: list[Sequence[int]] = []
+    ends: frozenset[int] = frozenset()
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            require(not body.suffix, "prompt", "text where there is a suffix")
+            token_ids.append(prompt)
+        elif body.suffix:
+            known, ends = await intake.encode_infill(prompt, body.suffix, "prompt")
+            token_ids.append(known)
+        else:
+            token_ids.append(await intake.encode(prompt, "prompt"))
     echoes = tuple(
         prompt if isinstance(prompt, str) else generator.tokenizer.decode(prompt)
         for prompt in prompts
         if body.echo
     )
-    return token_ids, echoes
+    return token_ids, echoes, ends
 
 
 async def _work(
@@ -237,6 +247,8 @@ async def _work(
         stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
     )
     limits = body.limits()
+    if not limits.ignore_eos:
+        limits = replace(limits, stop_token_ids=limits.stop_token_ids | plan.ends)
     firsts = [  # without a seed, each prompt draws one of its own
         intake.prepare(
             token_ids,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from gateway.intake import NO_ADAPTERS
 from gateway.openai.other_fields import HARMLESS, INSTEAD, LORA, NEUTRAL, NEUTRAL_IN
 from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
@@ -21,7 +22,6 @@ _HARMLESS = frozenset(
 # Parameters of OpenAI's API that are not supported yet, and the values that ask for nothing.
 # None asks for nothing anywhere.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -49,6 +49,7 @@ _ALLOWED = {
     "extra_config.sp_edit": "0 or 1",
 }
 
+M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Request)
 
 
@@ -57,12 +58,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
     Raises `InvalidRequestError` that names the parameter at fault.
     """
-    try:
-        request = (
-            kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
-        )
-    except ValidationError as error:
-        raise _invalid(error) from error
+    request = validated(kind, body)
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
@@ -76,11 +72,24 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
     return request
 
 
+def validated(kind: type[M], body: bytes | Mapping[str, Any]) -> M:
+    """Validate `body`, JSON or its fields.
+
+    Raises `InvalidRequestError` that names the parameter at fault.
+    """
+    try:
+        if isinstance(body, bytes):
+            return kind.model_validate_json(body)
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
 def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
     if name in INSTEAD:
         said = f"{name} is not supported; use {INSTEAD[name]}."
     elif name in LORA:
-        said = f"{name} is not supported: LoRA adapters are not served; merge the adapter first."
+        said = f"{name} is not supported: {NO_ADAPTERS}"
     elif known:
         said = f"{name} is not supported yet."
     else:

@@ -184,6 +184,7 @@ class CompletionRequest(Request):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. Raises `InvalidRequestError` for none."""
@@ -206,7 +207,10 @@ class CompletionRequest(Request):
     def wanted_prompt_logprobs(self) -> int | None:
         asked = super().wanted_prompt_logprobs()
         echoed = self.wanted_logprobs() if self.echo else None
-        return max((each for each in (asked, echoed) if each is not None), default=None)
+        most = max((each for each in (asked, echoed) if each is not None), default=None)
+        told = self.suffix and most is not None
+        require(not told, "suffix", "left out where the prompt's logprobs are asked for")
+        return most
 
     def num_choices(self) -> tuple[int, int]:
         n, _ = super().num_choices()

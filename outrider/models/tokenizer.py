@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer as BackendTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.models.chat_template import ChatTemplate, Conversation, Message
+from outrider.models.chat_template import ChatTemplate, Conversation, Message, special_tokens
 from outrider.models.detokenizer import (
     BYTE_TOKEN,
     ByteLevelDetokenizer,
@@ -24,6 +24,8 @@ from outrider.models.detokenizer import (
     byte_level_bytes,
 )
 from outrider.models.files import read_json
+
+_ALONE: Final = "☺"
 
 
 class Tokenizer:
@@ -40,9 +42,11 @@ class Tokenizer:
         *,
         chat_template: ChatTemplate | None,
         content_hash: str,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
         self._chat_template = chat_template
+        self.facts = facts or {}  # its class, and its special tokens by their names in transformers
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.hash = content_hash
@@ -72,6 +76,10 @@ class Tokenizer:
             backend,
             chat_template=ChatTemplate.load(folder, config, names),
             content_hash=_canonical_hash(content),
+            facts={
+                "tokenizer_class": str(config.get("tokenizer_class", "PreTrainedTokenizerFast")),
+                **special_tokens(config, names),
+            },
         )
 
     def encode(
@@ -89,6 +97,20 @@ class Tokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids
         return ids
+
+    def encode_continuing(self, text: str, *, param: str = "prompt") -> list[int]:
+        """Return the ids of `text` within a text: no BOS, and no space that begins a text.
+
+        Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
+        """
+        if self._byte_level:
+            return self.encode(text, param=param, add_special_tokens=False)
+        # As Llama's and Mistral's own code does: behind a character that merges with nothing.
+        begin = self.encode(_ALONE, add_special_tokens=False)
+        ids = self.encode(_ALONE + text, param=param, add_special_tokens=False)
+        if ids[: len(begin)] == begin:
+            return ids[len(begin) :]
+        return self.encode(text, param=param, add_special_tokens=False)
 
     @property
     def has_chat_template(self) -> bool:
@@ -117,10 +139,19 @@ class Tokenizer:
         text = self._chat_template.render(conversation)  # the template writes BOS itself
         return self.encode(text, add_special_tokens=False, param="messages"), text
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Decode `token_ids` without special tokens; broken UTF-8 becomes U+FFFD."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode `token_ids`; broken UTF-8 becomes U+FFFD."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def spell(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; "" for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it; None if there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token within a text; a special token is spelled as written.
