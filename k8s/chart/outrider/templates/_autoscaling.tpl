@@ -1,3 +1,16 @@
+{{/* Replicas of a workload: those asked for; where it is autoscaled, those that run, since a workload
+     that is applied without a number falls to 1. None where helm cannot ask the cluster, or at
+     the first install. Arguments: root, values, apiVersion, kind, name. */}}
+{{- define "outrider.replicas" -}}
+{{- if not .values.autoscaling.enabled -}}
+{{- .values.replicas -}}
+{{- else -}}
+{{- with lookup .apiVersion .kind .root.Release.Namespace .name -}}
+{{- if hasKey .spec "replicas" }}{{ int .spec.replicas }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Whether scorers may be scaled to zero, so that gateways have to hold requests. */}}
 {{- define "outrider.toZero" -}}
 {{- with .Values.scorer.autoscaling }}{{ if and .enabled (eq (int .minReplicas) 0) }}true{{ end }}{{ end -}}

@@ -183,3 +183,38 @@ volumeClaimTemplates:
 {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* Refuses other claims than the scorers have, before anything is applied: no version of Kubernetes
+     lets volumeClaimTemplates be changed. Where helm cannot ask the cluster, its API server
+     refuses them. */}}
+{{- define "outrider.checkClaims" -}}
+{{- $name := printf "%s-scorer" (include "outrider.fullname" .) -}}
+{{- $namespace := .Release.Namespace -}}
+{{- $set := (lookup "apps/v1" "StatefulSet" $namespace $name).spec -}}
+{{- $mend := printf "Run `kubectl -n %s delete statefulset %s --cascade=orphan`, which leaves the pods running, and this upgrade again, which takes them over. Claims that exist keep their size: enlarge each with `kubectl -n %s patch pvc cache-%s-0 -p '{\"spec\": {\"resources\": {\"requests\": {\"storage\": ...}}}}'`, where its StorageClass allows that." $namespace $name $namespace $name -}}
+{{- if gt (int .Values.scorer.parallel.nodes) 1 -}}
+{{- $name = printf "%s-ranks" $name -}}
+{{- $set = ((lookup "leaderworkerset.x-k8s.io/v1" "LeaderWorkerSet" $namespace $name).spec | default dict).leaderWorkerTemplate -}}
+{{- $mend = printf "Run `kubectl -n %s delete leaderworkerset %s`, which ends its pods, and this upgrade again." $namespace $name -}}
+{{- end -}}
+{{- if $set -}}
+{{- $before := include "outrider.claim" (first (default (list dict) $set.volumeClaimTemplates)) | fromJsonArray -}}
+{{- $after := include "outrider.claim" (first (default (list dict) (include "outrider.scorerClaims" . | fromYaml).volumeClaimTemplates)) | fromJsonArray -}}
+{{- if ne (first $before) (first $after) -}}
+{{- fail (printf "model.cache: the scorers' claims cannot be changed from %s to %s. %s" (last $before) (last $after) $mend) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A claim's template, as a JSON list: once to compare, once to read. */}}
+{{- define "outrider.claim" -}}
+{{- $storage := "none" -}}
+{{- $size := "0" -}}
+{{- $class := "" -}}
+{{- with .spec -}}
+{{- $storage = .resources.requests.storage -}}
+{{- $size = include "outrider.quantity" $storage -}}
+{{- with .storageClassName }}{{ $class = printf " of class %s" . }}{{ end -}}
+{{- end -}}
+{{- list (print $size $class) (print $storage $class) | toJson -}}
+{{- end -}}
