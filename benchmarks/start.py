@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
 def _outrider(args: argparse.Namespace) -> _Server:
     command = [sys.executable, "-m", "outrider.cli", "serve", args.model]
     command += ["--port", str(args.port), "--grpc-port", str(args.port + 1), *args.flags]
-    return _Server("outrider", command, python_path())
+    return _Server("outrider", command, {**os.environ, **python_path()})
 
 
 def _vllm(args: argparse.Namespace, place: VllmPlace) -> _Server:
