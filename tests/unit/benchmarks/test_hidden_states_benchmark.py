@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.hidden_states import Bench, Contender, document, heads, row
+from benchmarks.hidden_states import RULES, Bench, Contender, document, draft_model, heads, row
 from benchmarks.lib.replay import replay
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import eagle_checkpoints
 from tests.support.checkpoints.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
 from tests.support.checkpoints.tiny_pair import save_pair
@@ -103,3 +103,20 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
 def test_heads_with_a_method_that_reads_no_states_raises(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="ngram reads no hidden states"):
         heads({"ngram": "x"}, str(tmp_path), [K], [])
+
+
+def test_rules_of_a_draft_model_are_measured_and_coupled_keeps_the_text(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path, eps=0.1)
+    bench, sampling = Bench(target, [], K), SamplingParams(0.8, seed=4)
+    plain = [bench.run(PROMPT, sampling, OUTPUT, NONE)]
+    contenders = draft_model(draft, [K], [VerificationRule(rule) for rule in RULES])
+    rows = []
+    for one in contenders:
+        (sample,) = [bench.run(PROMPT, sampling, OUTPUT, one)]
+        assert len(sample.token_ids) == OUTPUT
+        rows.append(row(0.8, one, None, [sample], plain))
+        with_draft = sample.stats.rounds - sample.stats.k_histogram[0]
+        assert rows[-1].length == pytest.approx(1 + sample.stats.accepted / with_draft)
+    assert rows[0].equal == 1.0
+    text = "\n".join(document(rows, "command", {"cpu": "this"}))
+    assert all(f"| 0.8 draft_model, {rule} " in text for rule in RULES)
