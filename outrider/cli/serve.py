@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+from outrider.child_process import Relay
 from outrider.cli.ports import check_port, memory_folder
-from outrider.cli.process import Relay, relay, run_until_signal
+from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
 from outrider.cli.services import ServeConfig, services
 from outrider.cli.stack import Stack

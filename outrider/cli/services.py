@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from outrider.aux_layers import states_read
+from outrider.child_process import ServiceSpec
 from outrider.cli.ports import HOST, free_port
-from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S, ServiceSpec
+from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
 from outrider.config import SPECULATION_POLICIES
 from outrider.engines import NATIVE, VLLM
 from outrider.errors import ConfigError

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import NoReturn, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Self
 
+from outrider.child_process import Relay, ServiceProcess, ServiceSpec, describe_exit
 from outrider.cli.client import why_not_attached
-from outrider.cli.process import (
-    START_DEADLINE_S,
-    STOP_GRACE_S,
-    Relay,
-    ServiceProcess,
-    ServiceSpec,
-)
+from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
 from outrider.errors import ConfigError, InternalError, OutriderError, ProposerRefusedError
-
-T = TypeVar("T")
+from outrider.rpc.tasks import all_or_first_error
 
 _ATTACH_DEADLINE_S = 15.0
 _ANSWER_DEADLINE_S = 15.0
@@ -49,7 +43,7 @@ class Stack:
     async def __aenter__(self) -> Self:
         try:
             starts = [self._new(spec).start(START_DEADLINE_S) for spec in self._specs]
-            for spec, said in zip(self._specs, await _all_or_first_error(starts), strict=True):
+            for spec, said in zip(self._specs, await all_or_first_error(starts), strict=True):
                 self._ready[spec.name] = said
         except BaseException:
             await self.stop()
@@ -87,7 +81,7 @@ class Stack:
             self._restart(spec) if spec.optional else self._raise_at_end(spec)
             for spec in self._specs
         ]
-        await _all_or_first_error(watches)
+        await all_or_first_error(watches)
         raise AssertionError("each watch ends with an exception")
 
     async def stop(self) -> None:
@@ -116,7 +110,7 @@ class Stack:
     async def _raise_at_end(self, spec: ServiceSpec) -> NoReturn:
         code = await self._services[spec.name].wait()
         raise InternalError(
-            f"the {spec.name} ended with {_describe_exit(code)}, so everything stops; its last "
+            f"the {spec.name} ended with {describe_exit(code)}, so everything stops; its last "
             "lines above say why."
         )
 
@@ -129,7 +123,7 @@ class Stack:
                 backoff_s = _RESTART_BACKOFF_S
             self._relay(
                 spec.name,
-                f"ended with {_describe_exit(code)}; requests go on without speculation; "
+                f"ended with {describe_exit(code)}; requests go on without speculation; "
                 f"restarting it in {backoff_s:g} s",
             )
             await asyncio.sleep(backoff_s)
@@ -143,19 +137,3 @@ class Stack:
                 service.kill()
             else:
                 self._relay(spec.name, "is back")
-
-
-def _describe_exit(code: int) -> str:
-    """Put an exit status into words."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-async def _all_or_first_error(jobs: Sequence[Coroutine[object, object, T]]) -> list[T]:
-    """Results in order, or the first error as soon as there is one; none runs on after that."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -23,6 +23,17 @@ async def first_of(*work: Coroutine[Any, Any, object]) -> None:
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order, or the first error as soon as there is one; none runs on after that."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:

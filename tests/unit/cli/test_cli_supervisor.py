@@ -15,9 +15,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from outrider.child_process import ServiceProcess, ServiceSpec
 from outrider.cli import stack as stack_module
 from outrider.cli.ports import check_port, free_port
-from outrider.cli.process import ServiceProcess, ServiceSpec
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc

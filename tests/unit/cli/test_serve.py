@@ -13,10 +13,10 @@ import torch
 from safetensors.numpy import save_file
 
 from outrider import engines
+from outrider.child_process import ServiceSpec
 from outrider.cli import serve_config
 from outrider.cli.command_line import build_parser, main
 from outrider.cli.gpus import count_gpus
-from outrider.cli.process import ServiceSpec
 from outrider.cli.serve import ready_line
 from outrider.cli.serve_config import take_config
 from outrider.cli.serve_flags import PASSED
