@@ -39,6 +39,13 @@ class Ending:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Those of the prompt's tokens but the first, if the request asks."""
 
+    def of_prompt(self) -> Ending:
+        """Return the ending of a completion whose one token is left out: it scored its prompt."""
+        usage = common_pb2.Usage()
+        usage.CopyFrom(self.usage)
+        usage.completion_tokens = 0
+        return replace(self, usage=usage, reason=FinishReason.LENGTH, stop=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,11 +19,13 @@ from gateway.grpc_chat import chat_from_proto, parts_of
 from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError
+from outrider.params import require
 from outrider.rpc.codec import (
     FINISH_TO_PROTO,
     KIND_TO_PROTO,
     constraint_from_proto,
     logprobs_to_proto,
+    prompt_logprobs_to_proto,
     sampling_from_proto,
     speculation_from_proto,
 )
@@ -59,6 +62,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     chunks = self._generator.generate(work, deadline, _metadata(context))
                     async with aclosing(chunks):
                         async for chunk in chunks:
+                            if _scores_only(request):
+                                chunk = _of_prompt(chunk)
                             response = _response(work, chunk, aux_info=request.aux_info)
                             if reading is not None and parser is not None:
                                 events = parser.feed(chunk.text)
@@ -102,7 +107,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         plan = Plan(constraint, "")
         operation, param = "text_completion", request.WhichOneof("prompt")
         token_ids: Sequence[int]
-        if param == "text":
+        if request.suffix:
+            require(param == "text", "suffix", "left out where the prompt is no text")
+            asked = request.HasField("prompt_logprobs")
+            require(not asked, "suffix", "left out where the prompt's logprobs are asked for")
+            token_ids, ends = await intake.encode_infill(request.text, request.suffix, "text")
+            plan = replace(plan, ends=ends)
+        elif param == "text":
             token_ids = await intake.encode(request.text, param)
         elif param == "tokens":
             token_ids = list(request.tokens.token_ids)
@@ -112,15 +123,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids = plan.token_ids
         else:
             raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
-        stop = request.stop
+        stop, scores_only = request.stop, _scores_only(request)
+        max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
+        ends = frozenset() if stop.ignore_eos else plan.ends
         speculation = speculation_from_proto(request.speculation)
         intake.check_advice(speculation.advice, "advice", "references")
         work = intake.prepare(
             token_ids,
             param,
             Limits(
-                max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
-                stop_token_ids=frozenset(stop.stop_token_ids),
+                max_tokens=1 if scores_only else max_tokens,
+                stop_token_ids=ends.union(stop.stop_token_ids),
                 ignore_eos=stop.ignore_eos,
                 min_tokens=stop.min_tokens,
                 stop_strings=tuple(request.stop_strings),
@@ -133,13 +146,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 request_id=request.request_id,
                 constraint=plan.constraint,
                 marks=() if plan.reading is None else plan.reading.special,
-                thinking=plan.thinking,
+                thinking=None if scores_only else plan.thinking,
                 top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
+                prompt_logprobs=(
+                    request.prompt_logprobs if request.HasField("prompt_logprobs") else None
+                ),
                 tenant=tenant,
                 stream_interval=request.stream_interval,
             ),
         )
         return work, plan.reading
+
+
+def _scores_only(request: generation_pb2.GenerateRequest) -> bool:
+    """Tell whether nothing is to be generated."""
+    stop = request.stop
+    no_tokens = stop.HasField("max_tokens") and not stop.max_tokens
+    return no_tokens and request.HasField("prompt_logprobs")
+
+
+def _of_prompt(chunk: Chunk) -> Chunk:
+    """Return a chunk of a completion whose one token is left out."""
+    return Chunk((), None if chunk.ending is None else chunk.ending.of_prompt())
 
 
 def _metadata(context: Context) -> Metadata:
@@ -168,4 +196,7 @@ def _response(
         response.usage.CopyFrom(chunk.ending.usage)
         if aux_info:
             response.aux_info.CopyFrom(chunk.ending.aux_info)
+        if chunk.ending.prompt_logprobs is not None:
+            prompt = prompt_logprobs_to_proto(chunk.ending.prompt_logprobs)
+            response.prompt_logprobs.CopyFrom(prompt)
     return response

@@ -204,6 +204,9 @@ class Intake:
                 "top_logprobs",
                 f"between 0 and {MAX_TOP_LOGPROBS}",
             )
+        if settings.prompt_logprobs is not None:
+            budget = settings.thinking and settings.thinking.max_tokens
+            require(budget != 0, "prompt_logprobs", "left out beside a thinking_token_budget of 0")
         given = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         return GenerationRequest(
             **given | {"request_id": request_id or uuid.uuid4().hex},

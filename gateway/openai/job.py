@@ -22,8 +22,6 @@ from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.params import SamplingParams, require
 from outrider.rpc.telemetry import Metadata
-from outrider.types import FinishReason
-from outrider.v1 import common_pb2
 
 _WHOLE_INTERVALS: Final = range(33, 65)
 """Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies.
@@ -144,7 +142,7 @@ async def gather(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> S
         if not job.scores_only:
             tokens[index] += chunk.tokens
         if chunk.ending is not None:
-            endings[index] = scored(chunk.ending) if job.scores_only else chunk.ending
+            endings[index] = chunk.ending.of_prompt() if job.scores_only else chunk.ending
     return [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
 
 
@@ -152,14 +150,6 @@ def _reading(body: Request, plan: Plan) -> MessageReading | None:
     if plan.reading is None or not isinstance(body, ChatRequest):
         return None
     return MessageReading(plan.reading, with_reasoning=body.include_reasoning is not False)
-
-
-def scored(ending: Ending) -> Ending:
-    """Return the ending of a completion that only scored its prompt."""
-    usage = common_pb2.Usage()
-    usage.CopyFrom(ending.usage)
-    usage.completion_tokens = 0
-    return replace(ending, usage=usage, reason=FinishReason.LENGTH, stop=None)
 
 
 def _scored_prompts(
@@ -223,11 +213,6 @@ async def _work(
     top_logprobs = body.wanted_logprobs()
     advice = await read_advice(body, intake)
     thinking = None if body.scores_only else plan.thinking
-    if thinking is not None and not thinking.max_tokens and body.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "prompt_logprobs does not go with a thinking_token_budget of 0.",
-            param="prompt_logprobs",
-        )
 
     def sampling() -> SamplingParams:
         return body.sampling(intake.default_seed() if body.seed is None else 0)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gateway.generation import Chunk, Ending
 from gateway.openai.deltas import message_of
-from gateway.openai.job import Job, scored
+from gateway.openai.job import Job
 from gateway.openai.responses import Completion
 from gateway.output import OutputToken
 from outrider.models.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ class Tracker:
             self._tokens[index] += chunk.tokens
         if chunk.ending is not None:
             only = self._job.scores_only
-            self._endings[index] = scored(chunk.ending) if only else chunk.ending
+            self._endings[index] = chunk.ending.of_prompt() if only else chunk.ending
         return self.finished or self._kind is not RequestOutputKind.FINAL_ONLY
 
     def abort(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -228,6 +229,15 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
         logprob=logprobs.logprob,
         top_token_ids=[token for token, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def prompt_logprobs_to_proto(prompt: Sequence[TokenLogprobs]) -> common_pb2.PromptLogprobs:
+    """Encode the logprobs of a prompt's tokens but the first."""
+    return common_pb2.PromptLogprobs(
+        logprobs=[each.logprob for each in prompt],
+        top_token_ids=[token for each in prompt for token, _ in each.top],
+        top_logprobs=[logprob for each in prompt for _, logprob in each.top],
     )
 
 

@@ -25,39 +25,39 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xc8\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12%\n\x04stop\x18\x06 \x01(\x0b\x32\x17.outrider.v1.StopParams\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x10\n\x08\x61ux_info\x18\t \x01(\x08\x12\x12\n\nrequest_id\x18\n \x01(\t\x12+\n\nconstraint\x18\x0b \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x19\n\x0ctop_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fstream_interval\x18\r \x01(\rB\x08\n\x06promptB\x0f\n\r_top_logprobs\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf4\x02\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.outrider.v1.Tool\x12,\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x17.outrider.v1.ToolChoice\x12\x15\n\x08\x66unction\x18\x04 \x01(\tH\x00\x88\x01\x01\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12template_variables\x18\x06 \x01(\t\x12\x1d\n\x10reasoning_effort\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\"\n\x15thinking_token_budget\x18\x08 \x01(\rH\x03\x88\x01\x01\x42\x0b\n\t_functionB\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effortB\x18\n\x16_thinking_token_budget\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xc5\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.outrider.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x16\n\treasoning\x18\x06 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x0c\n\n_reasoning\"{\n\x0bOutputToken\x12\n\n\x02id\x18\x01 \x01(\r\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.outrider.v1.TokenKind\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"x\n\nAnswerPart\x12\x11\n\x07\x63ontent\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12%\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ToolCallH\x00\x12\x13\n\targuments\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\x83\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12(\n\x06tokens\x18\x03 \x03(\x0b\x32\x18.outrider.v1.OutputToken\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.outrider.v1.Usage\x12&\n\x08\x61ux_info\x18\x06 \x01(\x0b\x32\x14.outrider.v1.AuxInfo\x12&\n\x05parts\x18\x07 \x03(\x0b\x32\x17.outrider.v1.AnswerPart\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model\">\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x01\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x32\xad\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x8a\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12%\n\x04stop\x18\x06 \x01(\x0b\x32\x17.outrider.v1.StopParams\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x10\n\x08\x61ux_info\x18\t \x01(\x08\x12\x12\n\nrequest_id\x18\n \x01(\t\x12+\n\nconstraint\x18\x0b \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x19\n\x0ctop_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fstream_interval\x18\r \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x06suffix\x18\x0f \x01(\tB\x08\n\x06promptB\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf4\x02\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.outrider.v1.Tool\x12,\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x17.outrider.v1.ToolChoice\x12\x15\n\x08\x66unction\x18\x04 \x01(\tH\x00\x88\x01\x01\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12template_variables\x18\x06 \x01(\t\x12\x1d\n\x10reasoning_effort\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\"\n\x15thinking_token_budget\x18\x08 \x01(\rH\x03\x88\x01\x01\x42\x0b\n\t_functionB\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effortB\x18\n\x16_thinking_token_budget\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xc5\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.outrider.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x16\n\treasoning\x18\x06 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x0c\n\n_reasoning\"{\n\x0bOutputToken\x12\n\n\x02id\x18\x01 \x01(\r\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.outrider.v1.TokenKind\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"x\n\nAnswerPart\x12\x11\n\x07\x63ontent\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12%\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ToolCallH\x00\x12\x13\n\targuments\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\xb9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12(\n\x06tokens\x18\x03 \x03(\x0b\x32\x18.outrider.v1.OutputToken\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.outrider.v1.Usage\x12&\n\x08\x61ux_info\x18\x06 \x01(\x0b\x32\x14.outrider.v1.AuxInfo\x12&\n\x05parts\x18\x07 \x03(\x0b\x32\x17.outrider.v1.AnswerPart\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobs\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model\">\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x01\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x32\xad\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICE']._serialized_start=1927
-  _globals['_TOOLCHOICE']._serialized_end=2038
+  _globals['_TOOLCHOICE']._serialized_start=2047
+  _globals['_TOOLCHOICE']._serialized_end=2158
   _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=528
-  _globals['_TOKENPROMPT']._serialized_start=530
-  _globals['_TOKENPROMPT']._serialized_end=562
-  _globals['_CHATPROMPT']._serialized_start=565
-  _globals['_CHATPROMPT']._serialized_end=937
-  _globals['_TOOL']._serialized_start=939
-  _globals['_TOOL']._serialized_end=1016
-  _globals['_TOOLCALL']._serialized_start=1018
-  _globals['_TOOLCALL']._serialized_end=1073
-  _globals['_CHATMESSAGE']._serialized_start=1076
-  _globals['_CHATMESSAGE']._serialized_end=1273
-  _globals['_OUTPUTTOKEN']._serialized_start=1275
-  _globals['_OUTPUTTOKEN']._serialized_end=1398
-  _globals['_ANSWERPART']._serialized_start=1400
-  _globals['_ANSWERPART']._serialized_end=1520
-  _globals['_GENERATERESPONSE']._serialized_start=1523
-  _globals['_GENERATERESPONSE']._serialized_end=1782
-  _globals['_LISTMODELSREQUEST']._serialized_start=1784
-  _globals['_LISTMODELSREQUEST']._serialized_end=1803
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1805
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1861
-  _globals['_MODEL']._serialized_start=1863
-  _globals['_MODEL']._serialized_end=1925
-  _globals['_GENERATIONSERVICE']._serialized_start=2041
-  _globals['_GENERATIONSERVICE']._serialized_end=2214
+  _globals['_GENERATEREQUEST']._serialized_end=594
+  _globals['_TOKENPROMPT']._serialized_start=596
+  _globals['_TOKENPROMPT']._serialized_end=628
+  _globals['_CHATPROMPT']._serialized_start=631
+  _globals['_CHATPROMPT']._serialized_end=1003
+  _globals['_TOOL']._serialized_start=1005
+  _globals['_TOOL']._serialized_end=1082
+  _globals['_TOOLCALL']._serialized_start=1084
+  _globals['_TOOLCALL']._serialized_end=1139
+  _globals['_CHATMESSAGE']._serialized_start=1142
+  _globals['_CHATMESSAGE']._serialized_end=1339
+  _globals['_OUTPUTTOKEN']._serialized_start=1341
+  _globals['_OUTPUTTOKEN']._serialized_end=1464
+  _globals['_ANSWERPART']._serialized_start=1466
+  _globals['_ANSWERPART']._serialized_end=1586
+  _globals['_GENERATERESPONSE']._serialized_start=1589
+  _globals['_GENERATERESPONSE']._serialized_end=1902
+  _globals['_LISTMODELSREQUEST']._serialized_start=1904
+  _globals['_LISTMODELSREQUEST']._serialized_end=1923
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1925
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1981
+  _globals['_MODEL']._serialized_start=1983
+  _globals['_MODEL']._serialized_end=2045
+  _globals['_GENERATIONSERVICE']._serialized_start=2161
+  _globals['_GENERATIONSERVICE']._serialized_end=2334
 # @@protoc_insertion_point(module_scope)

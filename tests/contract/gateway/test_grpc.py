@@ -364,3 +364,39 @@ async def test_generate_with_64_streams_mixes_no_texts() -> None:
             return "".join([response.text async for response in stub.Generate(request)])
 
         assert await asyncio.gather(*(one() for _ in range(64))) == [TEXT] * 64
+
+
+@pytest.mark.parametrize("max_tokens", [None, 0])
+async def test_prompt_is_scored_with_or_without_an_answer(max_tokens: int | None) -> None:
+    async with running_gateway(Script(tokens(TEXT), scores_prompts=True)) as gateway:
+        request = generation_pb2.GenerateRequest(text="hello world", prompt_logprobs=2)
+        if max_tokens is not None:
+            request.stop.max_tokens = max_tokens
+        responses = await generate(gateway, request)
+        (asked,) = gateway.scorer.requests
+    last = responses[-1]
+    told = [logprobs_of(token, 2) for token in asked.prompt_token_ids[1:]]
+    assert [each.logprob for each in told] == list(last.prompt_logprobs.logprobs)
+    assert [*told[0].top_token_ids] * len(told) == list(last.prompt_logprobs.top_token_ids)
+    assert [*told[0].top_logprobs] * len(told) == list(last.prompt_logprobs.top_logprobs)
+    assert not any(response.HasField("prompt_logprobs") for response in responses[:-1])
+    assert "".join(response.text for response in responses) == (TEXT if max_tokens is None else "")
+    if max_tokens == 0:
+        assert asked.stop.max_tokens == 1
+        assert last.usage.completion_tokens == 0
+        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_suffix_goes_with_a_text_and_a_tokenizer_that_knows_it() -> None:
+    async with running_gateway(Script(tokens(TEXT), scores_prompts=True)) as gateway:
+        for fields in (
+            {"text": "a"},
+            {"tokens": generation_pb2.TokenPrompt(token_ids=[1])},
+            {"text": "a", "prompt_logprobs": 1},
+        ):
+            request = generation_pb2.GenerateRequest(suffix="b", **fields)  # type: ignore[arg-type]
+            code, error = await refusal(gateway, request)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert isinstance(error, InvalidRequestError)
+            assert error.param == "suffix"
+        assert not gateway.scorer.requests

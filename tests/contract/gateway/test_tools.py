@@ -334,7 +334,7 @@ async def test_prompt_logprobs_beside_no_thinking_are_refused_unless_nothing_is_
     async with running_gateway(Script(tokens("x")), **PARSERS) as gateway:
         request: Any = {"model": "default", "messages": USER}
         extra = {"thinking_token_budget": 0, "prompt_logprobs": 0}
-        with pytest.raises(openai.BadRequestError, match="prompt_logprobs does not go with"):
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs must be left out beside"):
             await gateway.client.chat.completions.create(**request, extra_body=extra)
         with pytest.raises(openai.InternalServerError):  # this scorer sends none
             await gateway.client.chat.completions.create(**request, max_tokens=0, extra_body=extra)

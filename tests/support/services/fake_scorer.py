@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError
+from outrider.rpc.codec import logprobs_from_proto, prompt_logprobs_to_proto
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import abort
@@ -34,6 +35,7 @@ class Script:
     refuse: OutriderError | None = None  # at once, or where it would die
     die_after: int | None = None  # tokens sent before the stream breaks ...
     dies_as: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    scores_prompts: bool = False
     hang_after: int | None = None  # tokens sent before nothing more comes
 
 
@@ -101,6 +103,11 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
             response = scorer_pb2.ScorerServiceGenerateResponse(token_ids=step, kinds=kinds)
             if request.HasField("top_logprobs"):
                 response.logprobs.extend(logprobs_of(t, request.top_logprobs) for t in step)
+            if script.scores_prompts and rounds == 1 and request.HasField("prompt_logprobs"):
+                top = request.prompt_logprobs
+                told = [logprobs_of(token, top) for token in request.prompt_token_ids[1:]]
+                message = prompt_logprobs_to_proto([*map(logprobs_from_proto, told)])
+                response.prompt_logprobs.CopyFrom(message)
             if last:
                 response.finish_reason = common_pb2.FINISH_REASON_LENGTH if cut else script.finish
             if last or request.running_stats:

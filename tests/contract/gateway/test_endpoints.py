@@ -11,6 +11,8 @@ import pytest
 
 from outrider import __version__
 from outrider.models.tokenizer import Tokenizer
+from outrider.rpc.channel import open_channel
+from outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.models.tokenizers import byte_level_bpe, save
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import (
@@ -177,6 +179,12 @@ async def test_suffix_asks_for_the_middle_and_stops_at_the_models_tokens(tmp_pat
         assert asked == [*map(coder.encode, layouts)]
         stop = gateway.scorer.requests[0].stop
         assert list(stop.stop_token_ids) == [coder.token_id("<|endoftext|>")]
+        async with open_channel(gateway.grpc) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(generation_pb2.GenerateRequest(text="def f(", suffix="):\n"))
+            assert "".join([response.text async for response in call]) == "x"
+        assert list(gateway.scorer.requests[-1].prompt_token_ids) == asked[1]
+        assert gateway.scorer.requests[-1].stop.stop_token_ids == stop.stop_token_ids
         await gateway.client.completions.create(**body, extra_body={"ignore_eos": True})
         assert not gateway.scorer.requests[-1].stop.stop_token_ids
         for wrong in ({"prompt": [1, 2]}, {"logprobs": 1, "echo": True}):
