@@ -113,7 +113,12 @@ class InternalError(OutriderError):
     reason = "INTERNAL"
 
 
+def one_line(text: str) -> str:
+    """Return `text` as one line without control characters, whoever wrote it."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())
+
+
 def refuse(name: str, error: OutriderError) -> int:
     """Print one line on stderr that says why a process does not start; return its exit code."""
-    print(f"{name}: {' '.join(error.message.split())}", file=sys.stderr, flush=True)
+    print(f"{name}: {one_line(error.message)}", file=sys.stderr, flush=True)
     return 2

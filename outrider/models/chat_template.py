@@ -12,6 +12,7 @@ from typing import Any, Final
 import jinja2
 
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.models.files import read_text
 
 Message = Mapping[str, Any]
 """A turn as templates know it: role, content (None beside tool calls), perhaps more."""
@@ -69,7 +70,7 @@ class ChatTemplate:
         """
         path = folder / "chat_template.jinja"
         if path.exists():
-            source: Any = path.read_text(encoding="utf-8")
+            source: Any = read_text(path)
         else:
             source = tokenizer_config.get("chat_template")
         tool_source = None

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, refuse
+from outrider.flag_numbers import number
+from outrider.models.download import DownloadError
 from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
 from outrider.signals import end_at_sigterm
 
 _PAUSE_S = 10.0
-_LATER = (408, 429)  # HTTP: the client was too slow, or asks too much
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--retry-seconds",
-        type=float,
+        type=_seconds,
         default=0.0,
         metavar="SECONDS",
         help="how long to try again while the network or the hub fails",
@@ -50,21 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(resolve_model(args.model, "target", tokenizer_only=args.tokenizer_only))
             return 0
         except ConfigError as error:
-            print(f"fetch: {error.message}", file=sys.stderr, flush=True)
-            if not _passes(error) or time.monotonic() + _PAUSE_S > give_up:
-                return 2
+            code = refuse("fetch", error)
+            passes = isinstance(error, DownloadError) and error.may_pass
+            if not passes or time.monotonic() + _PAUSE_S > give_up:
+                return code
             time.sleep(_PAUSE_S)
 
 
-def _passes(error: ConfigError) -> bool:
-    """Return whether the failure may pass: not where the hub has answered that it refuses."""
-    cause: BaseException | None = error
-    while cause is not None:
-        cause = cause.__cause__ or cause.__context__
-        status = getattr(getattr(cause, "response", None), "status_code", 0)
-        if 400 <= status < 500 and status not in _LATER:
-            return False
-    return isinstance(error.__cause__, OSError)
+def _seconds(text: str) -> float:
+    """Read a number of seconds from 0."""
+    value = number(text)
+    if not 0.0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return value
 
 
 if __name__ == "__main__":

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import ConfigError
+from outrider.models.download import download
 from outrider.models.weight_files import check_is_folder
 
 EMBEDDED = "embedded"
 EMBEDDED_HEADS: Final = frozenset({"eagle3", "mtp", "medusa", "mlp_speculator"})
 """Methods whose module for the embedded target ships with Outrider."""
-TRAINING_STATE: Final = (
-    "training_args.bin",
-    *("optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt"),
-    *("sampler*.bin", "*scaler.pt", "rng_state*.pt"),
-)
-"""Files of trainers beside weights, with the endings of weights."""
 
 
 def resolve_model(
@@ -38,7 +33,7 @@ def resolve_model(
         check_is_folder(folder)
         return folder
     assert name is not None, "the embedded model is local"
-    return _download(name, () if tokenizer_only else weights)
+    return download(name, () if tokenizer_only else weights)
 
 
 def find_local(name: str | None, role: str) -> Path | None:
@@ -57,24 +52,3 @@ def find_local(name: str | None, role: str) -> Path | None:
     folder = Path(name).expanduser()
     local = folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/"))
     return folder if local else None
-
-
-def _download(name: str, weights: tuple[str, ...]) -> Path:
-    # Imported here: a local folder needs no network library.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    patterns = ["*.json", "*.jinja", "tokenizer.model", *weights]
-    try:
-        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=[*TRAINING_STATE])
-        return Path(found)
-    except HFValidationError as error:
-        raise ConfigError(f"{name} is neither a folder nor a Hugging Face id: {error}") from error
-    except HfHubHTTPError as error:
-        raise ConfigError(f"Hugging Face does not give out {name}: {error}") from error
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{name} is not a folder here and cannot be downloaded ({reason}): check the name and "
-            "the network, or pass a folder."
-        ) from error

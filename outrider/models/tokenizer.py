@@ -23,7 +23,7 @@ from outrider.models.detokenizer import (
     WindowDetokenizer,
     byte_level_bytes,
 )
-from outrider.models.files import read_json
+from outrider.models.files import parse_json, read_json, read_text
 
 _ALONE: Final = "☺"
 
@@ -218,15 +218,15 @@ def _canonical_hash(content: str) -> str:
 
 def _read_tokenizer_json(folder: Path) -> str:
     path = folder / "tokenizer.json"
-    try:
-        content = path.read_text(encoding="utf-8")
-        fields = json.loads(content)
-    except FileNotFoundError as error:
+    if not path.exists():
         raise ConfigError(
             f"{path} does not exist. The model folder must hold a fast tokenizer (tokenizer.json); "
             "convert an older one with transformers' AutoTokenizer.save_pretrained."
-        ) from error
-    except (OSError, ValueError) as error:
+        )
+    content = read_text(path)
+    try:
+        fields = parse_json(content)
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(

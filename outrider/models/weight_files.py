@@ -5,7 +5,6 @@ It needs no torch, so a service refuses a broken folder before it loads any libr
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
-from outrider.models.files import read_json
+from outrider.models.files import parse_json, read_json
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SHARD: Final = re.compile(r"[^/\\*?\[\]\0]+\.safetensors")  # it is a pattern of downloads, too
 _NAMED = 4  # tensors that an error lists
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack"})
@@ -124,8 +124,10 @@ def read_index(folder: Path) -> dict[str, str]:
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ConfigError(f"{folder / INDEX} has no weight_map: download it again.")
-    if not all(isinstance(file, str) and Path(file).name == file for file in index.values()):
-        raise ConfigError(f"{folder / INDEX} has a weight_map that names no files beside it.")
+    if not all(isinstance(file, str) and _SHARD.fullmatch(file) for file in index.values()):
+        raise ConfigError(
+            f"{folder / INDEX} has a weight_map that names no safetensors files beside it."
+        )
     return index
 
 
@@ -172,6 +174,8 @@ def _model_files(folder: Path) -> list[str]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Read a safetensors header: eight bytes of length, then JSON, then the tensors' bytes."""
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no file.")
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -181,36 +185,47 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     if size < 8 or raw is None:
         raise ConfigError(f"{path} is no safetensors file, or is cut off: download it again.")
     try:
-        fields = json.loads(raw)
+        fields = parse_json(raw)
         fields.pop("__metadata__", None)
-        tensors = {
-            name: StoredTensor(
-                path.name,
-                str(entry["dtype"]),
-                tuple(map(int, entry["shape"])),
-                8 + length + int(entry["data_offsets"][0]),
-            )
-            for name, entry in fields.items()
-        }
-        end = max((int(entry["data_offsets"][1]) for entry in fields.values()), default=0)
-        for entry in fields.values():
-            _check_size(entry)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        places = {name: _place(entry) for name, entry in fields.items()}
+        end = _check_order(places.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} has a broken header: download it again.") from error
     if 8 + length + end != size:
         raise ConfigError(
             f"{path} has {size} bytes, its header asks for {8 + length + end}: download it again."
         )
-    return tensors
+    return {
+        name: StoredTensor(
+            path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + places[name][0]
+        )
+        for name, entry in fields.items()
+    }
 
 
-def _check_size(entry: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a tensor of floats that has more or fewer bytes than numbers."""
-    start, end = map(int, entry["data_offsets"])
-    if entry["dtype"] in _FLOATS:
-        size = int(entry["dtype"].lstrip("BF")) // 8 * math.prod(map(int, entry["shape"]))
-        if start < 0 or end - start != size:
+def _place(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Return where a tensor's bytes begin and end. Raises `ValueError`.
+
+    A tensor of floats has as many bytes as its numbers need.
+    """
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, start)):
+        raise ValueError(f"{dtype} {shape} at {start}")
+    if dtype in _FLOATS:
+        size = int(dtype.lstrip("BF")) // 8 * math.prod(shape)
+        if end - start != size:
             raise ValueError(f"{end - start} bytes, not {size}")
+    return start, end
+
+
+def _check_order(places: Iterable[tuple[int, int]]) -> int:
+    """Return the end of bytes that lie one behind the other. Raises `ValueError`."""
+    last = 0
+    for start, end in sorted(places):
+        if start != last or type(end) is not int or end < start:
+            raise ValueError(f"bytes {start} to {end} follow {last}")
+        last = end
+    return last
 
 
 def listed(names: Iterable[str]) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor
 from outrider.engine.model.checkpoint import is_finite, not_finite
 from outrider.engine.model.loader import read_text_config
 from outrider.errors import ConfigError
+from outrider.models.download import TRAINING_STATE
 from outrider.models.files import read_json
 from outrider.models.modules import EMBEDDINGS, HEADS, shared_files
-from outrider.models.resolve import TRAINING_STATE
 from outrider.models.weight_files import (
     COMPUTED,
     check_is_folder,

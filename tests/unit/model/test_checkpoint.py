@@ -159,6 +159,35 @@ def _broken_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{}{}")
 
 
+def _header(*tensors: object, size: int = 0) -> Callable[[Path], None]:
+    """A file of `size` bytes behind a header of these tensors, parsed or as text."""
+
+    def damage(folder: Path) -> None:
+        fields = {str(n): tensor for n, tensor in enumerate(tensors)}
+        (text,) = tensors if isinstance(tensors[0], str) else (json.dumps(fields),)
+        assert isinstance(text, str)
+        head = len(text).to_bytes(8, "little") + text.encode()
+        (folder / "model.safetensors").write_bytes(head + bytes(size))
+
+    return damage
+
+
+def _tensor(start: float, end: int, *shape: object, dtype: str = "F32") -> object:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def _pattern(folder: Path) -> None:
+    _index(folder, {"weight_map": {"lm_head.weight": "*"}})
+
+
+def _parent(folder: Path) -> None:
+    _index(folder, {"weight_map": {"lm_head.weight": ".."}})
+
+
+def _nested(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
 def _pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -196,6 +225,19 @@ def _no_config(folder: Path) -> None:
         (_empty, "no safetensors file"),
         (_noise, "no safetensors file"),
         (_broken_header, "broken header"),
+        (_header("[" * 100_000), "broken header"),
+        (_header('{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'), "broken"),
+        (_header(_tensor(0, 4, -1), size=4), "broken header"),
+        (_header(_tensor(0, 32, -2, -4), size=32), "broken header"),
+        (_header(_tensor(0, 4, True), size=4), "broken header"),
+        (_header(_tensor(0, 4, "1"), size=4), "broken header"),
+        (_header(_tensor(0, 8, 2), _tensor(4, 12, 2), size=12), "broken header"),  # they overlap
+        (_header(_tensor(0, 4, 1), _tensor(8, 12, 1), size=12), "broken header"),  # a hole
+        (_header(_tensor(-4, 4, 2, dtype="I32"), size=4), "broken header"),
+        (_header(_tensor(0, -4, 2, dtype="I32")), "broken header"),
+        (_pattern, "names no safetensors files beside it"),
+        (_parent, "names no safetensors files beside it"),
+        (_nested, "nested too deeply"),
         (_pickle, r"pytorch_model\.bin, which is not read"),
         (_missing_shard, r"lacks files that .*: model-00002-of-00002"),
         (_no_map, "no weight_map"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.errors import ConfigError
 from outrider.models import fetch as fetching
+from outrider.models.download import DownloadError
 
 COMMIT = "0123456789012345678901234567890123456789"
 FILES = {
@@ -43,6 +44,13 @@ REPOSITORIES = {
         "config.json": b"{}",
         "model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode(),
         **dict.fromkeys(WEIGHT_MAP.values(), b"weights"),
+    },
+    "org/messy": {
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+        "consolidated.safetensors": b"the same again",
+        "original/params.json": b"{}",
+        "../../../../../escaped.json": b"{}",
     },
 }
 
@@ -146,6 +154,81 @@ def test_fetch_module_comes_with_shared_weights(tmp_path: Path) -> None:
     assert offline.stdout == fetched.stdout, offline.stderr
 
 
+def test_fetch_leaves_what_nobody_reads_and_what_lies_elsewhere(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        fetched = fetch(tmp_path / "a" / "b", "org/messy", HF_ENDPOINT=endpoint)
+    assert fetched.returncode == 0, fetched.stderr
+    names = {path.name for path in Path(fetched.stdout.strip()).iterdir()}
+    assert names == {"config.json", "model.safetensors"}
+    assert not list(tmp_path.rglob("escaped.json"))
+
+
+@contextmanager
+def raw_hub(answer: bytes) -> Iterator[str]:
+    """A hub that says `answer` to everything, and closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _http(status: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"not HTTP at all\r\n\r\n",
+        _http("200 OK", b"<html>sign in to this network</html>"),
+        _http("200 OK", b"[" * 100_000),
+        _http("200 OK", b'{"id": 1, "sha": ["x"], "siblings": 3}'),
+        _http("200 OK", b"{}"),
+        _http("302 Found", b"", "Location: /again"),
+    ],
+)
+def test_fetch_from_a_hub_that_answers_nonsense_prints_one_line(
+    answer: bytes, tmp_path: Path
+) -> None:
+    with raw_hub(answer) as endpoint:
+        done = fetch(tmp_path, "org/model", HF_ENDPOINT=endpoint)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("fetch: org/model is not a folder here and cannot be downloaded")
+    assert done.stderr.count("\n") == 1
+
+
+def test_fetch_says_neither_signatures_nor_control_characters(tmp_path: Path) -> None:
+    said = "X-Error-Message: \x1b[2Jgo to https://cdn.example/blob?Signature=secret now"
+    with raw_hub(_http("403 Forbidden", b"", said)) as endpoint:
+        done = fetch(tmp_path, "org/model", HF_ENDPOINT=endpoint)
+    assert done.returncode == 2
+    assert "secret" not in done.stderr
+    assert done.stderr.rstrip("\n").isprintable()
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "soon"])
+def test_fetch_with_an_endless_time_to_try_is_refused(seconds: str, tmp_path: Path) -> None:
+    done = fetch(tmp_path, "org/model", "--retry-seconds", seconds)
+    assert done.returncode == 2
+    assert "not a number of seconds" in done.stderr
+
+
 def test_fetch_missing_model_prints_one_line(tmp_path: Path) -> None:
     with hub() as endpoint:
         # Trying again would bring nothing.
@@ -163,7 +246,7 @@ def test_fetch_with_a_broken_network_tries_again_while_it_may(
 
     def resolve(*_: object, **__: object) -> Path:
         if broken:
-            raise ConfigError("no network") from broken.pop()
+            raise DownloadError(str(broken.pop()), may_pass=True)
         return Path("/cache/model")
 
     monkeypatch.setattr(fetching, "resolve_model", resolve)
@@ -172,7 +255,8 @@ def test_fetch_with_a_broken_network_tries_again_while_it_may(
     assert fetching.main(["org/model", "--retry-seconds", seconds]) == code
     printed = capsys.readouterr()
     assert printed.out == ("" if code else "/cache/model\n")
-    assert printed.err == "fetch: no network\n" * (1 if code else 2)
+    said = ["fetch: name resolution\n", "fetch: connection reset\n"]
+    assert printed.err == "".join(said[: 1 if code else 2])
 
 
 @contextmanager
