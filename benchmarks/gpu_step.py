@@ -1,9 +1,9 @@
 """Time one step of an 8B-shaped model on a GPU, beside the memory bandwidth and vLLM.
 
-    python -m benchmarks.gpu_step [--model FOLDER] [--vllm FOLDER|PYTHON]
+    python -m benchmarks.gpu_step [--model FOLDER] [--quantization none int8 fp8] [--vllm ...]
 
-Without a folder the weights are random. The rows with q = 1 are steps without speculation. Columns,
-all in ms:
+Without a folder the weights are random. The rows with q = 1 are steps without speculation, those
+without a context a prompt of q tokens. Columns, all in ms:
   floor         time to read the weights once at the bandwidth of a large copy in this run
   kv            the same for the keys and values of the rows' context
   device        the engine's captured step (forward, sampling, verification), replayed
@@ -36,9 +36,12 @@ from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama
 from benchmarks.lib.processes import Child, ProcessError, Worker, stopping
 from benchmarks.lib.program import arguments, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace
+from outrider.engine.layers.quantized import QuantizedModule
 from outrider.engine.model.loader import ModelOptions, build_paged_model
+from outrider.engine.model.quantization import DTYPES, round_linears
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
+_VLLM_NAMES = {"int8": "int8_per_channel_weight_only", "fp8": "fp8"}
 _NEW_TOKENS = (16, 144)  # of two runs of vLLM, whose difference is measured
 
 
@@ -49,6 +52,7 @@ class Row:
     rows: int
     query_len: int
     context: int
+    quantization: str
     floor_ms: float
     kv_ms: float
     engine: StepTimes | None = None
@@ -60,33 +64,37 @@ def main() -> int:
     args = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what is chosen at start-up
     device = torch.device(args.device)
-    if args.model is None:
-        model = random_llama(SHAPES[args.shape], args.dtype, device)
-    else:
-        dtype = getattr(torch, args.dtype)
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
     bandwidth = copy_bandwidth(device)
-    config = model.config
-    weights, kv = _bytes_read(model)
-    say(f"{weights / 1e9:.2f} GB of weights a step; {bandwidth / 1e12:.2f} TB/s")
-    table = [
-        Row(n, q, c, weights / bandwidth * 1e3, n * c * kv / bandwidth * 1e3)
-        for c in args.context
-        for q in args.query_lens
-        for n in args.rows
-    ]
-    table = _engine(args, model, table)
-    del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    table = _vllm(args, config, table)
+    table: list[Row] = []
+    weights: dict[str, int] = {}
+    for quantization in args.quantization:
+        model = _model(args, quantization, device)
+        config = model.config
+        weights[quantization], kv = _bytes_read(model)
+        floor = weights[quantization] / bandwidth * 1e3
+        say(
+            f"{quantization}: {weights[quantization] / 1e9:.2f} GB of weights a step; "
+            f"{bandwidth / 1e12:.2f} TB/s"
+        )
+        sizes = [(n, q, c) for c in args.context for q in args.query_lens for n in args.rows]
+        sizes += [(1, n, 0) for n in args.prompts]
+        rows = [
+            Row(n, q, c, quantization, floor, n * c * kv / bandwidth * 1e3) for n, q, c in sizes
+        ]
+        measured = _engine(args, model, rows)
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        table += _vllm(args, config, measured, quantization)
     setup = {
         **report.machine(),
+        "dtype": args.dtype,
         "gpu": gpu_name(),
         "command": report.command("benchmarks.gpu_step"),
         "copy_bandwidth": bandwidth,
-        "weight_bytes": weights,
+        "weight_bytes": weights[args.quantization[0]],
+        "weight_bytes_by_quantization": weights,
         "kv_bytes_per_token": kv,
     }
     text = _markdown(table, setup)
@@ -101,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--model", type=Path, help="a checkpoint folder")
     p.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of random weights")
     p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
+    p.add_argument(
+        "--quantization", choices=("none", *DTYPES), nargs="+", default=["none"], help="one or more"
+    )
+    p.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts to time")
     p.add_argument("--query-lens", type=int, nargs="+", default=[1, 5])
     p.add_argument("--context", type=int, nargs="+", default=[512, 4096])
     p.add_argument("--repeats", type=int, default=50)
@@ -116,10 +128,28 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+def _model(args: argparse.Namespace, quantization: str, device: torch.device) -> Any:
+    if args.model is None:
+        model = random_llama(SHAPES[args.shape], args.dtype, device)
+    else:
+        dtype = getattr(torch, args.dtype)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
+    if quantization != "none":
+        round_linears(model, quantization)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return model
+
+
 def _bytes_read(model: Any) -> tuple[int, int]:
     """Return the bytes of weights that a step reads, and the KV cache's bytes per token."""
     config = model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights += sum(
+        each.weight.nbytes
+        for each in model.modules()
+        if isinstance(each, QuantizedModule) and each.weight is not None
+    )
     if not config.tie_word_embeddings:  # a step looks up a few rows of it
         table = model.model.embed_tokens.weight
         weights -= table.numel() * table.element_size()
@@ -128,7 +158,11 @@ def _bytes_read(model: Any) -> tuple[int, int]:
 
 
 def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]:
-    longest = max(max(args.context) + max(args.query_lens), max(args.loop_context) + _LOOP_ROOM)
+    longest = max(
+        max(args.context) + max(args.query_lens),
+        max(args.loop_context) + _LOOP_ROOM,
+        *args.prompts,
+    )
     pages = max(args.rows) * -(-longest // args.page_size)
     began = time.perf_counter()
     paged = build_paged_model(
@@ -145,6 +179,11 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
     say(f"engine ready after {time.perf_counter() - began:.1f} s")
     measured = []
     for row in table:
+        if not row.context:
+            times = steps.measure_prompt(row.query_len, repeats=args.repeats)
+            say(f"prompt of {row.query_len} tokens: {times.device_ms:.2f} ms")
+            measured.append(replace(row, engine=times))
+            continue
         times = steps.measure(
             row.rows,
             row.query_len,
@@ -157,7 +196,9 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
     return measured
 
 
-def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> list[Row]:
+def _vllm(
+    args: argparse.Namespace, config: LlamaConfig, table: list[Row], quantization: str
+) -> list[Row]:
     place = VllmPlace.find(args.vllm)
     if place is None:
         say("*** vLLM is left out: --vllm was not given ***")
@@ -173,7 +214,11 @@ def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> li
             Path(work),
             max_model_len=max(args.vllm_context) + sum(_NEW_TOKENS),
             max_num_seqs=max(args.rows),
-            options={"load_format": "dummy", "skip_tokenizer_init": True},
+            options={
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                **({} if quantization == "none" else {"quantization": _VLLM_NAMES[quantization]}),
+            },
             env=place.env,
         )
         try:
@@ -207,7 +252,19 @@ def _vllm_ms(worker: Worker, rows: int, context: int) -> float:
 
 
 def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
-    head = ["rows", "q", "context", "floor", "kv", "device", "/ floor", "runner", "engine", "gap"]
+    head = [
+        "weights",
+        "rows",
+        "q",
+        "context",
+        "floor",
+        "kv",
+        "device",
+        "/ floor",
+        "runner",
+        "engine",
+        "gap",
+    ]
     head += ["vllm", "vllm / engine"]
     lines = []
     for row in table:
@@ -218,10 +275,12 @@ def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
         numbers = [row.floor_ms, row.kv_ms, e.device_ms, e.device_ms / (row.floor_ms + row.kv_ms)]
         rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.vllm_ms, ratio]
         cells = [report.number(x) for x in [*numbers, *rest]]
-        lines.append([str(row.rows), str(row.query_len), str(row.context), *cells])
+        name = setup["dtype"] if row.quantization == "none" else row.quantization
+        lines.append([name, str(row.rows), str(row.query_len), str(row.context), *cells])
     shown = ("date", "commit", "gpu", "torch", "transformers")
     about = "; ".join(f"{name} {setup[name]}" for name in shown)
-    about += f"; {setup['weight_bytes'] / 1e9:.2f} GB read a step; copy bandwidth "
+    read = ", ".join(f"{n / 1e9:.2f}" for n in setup["weight_bytes_by_quantization"].values())
+    about += f"; {read} GB read a step; copy bandwidth "
     about += f"{setup['copy_bandwidth'] / 1e12:.2f} TB/s."
     parts = ["# One step on a GPU", "", f"`{setup['command']}`", "", about, ""]
     return "\n".join([*parts, *report.table(head, lines), ""])

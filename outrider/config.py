@@ -10,6 +10,9 @@ from outrider.errors import ConfigError
 DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes that a target may be served in."""
 
+QUANTIZATIONS: Final = ("int8", "fp8")
+"""How the weights of a target's linear layers may be rounded when they are loaded."""
+
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""
 THREAD_SWITCH_S: Final = 0.0005

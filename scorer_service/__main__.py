@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from outrider import engines, start_times
-from outrider.config import DTYPES, SPECULATION_POLICIES, THREAD_SWITCH_S
+from outrider.config import DTYPES, QUANTIZATIONS, SPECULATION_POLICIES, THREAD_SWITCH_S
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
@@ -62,6 +62,14 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="float32: text equal to the last bit with any draft, or none; else faster, and near "
         "ties may fall differently",
+    )
+    add(
+        "--quantization",
+        type=_quantization,
+        default=None,
+        metavar="{int8,fp8,none}",
+        help="round the weights of linear layers when they are loaded: int8 or float8 (e4m3), a "
+        "scale for each output; half the memory, and faster on CUDA in bfloat16; default: none",
     )
     add("--device", default="cpu", help='"cpu" or "cuda"')
     add(
@@ -252,6 +260,11 @@ def _engine(args: dict[str, Any]) -> str:
     engine = engines.choose(asked, wanted)
     if engine == engines.NATIVE and flags:
         raise ConfigError(f"{' '.join(flags)}: flags of vLLM need --engine vllm.")
+    if engine == engines.VLLM and args["quantization"] is not None:
+        raise ConfigError(
+            f"--quantization {args['quantization']} is for --engine native: give vLLM's own after "
+            "--, as -- --quantization fp8."
+        )
     unfit = [name for name in _NATIVE_ONLY if args[name] is not None]
     if engine == engines.VLLM and unfit:
         raise ConfigError(
@@ -280,6 +293,12 @@ def _socket_path(text: str) -> str:
             "sockets for data connections, which lie beside it, add .data or .vllm.data"
         )
     return text
+
+
+def _quantization(text: str) -> str | None:
+    if text not in (*QUANTIZATIONS, "none"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not int8, fp8 or none")
+    return None if text == "none" else text
 
 
 def _part(text: str) -> float:

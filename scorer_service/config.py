@@ -22,6 +22,7 @@ class ScorerOptions:
     served_model_name: str
     scorer_id: str
     dtype: str
+    quantization: str | None  # of weights, on load; None: as the checkpoint has them
     device: str
     attention_backend: str | None
     threads: int

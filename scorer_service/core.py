@@ -199,6 +199,11 @@ def _watch(metrics: ScorerMetrics, engine: ServedEngine, hub: Hub, served: Serve
     )
 
 
+def _rounded(options: ScorerOptions) -> str:
+    name = options.quantization
+    return "" if name is None else f", the weights of its linear layers rounded to {name},"
+
+
 def build_engine(
     folder: Path,
     options: ScorerOptions,
@@ -213,7 +218,8 @@ def build_engine(
     first = "" if options.device != "cpu" else "; a first start compiles kernels, up to a minute"
     runtime.progress(
         NAME,
-        f"loading {options.model} as {options.dtype} on {options.device}: seconds from memory, "
+        f"loading {options.model} as {options.dtype}{_rounded(options)} on {options.device}: "
+        "seconds from memory, "
         f"a minute or more for a large model from a disk{first}",
     )
     build_first = () if colocated is None else (colocated.build,)

@@ -54,6 +54,7 @@ def load(
                 max_model_len=options.max_model_len,
                 attention_backend=options.attention_backend,
                 features=features,
+                quantization=options.quantization,
             ),
             dtype=dtype,
             device=device,
@@ -98,7 +99,8 @@ def load(
     if options.kv_cache_memory is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)
     with fitting("The model", options.kv_cache_memory):
-        reader = DeviceReader(folder, device)  # beside what is built first
+        if options.quantization is None:  # else not all weights are on the device at once
+            reader = DeviceReader(folder, device)  # beside what is built first
     prepare = partial(compile_steps, limits=limits, say=progress)
     build_first()
     model = load_given() if memory is None else load_with(TRIAL_PAGES)

@@ -13,7 +13,7 @@ from benchmarks.lib.gpu import time_ms
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.engine.batch import RowSlice
+from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -80,6 +80,15 @@ class EngineSteps:
         if loop_steps:
             engine_ms, gap_ms = self._loop(rows, query_len - 1, context, loop_steps)
         return StepTimes(device_ms, statistics.median(times), engine_ms, gap_ms)
+
+    @torch.inference_mode()
+    def measure_prompt(self, tokens: int, *, repeats: int) -> StepTimes:
+        """Return medians of the forward of one prompt, whose kernels Python launches."""
+        pages = -(-tokens // self._model.page_size)
+        row = RowSlice([1] * tokens, 0, list(range(pages)), 1)
+        batch = pack([row], self._model.page_size, self._model.device)
+        ms = time_ms(lambda: self._model.logits(batch), self._model.device, repeats)
+        return StepTimes(ms, ms, None, None)
 
     def _step(self, rows: int, query_len: int, context: int) -> Step:
         pages = -(-(context + query_len) // self._model.page_size)

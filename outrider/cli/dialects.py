@@ -85,10 +85,16 @@ _DRAFT_QUANTIZATION: Final = Rule(
     refusal="write --draft-quantization int8, or none: a draft has no other quantisation",
     harmless=("weight_only_int8", "int8", "none"),
 )
-_QUANTIZATION: Final = _only(
-    "none",
-    refusal="leave it out: config.json names a checkpoint's quantisation, and --engine vllm serves "
-    "it",
+_QUANTIZATIONS: Final = {
+    **{name: name for name in ("int8", "fp8", "none")},
+    **{"weight_only_int8": "int8", "a8w8_fp8": "fp8", "w8a8_fp8": "fp8"},
+}
+_QUANTIZATION: Final = Rule(
+    "--quantization",
+    values=_QUANTIZATIONS,
+    refusal="write --quantization int8 or fp8 to round 16-bit weights, or leave it out: "
+    "config.json names a checkpoint's own quantisation, and --engine vllm serves it",
+    harmless=tuple(_QUANTIZATIONS),
 )
 _METRICS: Final = _needless("/metrics is always served", "none")
 _EAGER: Final = _needless("steps are captured where that is faster; no text changes", "none")

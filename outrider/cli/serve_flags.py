@@ -34,6 +34,7 @@ PASSED: Final = (
     PassedFlag("scorer", "kv-cache-memory", flag_types.positive, "MiB for keys and values"),
     PassedFlag("scorer", "page-size", flag_types.positive, "tokens per page of the KV cache"),
     PassedFlag("scorer", "threads", flag_types.positive, "of torch; default: the CPU's cores"),
+    PassedFlag("scorer", "quantization", str, "of weights, on load: int8, fp8 or none"),
     PassedFlag("scorer", "attention-backend", str, "flash, flashinfer, triton, numba or sdpa"),
     PassedFlag("gateway", "seed", flag_types.seed, "of requests that give none; default: new ones"),
     PassedFlag("gateway", "default-max-tokens", flag_types.positive, "for requests that set none"),

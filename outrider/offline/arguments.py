@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from outrider.config import DTYPES, SPECULATION_POLICIES
+from outrider.config import DTYPES, QUANTIZATIONS, SPECULATION_POLICIES
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
@@ -23,7 +23,6 @@ from scorer_service.drafting.in_process_flags import states_of
 
 NAME: Final = "LLM"
 _SERVE: Final = "for several, outrider serve MODEL --tensor-parallel-size N"
-_CAST: Final = "give a checkpoint in bfloat16, float16 or float32"
 _FOLDER: Final = "download it, and give its folder as model"
 
 _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
@@ -32,7 +31,6 @@ _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "data_parallel_size": ((1,), "run one LLM in each of several processes"),
     "enable_expert_parallel": ((False,), "an LLM runs on one GPU"),
     "speculative_draft_tensor_parallel_size": ((1,), "a draft runs on one GPU"),
-    "quantization": ((), _CAST),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "revision": ((), _FOLDER),
     "tokenizer_revision": ((), _FOLDER),
@@ -89,6 +87,7 @@ class Arguments:
     enable_prefix_caching: bool = True
     kv_cache_memory: int | None = None
     attention_backend: str | None = None
+    quantization: str | None = None
     speculation_policy: str = "adaptive"
     served_model_name: str | None = None
     speculative_config: Mapping[str, Any] | None = None
@@ -135,6 +134,11 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
     engine = _engine(given, others, on_gpu=on_gpu)
     if engine == NATIVE:
         check_others(others)
+        if given.quantization not in (None, "none", *QUANTIZATIONS):
+            raise ConfigError(
+                f"quantization={given.quantization!r} is not int8, fp8 or none, which round a "
+                "16-bit checkpoint's weights; the rest is vLLM's (engine='vllm')."
+            )
     defaults = resolve([f"--device={device}", f"--engine={engine}"])
     del defaults["exit_with_parent"]
     options: dict[str, Any] = {
@@ -149,6 +153,7 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
         "page_size": given.block_size,
         "kv_cache_memory": given.kv_cache_memory,
         "attention_backend": given.attention_backend,
+        "quantization": None if given.quantization == "none" else given.quantization,
         "speculation_policy": given.speculation_policy,
     }
     options = defaults | {key: value for key, value in options.items() if value is not None}
@@ -170,6 +175,8 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
     options["num_speculative_tokens"] = 0
     if engine == VLLM:
         own = dict(others) | {"speculative_config": given.speculative_config or None}
+        own["quantization"] = options.pop("quantization", None)
+        options["quantization"] = None
         return ScorerOptions(**options | {"vllm_flags": tuple(_words(own))})
     if given.speculative_config is not None and given.speculative_config != {}:
         methods, tokens = read_speculation(given.speculative_config, given.model, device)
@@ -186,7 +193,7 @@ def _engine(given: Arguments, others: Mapping[str, Any], *, on_gpu: bool) -> str
         return NATIVE  # which refuses what only vLLM serves
     folder = resolve_model(given.model, "target", tokenizer_only=True)
     wanted = Wanted.of(folder, on_gpu=on_gpu, num_devices=num_devices([*_words(others)]))
-    if others.get("quantization"):
+    if given.quantization not in (None, "none", *QUANTIZATIONS):
         wanted = replace(wanted, quantised=True)
     return choose(given.engine, wanted)
 

@@ -12,11 +12,12 @@ from outrider.engine.cuda import compile
 from outrider.engine.cuda.gemm import hopper, kept_tilings
 from outrider.engine.cuda.gemm.autotune import Chain, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
-from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight, Kind
+from outrider.engine.cuda.gemm.linear import FewRowsLinear, Kind
 from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Tiling
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.layers.ops import TorchOps, Use
+from outrider.engine.layers.quantized import QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +26,9 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
     """Make a layer of `weight`, or of the weight that quantizing it leaves."""
     if not int8:
         return FewRowsLinear(weight)
-    quantized = Int8Weight.of(weight)
+    quantized = QuantizedWeight.of(weight, torch.int8, rounds_inputs=False)
     assert (quantized.numbers.abs().amax(1) == 127).all()
-    rest = quantized.numbers.float() * quantized.scales[:, None]
+    rest = quantized.dequantise()
     assert (rest - weight.float()).abs().amax() <= 0.51 * quantized.scales.amax()
     layer = FewRowsLinear(rest.to(weight.dtype))
     layer.quantize()
@@ -36,13 +37,14 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
 
 @pytest.mark.parametrize("inner", [8, 296])  # not a power of two
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("tiling", [Gemv(32, 1), Gemv(32, 1, int8=True)])
+@pytest.mark.parametrize("tiling", [Gemv(32, 1), Gemv(32, 1, reads="int8")])
 def test_gemv_with_few_rows_equals_torch(
     tiling: Gemv, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16
-    layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=tiling.int8)
+    weight = (randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype)
+    layer = _linear(weight, int8=tiling.reads == "int8")
     x, norm = randn(rows, inner, dtype=dtype, seed=1), randn(inner, dtype=dtype, seed=2)
     plain, ours = TorchOps(), TritonOps()
     residual = randn(rows, 128, dtype=dtype, seed=3)
@@ -125,7 +127,7 @@ def test_candidates_without_hopper_are_gemv_for_one_or_two_rows(
     assert [rows for rows, tilings in found.items() if tilings] == [1, 2]
     tilings = found[1] + found[2]
     assert all(isinstance(tiling, Gemv) for tiling in tilings)
-    assert {tiling.int8 for tiling in tilings} == {False, int8}
+    assert {tiling.reads for tiling in tilings} == {"bf16", *(("int8",) if int8 else ())}
 
 
 def test_candidates_with_hopper_read_int8_up_to_its_most_rows(
@@ -134,10 +136,10 @@ def test_candidates_with_hopper_read_int8_up_to_its_most_rows(
     monkeypatch.setattr(hopper, "available", lambda: True)
     for rows in CANDIDATES:
         plain, quantized = candidates(rows, int8=False), candidates(rows, int8=True)
-        assert not any(tiling.int8 for tiling in plain)
+        assert {tiling.reads for tiling in plain} == {"bf16"}
         assert any(isinstance(tiling, HopperTiles) for tiling in plain) == (rows > 1)
-        kinds = {1: {False, True}, 160: {False}}.get(rows, {True})
-        assert {tiling.int8 for tiling in quantized} == kinds
+        kinds = {1: {"bf16", "int8"}, 160: {"bf16"}}.get(rows, {"int8"})
+        assert {tiling.reads for tiling in quantized} == kinds
         assert any(isinstance(tiling, Gemv) for tiling in quantized) == (rows <= 2)
 
 
@@ -248,7 +250,7 @@ def test_compile_before_measuring_compiles_all_candidates(compiled: list[str]) -
     compiled.clear()
     for rows in CANDIDATES:
         Chain(chain, rows, run).choose()
-    ours = ("gemv_kernel", "hi_lo_kernel")
+    ours = ("gemv_kernel", "split_kernel")
     assert not [kernel for kernel in compiled if any(name in kernel for name in ours)]
 
 

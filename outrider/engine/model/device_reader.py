@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -32,11 +32,13 @@ class _Chunk:
 class DeviceReader:
     """Reads a folder's weights to a device in the background, from now on.
 
-    Memory is taken at once, on the caller's thread. Tensors that no target reads are left out.
-    Raises what `check_folder` raises.
+    Memory is taken at once, on the caller's thread. Tensors that no target reads are left out, and
+    all but `names` if these are given. Raises what `check_folder` raises.
     """
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, names: Container[str] | None = None
+    ) -> None:
         self._device = device
         self._tensors: dict[str, Tensor] = {}
         self._chunks: SimpleQueue[_Chunk] = SimpleQueue()
@@ -46,6 +48,8 @@ class DeviceReader:
         )
         for name, tensor in stored:
             if COMPUTED.fullmatch(name) or PREDICTION.fullmatch(name):
+                continue
+            if names is not None and name not in names:
                 continue
             to = torch.empty(math.prod(tensor.shape), dtype=_DTYPES[tensor.dtype], device=device)
             self._tensors[name] = to.view(tensor.shape)

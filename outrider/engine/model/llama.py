@@ -19,8 +19,9 @@ from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.kv_cache.pools import KVPools, LayerPool
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import LlamaOps, Use
+from outrider.engine.layers.quantized import QuantizedModule, QuantizedWeight
 from outrider.engine.model.config_sizes import head_dim, num_kv_heads
-from outrider.engine.model.pack import pack_linear
+from outrider.engine.model.pack import pack_linear, pack_quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,19 @@ def _sliding_window(attention: Any) -> int | None:
     return window
 
 
-def _concatenated(*modules: Any) -> Linear:
-    """Concatenate the outputs of layers with one input."""
-    weight = torch.cat([module.weight for module in modules])
-    if modules[0].bias is None:
-        return pack_linear(weight, None)
-    return pack_linear(weight, torch.cat([module.bias for module in modules]))
+def _concatenated(dtype: torch.dtype, *modules: Any) -> Linear:
+    """Concatenate the outputs of layers with one input; 8-bit weights are taken from them."""
+    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+    small = [module for module in modules if isinstance(module, QuantizedModule)]
+    if len(small) == len(modules):
+        taken = [module.take() for module in small]
+        joined = taken[0] if len(taken) == 1 else QuantizedWeight.concatenated(taken)
+        return pack_quantized(joined, bias, dtype)
+    weights: list[Tensor] = [
+        module.take().dequantise(dtype) if isinstance(module, QuantizedModule) else module.weight
+        for module in modules
+    ]
+    return pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
 class FusedLlama:
@@ -85,7 +93,7 @@ class FusedLlama:
         self._eps = config.rms_norm_eps
         self._embedding: Tensor = base.embed_tokens.weight.detach()
         self._norm: Tensor = base.norm.weight.detach()
-        self._head = pack_linear(parts.lm_head.weight.detach(), parts.lm_head.bias)
+        self._head = _concatenated(self._norm.dtype, parts.lm_head)
         self._uses: list[Use] = []
         self._rope = self._rope_table(base.rotary_emb, max_model_len)
         self._layers = [
@@ -108,10 +116,9 @@ class FusedLlama:
             ).detach()
         input_norm = layer.input_layernorm.weight.detach()
         post_norm = layer.post_attention_layernorm.weight.detach()
-        qkv, gate_up = _concatenated(q, k, v), _concatenated(gate, up)
-        o, down = (
-            pack_linear(each.weight, each.bias) for each in (attention.o_proj, mlp.down_proj)
-        )
+        dtype = input_norm.dtype
+        qkv, gate_up = _concatenated(dtype, q, k, v), _concatenated(dtype, gate, up)
+        o, down = (_concatenated(dtype, each) for each in (attention.o_proj, mlp.down_proj))
         self._uses += [Use(qkv, input_norm), Use(o), Use(gate_up, post_norm, True), Use(down)]
         return _Layer(
             input_norm=input_norm,

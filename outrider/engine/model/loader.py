@@ -26,6 +26,7 @@ from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.pack import prepack_linears
 from outrider.engine.model.paged_model import ModelInfo, PagedModel, Step
+from outrider.engine.model.quantization import check_quantizable, describe, read_rounded
 from outrider.engine.model.selftest import check_against, eager_reference
 from outrider.engine.model.supported_models import (
     check_supported,
@@ -58,6 +59,8 @@ class ModelOptions:
     """Hidden states to keep beside keys and values."""
     int8_weights: bool = False
     """Read weights as int8 where that is faster; logits are then close to the model's own."""
+    quantization: str | None = None
+    """A name of `quantization.DTYPES`: round the weights of linear layers, which is the model."""
     fused: bool = True
     """Run the fused step for the Llama family."""
     self_test: bool = True
@@ -80,7 +83,7 @@ def load_model(
     """
     eos_token_ids = read_eos_token_ids(folder)
     with start_times.phase("weights"):
-        model = _read(folder, dtype, device, reader)
+        model = _read(folder, options.quantization, dtype, device, reader)
     return build_paged_model(
         model, options, name=folder.name, eos_token_ids=eos_token_ids, prepare=prepare
     )
@@ -182,11 +185,18 @@ def check_config(folder: Path) -> Any:
 
 def _read(
     folder: Path,
+    quantization: str | None,
     dtype: torch.dtype,
     device: torch.device,
     reader: DeviceReader | None,
 ) -> nn.Module:
     config = check_config(folder)
+    if quantization is not None:
+        check_quantizable(config, f"--quantization {quantization}", dtype, device)
+        model = read_rounded(folder, config, quantization, dtype, device)
+        check_finite(model, folder)
+        logger.info("%s", describe(model))
+        return model
     if device.type == "cuda":
         reader = reader or DeviceReader(folder, device)
         model = read_model(folder, config, dtype, reader.tensors())

@@ -6,6 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.layers.linear import Linear, PackedLinear, can_prepack
+from outrider.engine.layers.quantized import QuantizedWeight
+
+
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """Return the layer for a fixed 8-bit weight [out, in], which it takes over.
+
+    In float32 and float64 it multiplies with the dequantised weight, kept in memory.
+    """
+    if dtype is torch.bfloat16 and weight.numbers.is_cuda:
+        from outrider.engine.cuda.gemm.quantized import QuantizedLinear  # imports Triton
+
+        return QuantizedLinear(weight, bias)
+    return PackedLinear(weight.dequantise(dtype), bias)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -185,17 +185,17 @@ def paddle(ips: str, mode: str, quant: str, draft_quant: str) -> str:
 INT8, FP8 = "weight_only_int8", "a8w8_fp8"
 REFUSED = {
     MTP_PIPELINE: (
-        "--quantization a8w8_fp8_wint4: leave it out",
+        "--quantization a8w8_fp8_wint4: write --quantization int8 or fp8",
         "--mtp-quant a8w8_fp8: write --draft-quantization int8",
         "--cache-max-entry-count 0.5: write --gpu-memory-utilization",
     ),
-    paddle(TWO_NODES, "dynamic", INT8, INT8): ("--ips", f"--quant_type {INT8}: leave it out"),
+    paddle(TWO_NODES, "dynamic", INT8, INT8): ("--ips",),
     paddle(TWO_NODES, "dynamic", FP8, FP8): ("--ips", "--draft_model_quant_type a8w8_fp8: write"),
-    paddle("", "dynamic", "weight_only_int4", INT8): ("--quant_type weight_only_int4: leave",),
+    paddle("", "dynamic", "weight_only_int4", INT8): ("--quant_type weight_only_int4: write",),
     paddle(TWO_NODES, "static", INT8, INT8): ("--mode static: leave it out", "--ips"),
     paddle(TWO_NODES, "static", FP8, FP8): ("--mode static: leave it out", "--draft_model_quant"),
     PADDLE_EXPORT: ("--output_path /path/to/exported_model: leave it out", "--ips"),
-    VLLM_MTP: ("--quantization ascend: leave it out",),
+    VLLM_MTP: ("--quantization ascend: write",),
     RTP_VANILLA + " --sp_quantization FP8_PER_BLOCK": ("--sp_quantization FP8_PER_BLOCK: write",),
     "vllm serve a/b --api-key x": ("--api-key: write the key into a file: --api-key-file",),
     "vllm serve a/b --speculative-config '{\"lookahead\": 1}'": ("lookahead is unknown; method,",),
@@ -243,7 +243,7 @@ def test_paddlenlp_command_without_quantisation_is_taken() -> None:
     ours, notes = translate(words, {})
     assert shlex.join(ours) == (
         "--tensor-parallel-size 8 --model deepseek-ai/DeepSeek-R1 --dtype bfloat16 "
-        "--max-model-len 8192 --default-max-tokens 2048 --method mtp "
+        "--max-model-len 8192 --quantization none --default-max-tokens 2048 --method mtp "
         "--draft-model deepseek-ai/DeepSeek-R1-MTP --draft-quantization int8 "
         "--num-speculative-tokens 1"
     )

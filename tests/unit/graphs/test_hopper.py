@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.engine.cuda.gemm import hopper
-from outrider.engine.cuda.gemm.hopper import Variant
+from outrider.engine.cuda.gemm.hopper import Reads, Variant
 
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, by compute capability 9.0
 _PROGRAM = 227 * 1024  # of them, that one may have
@@ -15,12 +15,14 @@ _SYSTEM = 1024  # that it takes besides
 _UNIT = 128  # in which they are handed out
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("reads", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize(("groups", "resident"), [(2, 1), (2, 2), (4, 1)])
-def test_variant_of_any_size_fits_shared_memory(groups: int, resident: int, int8: bool) -> None:
-    for rows in range(8, 97 if int8 else 161, 8):
-        variant = Variant(rows, groups, resident, 3, False, True, int8)
-        block = 128 * (64 * groups + rows * (2 if int8 else 1))
+def test_variant_of_any_size_fits_shared_memory(groups: int, resident: int, reads: Reads) -> None:
+    for rows in range(
+        8, 161 if reads == "bf16" or (reads == "fp8" and groups * resident == 2) else 97, 8
+    ):
+        variant = Variant(rows, groups, resident, 3, False, True, reads)
+        block = 128 * (64 * groups + rows * (1 if reads == "bf16" else 2))
         assert variant.stages >= 2  # one in flight while the other is multiplied
         assert variant.shared_bytes >= max(variant.stages * block, rows * 4 * 64 * groups)
         taken = variant.shared_bytes + 2 * 8 * variant.stages  # barriers: full, and empty
@@ -29,27 +31,34 @@ def test_variant_of_any_size_fits_shared_memory(groups: int, resident: int, int8
 
 
 def test_variant_source_names_every_sum() -> None:
-    for rows, int8 in itertools.product((8, 40, 96), (False, True)):
-        source = Variant(rows, 2, 1, 1, False, False, int8).source()
-        columns = 2 * rows if int8 else rows  # two planes
+    kinds: dict[Reads, tuple[str, str]] = {
+        "bf16": ("16", "bf16"),
+        "int8": ("32", "s8"),
+        "fp8": ("32", "e4m3"),
+    }
+    for rows, (reads, kind) in itertools.product((8, 40, 96), kinds.items()):
+        source = Variant(rows, 2, 1, 1, False, False, reads).source()
+        columns = 2 * rows if reads == "int8" else rows  # two planes
         shape = re.search(r"\.m64n(\d+)k(\d+)\.\w+\.(\w+)", source)
         assert shape is not None
-        assert shape.groups() == (str(columns), *(("32", "s8") if int8 else ("16", "bf16")))
+        assert shape.groups() == (str(columns), *kind)
         sums = re.findall(r'"\+[fr]"\(sums\[(\d+)\]\)', source)
         assert [int(i) for i in sums] == list(range(columns // 2))
         assert f"%{columns // 2 + 1}, p" in source  # its two operands come behind them
 
 
 def test_variant_source_differs_by_every_field() -> None:
-    first = Variant(40, 2, 1, 3, False, True, False)
+    first = Variant(40, 2, 1, 3, False, True)
     for other in (
-        Variant(48, 2, 1, 3, False, True, False),
-        Variant(40, 4, 1, 3, False, True, False),
-        Variant(40, 2, 2, 3, False, True, False),
-        Variant(40, 2, 1, 2, False, True, False),
-        Variant(40, 2, 1, 3, True, True, False),
-        Variant(40, 2, 1, 3, False, False, False),
-        Variant(40, 2, 1, 3, False, True, True),
+        Variant(48, 2, 1, 3, False, True),
+        Variant(40, 4, 1, 3, False, True),
+        Variant(40, 2, 2, 3, False, True),
+        Variant(40, 2, 1, 2, False, True),
+        Variant(40, 2, 1, 3, True, True),
+        Variant(40, 2, 1, 3, False, False),
+        Variant(40, 2, 1, 3, False, True, "int8"),
+        Variant(40, 2, 1, 3, False, True, "fp8"),
+        Variant(40, 2, 1, 3, False, True, "fp8", 128),
     ):
         assert other.source() != first.source()
 

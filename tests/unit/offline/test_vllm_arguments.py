@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from outrider import engines
@@ -31,11 +33,20 @@ def test_further_arguments_become_vllms_flags() -> None:
 
 @pytest.mark.parametrize(
     ("others", "engine"),
-    [({}, "native"), ({"tensor_parallel_size": 2}, "vllm"), ({"quantization": "fp8"}, "vllm")],
+    [
+        ({}, "native"),
+        ({"tensor_parallel_size": 2}, "vllm"),
+        ({"quantization": "awq"}, "vllm"),
+        ({"quantization": "fp8"}, "native"),
+    ],
 )
 def test_auto_takes_what_the_table_says(others: dict[str, object], engine: str) -> None:
-    given = Arguments(model="embedded", device="cpu")
-    assert scorer_options(given, others).engine == engine
+    others = dict(others)
+    asked: Any = others.pop("quantization", None)
+    options = scorer_options(Arguments(model="embedded", device="cpu", quantization=asked), others)
+    assert options.engine == engine
+    passed = options.vllm_flags[-1] if asked and engine == "vllm" else options.quantization
+    assert passed == asked
 
 
 def test_engine_of_another_name_is_refused() -> None:

@@ -28,9 +28,9 @@ from torch import Tensor
 from outrider import start_times
 from outrider.engine.cuda.compile import COMPILERS, compile_together
 from outrider.engine.cuda.gemm import hopper, kept_tilings
-from outrider.engine.cuda.gemm.candidates import CANDIDATES
+from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS
 from outrider.engine.cuda.gemm.linear import FewRowsLinear, Kind
-from outrider.engine.cuda.gemm.tilings import HopperTiles, Tiling
+from outrider.engine.cuda.gemm.tilings import HopperTiles, Small, Tiling
 from outrider.engine.cuda.launch import graph_us
 from outrider.engine.layers.ops import Use
 
@@ -46,7 +46,9 @@ _GAIN = 0.002  # of the chain's time, that a candidate must save; less is noise
 _NEAR = 0.03  # a tiling that is slower by this share may win beside other tilings
 _PATIENCE_S = 120.0  # for other processes that measure
 _TOLERANCE = 0.02  # of the largest output, for bfloat16 sums in another order
-_INT8_TOLERANCE = 0.05  # and for weights rounded to int8
+_ROUNDED_TOLERANCE = 0.05  # and for weights or inputs rounded to 8 bits
+_TIMED = {**{rows: rows for rows in CANDIDATES}, **MANY_ROWS}
+"""The largest number of rows of a choice -> how many are timed."""
 
 
 @torch.inference_mode()
@@ -64,7 +66,7 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
         with _one_at_a_time():
             _choose_or_recall(chain, run)
         all_rows = range(1, max(CANDIDATES) + 1)  # eager steps have any number of logits
-        hopper.load(_variants(chain, all_rows), chain[0][1].weight.device)
+        hopper.load(_variants(chain, all_rows), chain[0][1].device)
         torch.cuda.empty_cache()
     logger.info("chose kernels for few rows in %.1f s", time.perf_counter() - began)
 
@@ -73,7 +75,7 @@ def _choose_or_recall(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> N
     """Take the tilings that an earlier start chose, or choose and keep them."""
     first = {Kind.of(use, linear): linear for use, linear in chain}
     products = [Kind.of(use, linear) for use, linear in chain]
-    tried = {(kind, rows): x.candidates(rows) for kind, x in first.items() for rows in CANDIDATES}
+    tried = {(kind, rows): x.candidates(rows) for kind, x in first.items() for rows in _TIMED}
     kept = kept_tilings.load(products, tried)
     if kept is None:
         _choose(chain, run)
@@ -87,8 +89,8 @@ def _choose_or_recall(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> N
 def _choose(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
     logger.info("measuring products of few rows: some 10 s, which later starts do not take")
     _compile(chain, run)
-    for rows in CANDIDATES:
-        if any(linear.candidates(rows) for _, linear in chain):
+    for most, rows in _TIMED.items():
+        if any(linear.candidates(most) for _, linear in chain):
             logger.info("products of %d rows: %s", rows, Chain(chain, rows, run).choose())
 
 
@@ -100,18 +102,20 @@ def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
 
     def once(use: Use, linear: FewRowsLinear, rows: int, tiling: Tiling) -> None:
         alone = copy.copy(linear)
-        alone.choices = dict.fromkeys(CANDIDATES, tiling)
-        weight = linear.weight
+        alone.choices = dict.fromkeys(_TIMED, tiling)
         with torch.inference_mode():
-            x = weight.new_zeros(rows, linear.in_features)
-            run(replace(use, linear=alone), x, weight.new_zeros(rows, linear.out_features))
+            x, out = (
+                torch.zeros(rows, size, dtype=linear.dtype, device=linear.device)
+                for size in (linear.in_features, linear.out_features)
+            )
+            run(replace(use, linear=alone), x, out)
 
     first = {Kind.of(use, linear): (use, linear) for use, linear in chain}
     works = [
         partial(once, use, linear, rows, tiling)
-        for (use, linear), rows in itertools.product(first.values(), CANDIDATES)
-        for tiling in linear.candidates(rows)
-        if tiling.takes(*linear.weight.shape)
+        for (use, linear), (most, rows) in itertools.product(first.values(), _TIMED.items())
+        for tiling in linear.candidates(most)
+        if tiling.takes(linear.out_features, linear.in_features)
     ]
     compile_together(works, at_once=COMPILERS)
 
@@ -124,7 +128,7 @@ def _variants(
         tiling = linear.choice(rows)
         if isinstance(tiling, HopperTiles):
             add = use.norm is None and not use.alone
-            yield tiling.variant(rows, *linear.weight.shape, gated=use.gated, add=add)
+            yield linear.variant(tiling, rows, gated=use.gated, add=add)
 
 
 def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]:
@@ -146,7 +150,7 @@ def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]
         if taken[kind] < _EACH or size < _COLD_BYTES:
             chain.append((use, linear))
             taken[kind] += 1
-            size += linear.weight.nbytes
+            size += linear.nbytes
         linear.choices = choices.setdefault(kind, {})
     return chain
 
@@ -187,14 +191,14 @@ class Chain:
         self._chain = chain
         self._rows = rows
         self._run = run
-        self._most = next(most for most in CANDIDATES if rows <= most)
-        like = chain[0][1].weight
+        self._most = next(most for most in _TIMED if rows <= most)
+        dtype, device = chain[0][1].dtype, chain[0][1].device
         sizes = {size for _, x in chain for size in (x.in_features, x.out_features)}
-        self._x = {n: torch.randn(rows, n, dtype=like.dtype, device=like.device) for n in sizes}
+        self._x = {n: torch.randn(rows, n, dtype=dtype, device=device) for n in sizes}
         self._out = {n: torch.zeros_like(x) for n, x in self._x.items()}
         first = {Kind.of(use, linear): (use, linear) for use, linear in reversed(chain)}
         # The largest kinds come first.
-        by_size = sorted(first.items(), key=lambda each: each[1][1].weight.numel(), reverse=True)
+        by_size = sorted(first.items(), key=lambda each: each[1][1].nbytes, reverse=True)
         self._first = dict(by_size)
         for kind in self._first:
             self._take(kind, None)
@@ -254,9 +258,12 @@ class Chain:
         return times
 
     def _us_if_right(self, tiling: Tiling, kind: Kind, expected: Tensor) -> float | None:
+        linear = self._first[kind][1]
         try:
             error = (self._outputs(kind) - expected).abs().max()
-            tolerance = _INT8_TOLERANCE if tiling.int8 else _TOLERANCE
+            quantizes = linear.kind == "" and tiling.reads != "bf16"
+            rounded = quantizes or isinstance(tiling, Small)
+            tolerance = _ROUNDED_TOLERANCE if rounded else _TOLERANCE
             if error <= tolerance * expected.abs().max():
                 return self._us()
             logger.warning("%s of %d rows is wrong by %s", kind, self._rows, tiling)

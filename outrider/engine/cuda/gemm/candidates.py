@@ -2,23 +2,31 @@
 
 from dataclasses import replace
 
+import torch
+
 from outrider.engine.cuda.gemm import hopper
-from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Tiling
+from outrider.engine.cuda.gemm.hopper import Reads
+from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 
 # More than 100 programs in clusters of three or four do not all find room at once.
 _HOPPER = (HopperTiles(128, 100), HopperTiles(256, 100), HopperTiles(128, 264, 2))
-_HOPPER_INT8 = tuple(replace(tiling, int8=True) for tiling in (*_HOPPER, HopperTiles(128, 66)))
-_MOST_INT8_ROWS = 96
+_MOST_ROWS: dict[Reads, int] = {"bf16": 160, "int8": 96, "fp8": 160}
+"""Of x that `HopperTiles` are tried for."""
+MANY_ROWS = {512: 512, 1 << 20: 2048}
+"""Further numbers of rows for weights of 8 bits -> how many are timed."""
 
 # By the largest number of rows of x.
 CANDIDATES: dict[int, tuple[Tiling, ...]] = {
     1: (Gemv(64, 8), Gemv(128, 4)),
     2: (Gemv(128, 4), *_HOPPER),
-    **dict.fromkeys((8, 16, 32, 40, 64, _MOST_INT8_ROWS, 160), _HOPPER),
+    **dict.fromkeys((8, 16, 32, 40, 64, 96, 160), _HOPPER),
 }
-_INT8_CANDIDATES: dict[int, tuple[Tiling, ...]] = {
-    1: (Gemv(256, 4, int8=True), Gemv(512, 4, int8=True), Gemv(64, 8, int8=True)),
-    2: (Gemv(128, 4, int8=True), *_HOPPER_INT8),
+_GEMV: dict[Reads, dict[int, tuple[Tiling, ...]]] = {
+    "int8": {
+        1: (Gemv(256, 4, "int8"), Gemv(512, 4, "int8"), Gemv(64, 8, "int8")),
+        2: (Gemv(128, 4, "int8"),),
+    },
+    "fp8": {1: (Gemv(64, 8, "fp8"), Gemv(128, 4, "fp8"), Gemv(128, 8, "fp8"))},
 }
 
 
@@ -28,9 +36,37 @@ def candidates(rows: int, *, int8: bool) -> tuple[Tiling, ...]:
     The first ones read the fewest bytes. On Hopper a weight that is also there as int8 is tried as
     bfloat16 only at one row, or where int8 is not tried.
     """
-    tilings: tuple[Tiling, ...] = ()
-    if int8 and rows <= _MOST_INT8_ROWS:
-        tilings = _INT8_CANDIDATES.get(rows, _HOPPER_INT8)
+    tilings = small_candidates(rows, "int8", by_row=True) if int8 else ()
     if rows == 1 or not (tilings and hopper.available()):
-        tilings += CANDIDATES[rows]
-    return tuple(t for t in tilings if hopper.available() or not isinstance(t, HopperTiles))
+        tilings += CANDIDATES.get(rows, ())
+    return _available(tilings)
+
+
+def small_candidates(
+    rows: int, reads: Reads, *, by_row: bool, rounds_inputs: bool = False
+) -> tuple[Tiling, ...]:
+    """Return the tilings that read a weight of 8 bits, for up to so many rows.
+
+    `rows` is a key of `CANDIDATES` or `MANY_ROWS`. `by_row` says that each row of the weight has
+    one scale, `rounds_inputs` that x may be rounded to 8 bits where rows are many.
+    """
+    tilings: tuple[Tiling, ...] = _GEMV[reads].get(rows, ()) if by_row else ()
+    if rows <= _MOST_ROWS[reads] and not (rows == 1 and reads == "int8" and by_row):
+        # Of more rows, sums and blocks in flight leave no room for another tile or program.
+        tiles = (*_HOPPER, HopperTiles(128, 66)) if rows <= 96 else _HOPPER[:1]
+        tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
+    if rows > 96 and rounds_inputs and by_row:
+        tilings += (Small(reads),)
+    return _available(tilings)
+
+
+def _available(tilings: tuple[Tiling, ...]) -> tuple[Tiling, ...]:
+    return tuple(t for t in tilings if _runs(t))
+
+
+def _runs(tiling: Tiling) -> bool:
+    if isinstance(tiling, HopperTiles):
+        return hopper.available()
+    if tiling.reads == "fp8":
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return True

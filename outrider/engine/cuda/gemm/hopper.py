@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from outrider.engine.cuda.compile import COMPILERS
 
 logger = logging.getLogger(__name__)
+
+Reads = Literal["bf16", "int8", "fp8"]
+"""The numbers of a weight: bfloat16, int8, float8 (e4m3)."""
 
 _LINE = 128  # bytes of a row in one fetch
 _SHARED = 228 * 1024  # bytes of shared memory on a multiprocessor
@@ -42,11 +45,13 @@ class Variant:
     splits: int
     gated: bool
     add: bool
-    int8: bool
+    reads: Reads = "bf16"
+    scale_rows: int = 0  # of a block of 128 columns with one scale; 0: a scale for each row
 
     @property
     def _stage_bytes(self) -> int:
-        return _LINE * (GROUP_ROWS * self.groups + self.rows * (2 if self.int8 else 1))
+        planes = 1 if self.reads == "bf16" else 2
+        return _LINE * (GROUP_ROWS * self.groups + self.rows * planes)
 
     @property
     def stages(self) -> int:
@@ -71,7 +76,9 @@ class Variant:
             "SPLITS": self.splits,
             "GATED": int(self.gated),
             "ADD": int(self.add),
-            "INT8": int(self.int8),
+            "INT8": int(self.reads == "int8"),
+            "FP8": int(self.reads == "fp8"),
+            "SCALE_ROWS": self.scale_rows,
         }
         names = ", ".join(f"{name} = {value}" for name, value in constants.items())
         return f"constexpr int {names};\n{self._multiply()}\n{_kernel_text()}"
@@ -80,8 +87,10 @@ class Variant:
         """Return `multiply`, whose wgmma names one register per sum."""
         kind, columns, inner, letter = ("float", self.rows, "k16.f32.bf16.bf16", "f")
         flags = ", 1, 1, 0, 0"  # neither negated nor transposed
-        if self.int8:
+        if self.reads == "int8":
             kind, columns, inner, letter, flags = "int", 2 * self.rows, "k32.s32.s8.s8", "r", ""
+        elif self.reads == "fp8":
+            inner, flags = "k32.f32.e4m3.e4m3", ", 1, 1"  # always as int8 is: not transposed
         count = columns // 2
         places = ", ".join(f"%{i}" for i in range(count))
         sums = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(count))
@@ -110,7 +119,7 @@ def available() -> bool:
         return False
     try:
         where = torch.zeros(1, device="cuda").device  # there is a context then
-        _function(Variant(8, 2, 1, 1, gated=False, add=False, int8=False), where)
+        _function(Variant(8, 2, 1, 1, gated=False, add=False), where)
     except Exception as error:  # cuBLAS always works
         logger.warning("The Hopper GEMM kernel is not used: %s", error)
         return False
@@ -136,7 +145,9 @@ def launch(
     *,
     early: bool,
 ) -> None:
-    """Compute `out` [rows, N] of x [rows, K], or int8 [2, rows, K], and a weight [N or 2 * N, K].
+    """Compute `out` [rows, N] of x [rows, K] and a weight [N or 2 * N, K].
+
+    For a weight of 8 bits x has two planes of its kind, [2, rows, K], and `units` float32 [rows].
 
     K is a multiple of `INNER`, N of a tile's outputs. `early` uses programmatic dependent launch.
     """
@@ -146,8 +157,8 @@ def launch(
     inner = weight.shape[1]
     function = _function(variant, x.device)
     maps = (
-        _map(weight.data_ptr(), *weight.shape, GROUP_ROWS, variant.int8),
-        _map(x.data_ptr(), x.numel() // inner, inner, variant.rows, variant.int8),
+        _map(weight.data_ptr(), *weight.shape, GROUP_ROWS, weight.itemsize),
+        _map(x.data_ptr(), x.numel() // inner, inner, variant.rows, x.itemsize),
     )
     pointers = (ctypes.c_void_p(each.data_ptr()) for each in (units, scales, out))
     given = (*pointers, *(ctypes.c_int(n) for n in (rows, outputs, inner)))
@@ -179,15 +190,15 @@ def _config(variant: Variant, tiles: int, early: bool) -> Any:
 
 
 @lru_cache(maxsize=_MAX_MAPS)
-def _map(address: int, rows: int, inner: int, rows_at_once: int, int8: bool) -> Any:
+def _map(address: int, rows: int, inner: int, rows_at_once: int, size: int) -> Any:
     """Return the tensor map of a matrix for TMA."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
-    size = 1 if int8 else 2
+    bytes_, bf16 = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     return _checked(
         driver.cuTensorMapEncodeTiled(
-            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if int8 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            bytes_ if size == 1 else bf16,
             2,
             address,
             [driver.cuuint64_t(n) for n in (inner, rows)],

@@ -7,35 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
-from outrider.engine.cuda.gemm.tilings import OUTPUTS, Product, Tiling
+from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS, candidates
+from outrider.engine.cuda.gemm.hopper import Variant
+from outrider.engine.cuda.gemm.tilings import OUTPUTS, HopperTiles, Product, Tiling
 from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.layers.ops import Use
+from outrider.engine.layers.quantized import QuantizedWeight
 
-_QUANTIZED_AT_ONCE = 4096  # rows of a weight, to bound the memory of temporary tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """A weight as int8 [outputs, inner] times float32 scales [outputs].
-
-    Every row's largest number becomes 127 or -127.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
-        """Round a weight [outputs, inner] to the nearest."""
-        numbers = torch.empty_like(weight, dtype=torch.int8)
-        scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-        parts = (torch.split(each, _QUANTIZED_AT_ONCE) for each in (weight, numbers, scales))
-        for rows, quantized, scale in zip(*parts, strict=True):
-            exact = rows.float()
-            scale.copy_(exact.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127)
-            quantized.copy_(torch.round(exact / scale[:, None]))
-        return cls(numbers, scales)
+_ROWS = (*CANDIDATES, *MANY_ROWS)
 
 
 def fits(weight: Tensor, bias: Tensor | None) -> bool:
@@ -53,30 +32,51 @@ def fits(weight: Tensor, bias: Tensor | None) -> bool:
 class FewRowsLinear(PackedLinear):
     """A `Linear` over a weight that `fits`; cuBLAS computes rows without a choice.
 
-    Layers of the same shape and use may share `choices`. Its keys are those of `CANDIDATES`, the
-    largest number of rows that a choice is for.
+    Layers of the same shape and use may share `choices`. Its keys are those of `CANDIDATES` and
+    `MANY_ROWS`, the largest number of rows that a choice is for.
     """
+
+    kind = ""
+    """What distinguishes the weight from others of its shape."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
         self.choices: dict[int, Tiling] = {}
-        self._int8: Int8Weight | None = None
+        self._int8: QuantizedWeight | None = None
 
     @property
     def weight(self) -> Tensor:
         """The weight [out, in] in bfloat16."""
         return self._weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and outputs."""
+        return self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight that one product reads."""
+        return self._weight.nbytes
+
+    def variant(self, tiling: HopperTiles, rows: int, *, gated: bool, add: bool) -> Variant:
+        """Return the kernel that computes so many rows by a tiling."""
+        return tiling.variant(rows, self.out_features, self.in_features, gated=gated, add=add)
+
     def quantize(self) -> None:
         """Allow tilings that read int8 from now on."""
-        self._int8 = Int8Weight.of(self.weight)
+        self._int8 = QuantizedWeight.of(self.weight, torch.int8, rounds_inputs=False)
 
     def candidates(self, rows: int) -> tuple[Tiling, ...]:
-        """Return the tilings to try for up to so many rows, a key of `CANDIDATES`."""
+        """Return the tilings to try for up to so many rows, a key of `choices`."""
         return candidates(rows, int8=self._int8 is not None)
 
     def choose(self, rows: int, tiling: Tiling | None) -> None:
-        """Take a tiling, or None for cuBLAS, for up to so many rows, a key of `CANDIDATES`."""
+        """Take a tiling, or None for cuBLAS, for up to so many rows, a key of `choices`."""
         self.choices.pop(rows, None)
         if tiling is not None:
             self.choices[rows] = tiling
@@ -86,7 +86,7 @@ class FewRowsLinear(PackedLinear):
 
         A step in mid-prompt has no rows with logits, which cuBLAS computes, too.
         """
-        return self.choices.get(next((most for most in CANDIDATES if 0 < rows <= most), 0))
+        return self.choices.get(next((most for most in _ROWS if 0 < rows <= most), 0))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map x [..., in] to [..., out], in `out` if it is given."""
@@ -122,7 +122,7 @@ class FewRowsLinear(PackedLinear):
 
     def _read_by(self, tiling: Tiling) -> tuple[Tensor, Tensor]:
         """Return the weight and the scales."""
-        if not tiling.int8:
+        if tiling.reads == "bf16":
             return self.weight, self.weight
         assert self._int8 is not None
         return self._int8.numbers, self._int8.scales
@@ -143,7 +143,7 @@ class Kind:
             name = "alone" if use.alone else "added"
         else:
             name = "gated" if use.gated else "normed"
-        return cls(name, linear.out_features, linear.in_features)
+        return cls(linear.kind + name, linear.out_features, linear.in_features)
 
     def __str__(self) -> str:
         return f"{self.name} {self.outputs}x{self.inner}"

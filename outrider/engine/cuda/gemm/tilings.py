@@ -10,10 +10,18 @@ import triton
 from torch import Tensor
 
 from outrider.engine.cuda.gemm import hopper
-from outrider.engine.cuda.kernels.gemm import gemv_kernel, int8_gemv_kernel, int8_hi_lo_kernel
+from outrider.engine.cuda.gemm.hopper import Reads
+from outrider.engine.cuda.kernels.gemm import (
+    gemv_kernel,
+    int8_gemv_kernel,
+    scale_kernel,
+    split_kernel,
+)
+from outrider.engine.cuda.kernels.pointwise import silu_mul_kernel
 from outrider.engine.cuda.launch import launch_options, row_warps
 
 _MAX_INNER = 16384  # numbers of a weight's row, which a gemv program holds whole
+_BLOCK = 1024  # numbers of a program that scales sums
 OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
 
 
@@ -23,12 +31,13 @@ class Product:
 
     x: Tensor
     weight: Tensor  # [outputs, inner]; if gated [2 * outputs, inner], the gates first
-    scales: Tensor  # float32, one for each row of an int8 weight; else unused
+    scales: Tensor  # float32, of the rows or blocks of a weight of 8 bits; else unused
     out: Tensor
     norm: Tensor | None = None  # [inner]: x is normed
     eps: float = 0.0
     gated: bool = False  # the output is silu(gate) * up
     add: bool = False  # to the contents of `out`
+    scale_rows: int = 0  # of a block of the weight with one scale; 0: each row has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Gemv:
 
     per_thread: int  # numbers of the weight in registers
     warps: int
-    int8: bool = False  # reads the int8 weight
+    reads: Reads = "bf16"
 
     norms: ClassVar[bool] = True
 
@@ -55,15 +64,17 @@ class Gemv:
         kinds = (product.norm is not None, product.gated, product.add)
         rows = triton.next_power_of_2(len(x))
         options = {"num_warps": self.warps, **launch_options()}
-        if self.int8:
+        if self.reads == "int8":
             words = product.weight.view(torch.int32)
             reads = (x, words, product.scales, norm, out, *out.shape, words.shape[1], product.eps)
             int8_gemv_kernel[(out.shape[1] // outputs,)](
                 *reads, *kinds, rows, outputs, block // 4, x.is_cuda, **options
             )
         else:
-            reads = (x, product.weight, norm, out, *out.shape, x.shape[1], product.eps)
-            gemv_kernel[(out.shape[1] // outputs,)](*reads, *kinds, rows, outputs, block, **options)
+            reads = (x, product.weight, product.scales, norm, out, *out.shape, x.shape[1])
+            gemv_kernel[(out.shape[1] // outputs,)](
+                *reads, product.eps, *kinds, self.reads == "fp8", rows, outputs, block, **options
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +84,18 @@ class HopperTiles:
     weight_rows: int  # per program, 128 or 256
     programs: int  # at most, among which tiles are divided
     resident: int = 1  # programs on a multiprocessor
-    int8: bool = False  # reads the int8 weight
+    reads: Reads = "bf16"
 
     @property
     def norms(self) -> bool:
-        return self.int8  # the kernel that splits x norms it, too
+        return self.reads != "bf16"  # the kernel that splits x norms it, too
 
     def takes(self, outputs: int, inner: int) -> bool:
         """Return whether a weight may have this shape."""
         return outputs % self.weight_rows == 0 and inner % hopper.INNER == 0
 
     def variant(
-        self, rows: int, outputs: int, inner: int, *, gated: bool, add: bool
+        self, rows: int, outputs: int, inner: int, *, gated: bool, add: bool, scale_rows: int = 0
     ) -> hopper.Variant:
         """Return the variant for x [rows, inner] and a weight [outputs, inner]."""
         splits = self.programs * self.weight_rows // outputs
@@ -95,31 +106,79 @@ class HopperTiles:
             splits=max(1, min(splits, hopper.MOST_SPLITS, inner // hopper.INNER)),
             gated=gated,
             add=add,
-            int8=self.int8,
+            reads=self.reads,
+            scale_rows=scale_rows,
         )
 
     def __call__(self, product: Product) -> None:
         weight, out = product.weight, product.out
-        x, units = _hi_lo(product) if self.int8 else (product.x, product.x)
-        variant = self.variant(len(out), *weight.shape, gated=product.gated, add=product.add)
+        x, units = (product.x, product.x) if self.reads == "bf16" else _split(product, planes=2)
+        variant = self.variant(
+            len(out),
+            *weight.shape,
+            gated=product.gated,
+            add=product.add,
+            scale_rows=product.scale_rows,
+        )
         early = launch_options()["PDL"]
         hopper.launch(variant, x, weight, out, units, product.scales, early=early)
 
 
-def _hi_lo(product: Product) -> tuple[Tensor, Tensor]:
-    """Return x, normed if asked, as int8 [2, rows, inner] and its units float32 [rows]."""
+@dataclass(frozen=True, slots=True)
+class Small:
+    """Rounds x to 8 bits, with a scale for each row, and multiplies by torch's library."""
+
+    reads: Reads
+
+    norms: ClassVar[bool] = True
+
+    def takes(self, outputs: int, inner: int) -> bool:
+        """Return whether a weight may have this shape."""
+        return outputs % 16 == 0 and inner % 16 == 0
+
+    def __call__(self, product: Product) -> None:
+        planes, units = _split(product, planes=1)
+        out, scales = product.out, product.scales
+        direct = not (product.gated or product.add)
+        sums = out if direct else out.new_empty(len(out), len(product.weight))
+        if self.reads == "int8":
+            whole = torch._int_mm(planes[0], product.weight.t())
+            grid = (len(sums), triton.cdiv(sums.shape[1], _BLOCK))
+            scale_kernel[grid](whole, units, scales, sums, sums.shape[1], _BLOCK, num_warps=4)
+        else:
+            torch._scaled_mm(
+                planes[0],
+                product.weight.t(),
+                scale_a=units[:, None],
+                scale_b=scales.view(1, -1),
+                out_dtype=sums.dtype,
+                use_fast_accum=True,
+                out=sums,
+            )
+        if product.gated:
+            grid = (len(out), triton.cdiv(out.shape[1], _BLOCK))
+            silu_mul_kernel[grid](sums, out, out.shape[1], _BLOCK, num_warps=4, **launch_options())
+        elif product.add:
+            out += sums
+
+
+def _split(product: Product, planes: int) -> tuple[Tensor, Tensor]:
+    """Return x, normed if asked, as planes and its units float32 [rows].
+
+    The planes [planes, rows, inner] are of the weight's dtype. One alone is x rounded.
+    """
     x = product.x
-    hi_lo = torch.empty(2, *x.shape, dtype=torch.int8, device=x.device)
+    hi_lo = torch.empty(planes, *x.shape, dtype=product.weight.dtype, device=x.device)
     units = torch.empty(len(x), dtype=torch.float32, device=x.device)
     norm = x if product.norm is None else product.norm
     block = triton.next_power_of_2(x.shape[1])
-    int8_hi_lo_kernel[(len(x),)](
+    split_kernel[(len(x),)](
         *(x, norm, hi_lo, units, x.shape[1], product.eps),
-        *(product.norm is not None, block),
+        *(product.norm is not None, hi_lo.dtype is not torch.int8, planes, block),
         num_warps=row_warps(block),
         **launch_options(),
     )
     return hi_lo, units
 
 
-Tiling = Gemv | HopperTiles
+Tiling = Gemv | HopperTiles | Small

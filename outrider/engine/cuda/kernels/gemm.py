@@ -6,7 +6,8 @@ the kernel before still runs, so that memory never idles between products.
 An int8 weight has a scale for every row. `int8_gemv_kernel` multiplies four numbers in one
 instruction, because converting each to a float takes longer than reading two bytes. So x becomes
 two int8, 256 * high + low, which is finer than bfloat16 except for numbers far below the largest of
-their row.
+their row. For weights of float8, x is a power of two times the sum of two float8: exactly so if it
+is bfloat16, for numbers down to a five-hundredth of the largest of their row.
 """
 
 import triton
@@ -40,6 +41,7 @@ def finish(
 def gemv_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
+    scale_ptr,  # float32 [N] or [2 * N], read if SCALED
     norm_ptr,  # [K], read if NORM
     out_ptr,  # [rows, N]
     rows,
@@ -49,6 +51,7 @@ def gemv_kernel(
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
     ADD: tl.constexpr,  # to the contents of out
+    SCALED: tl.constexpr,  # each row of the weight has a scale
     ROWS: tl.constexpr,  # at least rows
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least K
@@ -69,6 +72,10 @@ def gemv_kernel(
             other=0.0,
             eviction_policy="evict_first",
         )
+    if SCALED:
+        scale = tl.load(scale_ptr + n)[:, None]
+        if GATED:
+            up_scale = tl.load(scale_ptr + N + n)[:, None]
     if NORM:
         norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
     if PDL:
@@ -81,12 +88,16 @@ def gemv_kernel(
     dtype = x_ptr.dtype.element_ty
     x = x.to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / K + eps)
-        x = normed(x, scale, norm, dtype)
+        inverse = tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / K + eps)
+        x = normed(x, inverse, norm, dtype)
     sums = tl.sum(weight.to(tl.float32) * x, axis=2)  # [BLOCK_N, ROWS]
     up_sums = sums
     if GATED:
         up_sums = tl.sum(up_weight.to(tl.float32) * x, axis=2)
+    if SCALED:
+        sums *= scale
+        if GATED:
+            up_sums *= up_scale
     here = out_ptr + row[None, :] * N + n[:, None]
     finish(here, present[None, :], sums, up_sums, dtype, GATED, ADD)
 
@@ -199,18 +210,32 @@ def int8_gemv_kernel(
 
 
 @triton.jit
-def int8_hi_lo_kernel(
+def power_of_two_unit(largest):
+    """Return a power of two, and its inverse, of which `largest` is 448 at most.
+
+    448 is the largest number of float8 (e4m3).
+    """
+    bits = (tl.maximum(largest, 1e-30) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000  # the exponent rounded up, and no fraction
+    inverse = 0x7F000000 - bits
+    return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_kernel(
     x_ptr,  # [rows, K]
     norm_ptr,  # [K], read if NORM
-    hi_lo_ptr,  # int8 [2, rows, K]: high, low
+    hi_lo_ptr,  # int8 or float8 [PLANES, rows, K]: high, low
     unit_ptr,  # float32 [rows]
     K,
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
+    FLOAT: tl.constexpr,  # the planes are of float8, and x is their sum
+    PLANES: tl.constexpr,  # 1: x is rounded to 8 bits
     BLOCK_K: tl.constexpr,  # at least K
     PDL: tl.constexpr,
 ):
-    """Split x into two int8, for int8 tensor cores."""
+    """Split x into planes of 8 bits, for tensor cores."""
     row, rows = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < K
@@ -223,9 +248,61 @@ def int8_hi_lo_kernel(
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
         x = normed(x, scale, norm, x_ptr.dtype.element_ty)
-    unit = unit_of(tl.max(tl.abs(x), axis=0))
-    high, low = split(x, unit)
+    largest = tl.max(tl.abs(x), axis=0)
+    if FLOAT:
+        unit, inverse = power_of_two_unit(largest)
+        x *= inverse
+        high = x.to(tl.float8e4nv)
+        low = (x - high.to(tl.float32)).to(tl.float8e4nv)
+    elif PLANES == 2:
+        unit = unit_of(largest)
+        high, low = split(x, unit)
+    else:
+        unit = tl.maximum(largest, 1e-30) * (1.0 / 127.0)
+        # As in `split`, the last bits are the nearest integer.
+        high = (x * (1.0 / unit) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        low = high
     here = hi_lo_ptr + row * K + k
     tl.store(here, high, mask=inside)
-    tl.store(here + rows * K, low, mask=inside)
+    if PLANES == 2:
+        tl.store(here + rows * K, low, mask=inside)
     tl.store(unit_ptr + row, unit)
+
+
+@triton.jit
+def dequantise_kernel(
+    numbers_ptr,  # int8 or float8 [rows, K]
+    scale_ptr,  # float32 [rows / SCALE_ROWS, scale_columns], rounded up
+    out_ptr,  # [rows, K]
+    K,
+    scale_columns,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,  # of a block with one scale
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply 8-bit numbers with the scales of their blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = k < K
+    numbers = tl.load(numbers_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    at = row // SCALE_ROWS * scale_columns + k // SCALE_COLUMNS
+    weight = numbers * tl.load(scale_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + row * K + k, weight.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_kernel(
+    sums_ptr,  # int32 [rows, N]
+    unit_ptr,  # float32 [rows]
+    scale_ptr,  # float32 [N]
+    out_ptr,  # [rows, N]
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    """Multiply sums of int8 products with the scales of their row and column."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    sums = tl.load(sums_ptr + row * N + n, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scale_ptr + n, mask=inside, other=0.0) * tl.load(unit_ptr + row)
+    tl.store(out_ptr + row * N + n, (sums * scale).to(out_ptr.dtype.element_ty), mask=inside)

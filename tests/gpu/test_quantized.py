@@ -1,0 +1,202 @@
+"""Products with weights of 8 bits, and a target of such weights, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.models.kernels import DEVICE, ON_GPU, randn  # isort: skip - before what needs Triton
+from outrider.engine.batch import RowSlice, pack
+from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS
+from outrider.engine.cuda.gemm.linear import Kind
+from outrider.engine.cuda.gemm.quantized import QuantizedLinear
+from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Product, Small, Tiling, _split
+from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.layers.ops import Use
+from outrider.engine.layers.quantized import QuantizedWeight
+from outrider.engine.model.loader import ModelOptions, load_model
+from outrider.models.resolve import resolve_model
+
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a device with float8")
+needs_hopper = pytest.mark.skipif(not ON_GPU or not hopper.available(), reason="needs Hopper")
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def _weight(outputs: int, inner: int, reads: str, rows: int = 0) -> QuantizedWeight:
+    """Make a weight with a scale per row, or per block of so many rows and 128 columns."""
+    weight = randn(outputs, inner, dtype=torch.bfloat16) * inner**-0.5
+    if not rows:
+        return QuantizedWeight.of(weight, _DTYPES[reads], rounds_inputs=True)
+    scales = (1 + randn(outputs // rows, inner // 128, dtype=torch.float32, seed=7).abs()) * 0.01
+    numbers = (randn(outputs, inner, dtype=torch.float32, seed=8) * 40).clamp(-127, 127)
+    return QuantizedWeight(numbers.to(_DTYPES[reads]), scales, (rows, 128))
+
+
+def _results(layer: QuantizedLinear, x: Tensor, old: Tensor, tiling: Tiling | None) -> list[Tensor]:
+    """Compute plain, gated and normed products, and one added to `old`."""
+    norm = randn(x.shape[1], dtype=x.dtype, seed=2)
+    layer.choices = {} if tiling is None else dict.fromkeys((*CANDIDATES, *MANY_ROWS), tiling)
+    ops = TritonOps()
+    return [
+        layer(x, x.new_empty(len(x), layer.out_features)),
+        ops.norm_gated(x, norm, 1e-5, layer),
+        ops.norm_linear(x, norm, 1e-5, layer),
+        layer.add(x, old.clone()),
+    ]
+
+
+def _expected(x: Tensor, weight: Tensor, old: Tensor) -> list[Tensor]:
+    norm = randn(x.shape[1], dtype=x.dtype, seed=2)
+    normed = F.rms_norm(x, norm.shape, norm, 1e-5).float()
+    plain, of_normed = x.float() @ weight.t(), normed @ weight.t()
+    gate, up = (half.bfloat16().float() for half in of_normed.chunk(2, 1))
+    return [plain, F.silu(gate).bfloat16() * up, of_normed, plain + old]
+
+
+def _check(
+    weight: QuantizedWeight, rows: int, tiling: Tiling | None, tolerance: float = 0.016
+) -> None:
+    layer = QuantizedLinear(weight, None)
+    x = randn(rows, weight.shape[1], dtype=torch.bfloat16, seed=1)
+    old = randn(rows, weight.shape[0], dtype=torch.bfloat16, seed=3)
+    assert tiling is None or tiling.takes(*weight.shape)
+    results = _results(layer, x, old, tiling)
+    for mine, right in zip(results, _expected(x, weight.dequantise(), old), strict=True):
+        error = (mine.float() - right.float()).abs().max()
+        assert error <= tolerance * right.float().abs().max()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128])
+@pytest.mark.parametrize("reads", ["int8", "fp8"])
+@torch.inference_mode()
+def test_weight_by_kernel_equals_dequantised(reads: str, rows: int) -> None:
+    weight = _weight(256, 384, reads, rows)
+    made = QuantizedLinear(weight, None).weight
+    wanted = weight.dequantise(torch.bfloat16)
+    if ON_GPU:
+        assert torch.equal(made, wanted)
+    torch.testing.assert_close(made, wanted, rtol=2**-7, atol=0.0)  # the interpreter cuts bits off
+
+
+@needs_gpu
+@torch.inference_mode()
+def test_planes_of_float8_sum_up_to_bfloat16_exactly() -> None:
+    x = randn(3, 512, dtype=torch.bfloat16)
+    x[0] *= 1e-3
+    x[2] *= 300.0
+    weight = _weight(128, 512, "fp8")
+    out = x.new_empty(3, 128)
+    planes, units = _split(Product(x, weight.numbers, weight.scales, out), planes=2)
+    sums = planes.float().sum(0) * units[:, None]
+    largest = x.float().abs().amax(1, keepdim=True)
+    assert (planes[0].float().abs() <= 448).all()
+    assert torch.equal(units.log2(), units.log2().round())
+    large = x.float().abs() > largest / 512
+    assert torch.equal(sums[large], x.float()[large])
+    assert (sums - x.float()).abs().max() <= largest.max() * 2**-17
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.inference_mode()
+def test_gemv_of_float8_equals_dequantised(rows: int) -> None:
+    for tiling in (Gemv(64, 8, "fp8"), Gemv(128, 4, "fp8")):
+        _check(_weight(512, 1024, "fp8"), rows, tiling)
+        _check(_weight(512, 1152, "fp8"), rows, tiling)  # no power of two
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale_rows", [0, 1, 128])
+@pytest.mark.parametrize("reads", ["int8", "fp8"])
+@torch.inference_mode()
+def test_hopper_tiles_of_8_bits_equal_dequantised(reads: str, scale_rows: int) -> None:
+    for rows, programs in ((1, 100), (8, 20), (33, 1), (96, 264)):
+        tiling = HopperTiles(128, programs, reads=reads)  # type: ignore[arg-type]
+        _check(_weight(768, 1152, reads, scale_rows), rows, tiling)
+    _check(_weight(512, 2048, reads, scale_rows), 16, HopperTiles(256, 100, reads=reads))  # type: ignore[arg-type]
+    _check(_weight(512, 2048, reads, scale_rows), 16, HopperTiles(128, 264, 2, reads))  # type: ignore[arg-type]
+
+
+@needs_hopper
+@torch.inference_mode()
+def test_hopper_tiles_of_float8_add_long_sums_exactly_enough() -> None:
+    """Tensor cores add float8 with few bits: long sums of one sign show it."""
+    weight = _weight(128, 16384, "fp8")
+    layer = QuantizedLinear(weight, None)
+    layer.choices = {16: HopperTiles(128, 1, reads="fp8")}
+    x = randn(16, 16384, dtype=torch.bfloat16, seed=1).abs()
+    right = x.double() @ weight.dequantise(torch.float64).t()
+    size = (x.double().abs() @ weight.dequantise(torch.float64).abs().t()).max()
+    assert (layer(x).double() - right).abs().max() <= 2e-3 * size
+
+
+@needs_gpu
+@pytest.mark.parametrize("reads", ["int8", "fp8"])
+@torch.inference_mode()
+def test_many_rows_round_inputs_within_their_bits(reads: str) -> None:
+    tolerance = {"int8": 0.03, "fp8": 0.06}[reads]
+    for rows in (97, 160, 700):
+        _check(_weight(768, 1024, reads), rows, Small(reads), tolerance)  # type: ignore[arg-type]
+        _check(_weight(768, 1024, reads), rows, None)
+
+
+@needs_gpu
+@torch.inference_mode()
+def test_bias_is_added_with_and_without_a_tiling() -> None:
+    weight = _weight(256, 512, "fp8")
+    bias = randn(256, dtype=torch.bfloat16, seed=5)
+    layer, bare = QuantizedLinear(weight, bias), QuantizedLinear(weight, None)
+    x, old = (randn(1, n, dtype=torch.bfloat16, seed=n) for n in (512, 256))
+    for choices in ({}, {1: Gemv(64, 8, "fp8")}):
+        layer.choices = bare.choices = choices  # type: ignore[assignment]
+        torch.testing.assert_close(layer(x), bare(x) + bias)
+        torch.testing.assert_close(layer.add(x, old.clone()), bare.add(x, old + bias))
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale_rows", [0, 128])
+@pytest.mark.parametrize("reads", ["int8", "fp8"])
+@torch.inference_mode()
+def test_tune_chooses_right_kernels_for_8_bits(
+    reads: str, scale_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.engine.cuda.gemm.kept_tilings.load", lambda *_: None)
+    norm = randn(1024, dtype=torch.bfloat16)
+    up, down = _weight(4096, 1024, reads, scale_rows), _weight(1024, 2048, reads, scale_rows)
+    layers = [QuantizedLinear(up, None), QuantizedLinear(down, None)]
+    uses = [Use(layers[0], norm, gated=True), Use(layers[1])]
+    assert [str(Kind.of(use, each)) for use, each in zip(uses, layers, strict=True)]
+    ops = TritonOps()
+    inputs = [randn(n, 1024, dtype=torch.bfloat16, seed=n) for n in (1, 5, 40, 200)]
+
+    def chain(x: Tensor) -> Tensor:
+        return layers[1].add(ops.norm_gated(x, norm, 1e-5, layers[0]), x.clone())
+
+    before = [chain(x) for x in inputs]
+    ops.tune(uses)
+    for x, wanted in zip(inputs, before, strict=True):
+        assert (chain(x) - wanted).abs().max() <= 0.06 * wanted.abs().max()
+
+
+@needs_gpu
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_embedded_target_of_8_bits_passes_self_test(quantization: str) -> None:
+    folder = resolve_model("embedded", "target")
+    plain, small = (
+        load_model(
+            folder,
+            ModelOptions(page_size=64, num_pages=8, quantization=each),
+            dtype=torch.bfloat16,
+            device=DEVICE,
+        )
+        for each in (None, quantization)
+    )
+    tokens = [(7 * i + 3) % 8000 for i in range(300)]
+    for length in (8, 300):
+        batch = pack([RowSlice(tokens[:length], 0, list(range(8)), length)], 64, DEVICE)
+        wanted, found = plain.forward(batch).clone(), small.forward(batch)
+        assert (found - wanted).norm() <= 0.2 * wanted.norm()
