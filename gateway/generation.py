@@ -17,7 +17,8 @@ from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import NewToken, OutputAssembler, OutputToken
 from gateway.pool import Pool
-from gateway.replay import Replayer, Round
+from gateway.replay import Replayer
+from gateway.rounds import Round
 from gateway.thinking_budget import within_budget
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from gateway.rounds import Round
 from outrider.v1 import scorer_pb2
 
 
@@ -21,7 +22,7 @@ class ScorerClient(Protocol):
         request: scorer_pb2.ScorerServiceGenerateRequest,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
-    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
+    ) -> AsyncGenerator[Round, None]:
         """Yield the scorer's answer; closing the iterator aborts the request.
 
         Raises `OutriderError`s.

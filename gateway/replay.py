@@ -10,27 +10,24 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest
 from gateway.pool import Pool, ScorerClient
+from gateway.rounds import Round
 from outrider.errors import CapacityError, UnavailableError
-from outrider.params import StopParams, TokenIds
+from outrider.params import StopParams
 from outrider.rpc.codec import (
-    FINISH_FROM_PROTO,
-    KIND_FROM_PROTO,
     constraint_to_proto,
-    logprobs_from_proto,
     sampling_to_proto,
     speculation_to_proto,
     stop_to_proto,
 )
 from outrider.rpc.telemetry import Telemetry, inject
-from outrider.types import FinishReason, PromptLogprobs, TokenKind, TokenLogprobs
-from outrider.v1 import common_pb2, scorer_pb2
+from outrider.types import FinishReason
+from outrider.v1 import scorer_pb2
 
 _MAX_FAILURES = 4
 """Scorers in a row that may die under a request without adding a token: it might be the cause."""
@@ -39,18 +36,6 @@ _STOP_STRING_INTERVAL = 8
 """Tokens at a time at most where a stop string may end the text: those behind it are for nothing.
 """
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Tokens that one scorer message committed; `finish_reason` with the last."""
-
-    token_ids: TokenIds
-    kinds: tuple[TokenKind, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, or none
-    stop_token_id: int | None = None  # that ended the text, with the last
-    prompt_logprobs: PromptLogprobs | None = None  # with the first, if the request asks
 
 
 class Replayer:
@@ -134,14 +119,13 @@ class Replayer:
         with self._telemetry.client_span(
             "outrider.v1.ScorerService/Generate", parent, {"server.address": scorer.target}
         ) as span:
-            responses = scorer.generate(message, inject(span), max(0.0, deadline - _now()))
+            rounds = scorer.generate(message, inject(span), max(0.0, deadline - _now()))
             try:
-                async with aclosing(responses) as stream:
-                    async for response in stream:
-                        round_ = _round(response)
+                async with aclosing(rounds) as stream:
+                    async for round_ in stream:
                         account.observe(round_.kinds)
-                        if response.HasField("aux_info"):
-                            account.report(response.usage, response.aux_info)
+                        if round_.usage is not None and round_.aux_info is not None:
+                            account.report(round_.usage, round_.aux_info)
                         yield round_
             finally:
                 account.end_segment()
@@ -181,31 +165,6 @@ def _continuation(
         num_resumed_tokens=request.num_resumed + done,
         tenant=request.tenant,
         stream_interval=min(request.stream_interval, most),
-    )
-
-
-def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
-    finish = response.finish_reason
-    return Round(
-        token_ids=tuple(response.token_ids),
-        kinds=tuple([KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds]),
-        finish_reason=(
-            None if finish == common_pb2.FINISH_REASON_UNSPECIFIED else FINISH_FROM_PROTO[finish]
-        ),
-        logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
-        stop_token_id=response.stop_token_id if response.HasField("stop_token_id") else None,
-        prompt_logprobs=_prompt_logprobs(response),
-    )
-
-
-def _prompt_logprobs(
-    response: scorer_pb2.ScorerServiceGenerateResponse,
-) -> PromptLogprobs | None:
-    if not response.HasField("prompt_logprobs"):
-        return None
-    message = response.prompt_logprobs
-    return PromptLogprobs(
-        list(message.logprobs), list(message.top_token_ids), list(message.top_logprobs)
     )
 
 

@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.rounds import Round, round_from_proto
+from gateway.steps import StepsStream
 from outrider.errors import ConfigError, OutriderError, UnavailableError
-from outrider.rpc.channel import open_channel
+from outrider.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.status import from_rpc_error, from_service
 from outrider.rpc.targets import Target
@@ -20,6 +22,7 @@ from outrider.v1 import scorer_pb2, scorer_pb2_grpc
 
 _SERVICE = "outrider.v1.ScorerService"
 _PROBE_TIMEOUT_S = 2.0
+_MAX_STEPS_REQUEST_BYTES = MAX_MESSAGE_BYTES - 2**16
 CLOSE_GRACE_S = 24 * 3600.0
 """For requests on a connection that takes no new ones: their own deadlines end them before."""
 _log = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class Scorer:
         self.info = scorer_pb2.GetScorerInfoResponse()  # empty unless it fits
         self._where = target
         self._tls = tls
+        self._steps: StepsStream | None = None  # none before the first request
         self._closing: set[asyncio.Task[None]] = set()
         self._connect(self._certificates())
 
@@ -46,21 +50,38 @@ class Scorer:
         request: scorer_pb2.ScorerServiceGenerateRequest,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
-    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        """Yield the scorer's answer; closing the iterator cancels the RPC.
+    ) -> AsyncGenerator[Round, None]:
+        """Yield the scorer's answer; closing the iterator aborts the request.
 
         Raises `OutriderError`s.
         """
-        call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
         self.in_flight += 1
         try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise _generate_error(error) from error
+            # A message that is too large would end a stream with all its requests.
+            if self.info.steps_version and request.ByteSize() <= _MAX_STEPS_REQUEST_BYTES:
+                with self._stream().begun(request, metadata, timeout_s) as answer:
+                    finish_reason = None
+                    while finish_reason is None:
+                        round_ = await answer.take()
+                        finish_reason = round_.finish_reason
+                        yield round_
+                return
+            call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
+            try:
+                async for response in call:
+                    yield round_from_proto(response)
+            except grpc.aio.AioRpcError as error:
+                raise _generate_error(error) from error
+            finally:
+                call.cancel()
         finally:
             self.in_flight -= 1
-            call.cancel()
+
+    def _stream(self) -> StepsStream:
+        """Return the stream of the present connection."""
+        if self._steps is None or self._steps.broken:
+            self._steps = StepsStream(self._stub)
+        return self._steps
 
     async def probe(self) -> bool:
         """Whether it says that it serves."""
@@ -91,7 +112,11 @@ class Scorer:
                 setattr(self.info, field, getattr(load, field))
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Request under way have `grace_s` seconds left; none may be begun."""
+        """Take no new request, and give those under way `grace_s` seconds."""
+        if self._steps is not None and grace_s:
+            self._steps.retire()
+        elif self._steps is not None:
+            await self._steps.close()
         await self._channel.close(grace_s)
         for task in self._closing:
             task.cancel()
@@ -100,6 +125,7 @@ class Scorer:
     def _connect(self, certificates: Stamp | None) -> None:
         self._channel = open_channel(self._where, self._tls)
         self._stub = scorer_pb2_grpc.ScorerServiceStub(self._channel)
+        self._steps = None
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._connected_with = certificates
 
@@ -116,7 +142,7 @@ class Scorer:
 
         gRPC would go on with the ones it was given first, and fail when they have expired.
         """
-        former = self._channel
+        former, steps = self._channel, self._steps
         try:
             certificates = self._certificates()
             if certificates == self._connected_with:
@@ -125,6 +151,8 @@ class Scorer:
         except ConfigError as error:
             _log.warning("keeping the former certificate: %s", error.message)
             return
+        if steps is not None:
+            steps.retire()
         task = asyncio.create_task(former.close(CLOSE_GRACE_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

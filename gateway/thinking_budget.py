@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest, ThinkingBudget
-from gateway.replay import Round
+from gateway.rounds import Round
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 
 Stream = Callable[[GenerationRequest], AsyncGenerator[Round, None]]
@@ -43,7 +43,7 @@ async def within_budget(
                 tokens += round_.token_ids
                 spent = round_.finish_reason is FinishReason.LENGTH
                 if spent and len(tokens) == budget.max_tokens:
-                    yield replace(round_, finish_reason=None)
+                    yield round_._replace(finish_reason=None)
                     break
                 yield round_
                 if round_.finish_reason is not None:

@@ -11,9 +11,10 @@ from outrider.rpc.data_connection import DataPort
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import join_address
 from outrider.rpc.telemetry import Telemetry, configure
+from scorer_service.call import SERVICE_NAME
 from scorer_service.config import ScorerOptions
 from scorer_service.core import NAME, ScorerCore
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
+from scorer_service.servicer import ScorerServicer, add_to_server
 
 _STOP_TIMEOUT_S: Final = 1.0
 

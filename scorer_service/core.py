@@ -38,6 +38,7 @@ from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry
 from outrider.types import Request, StepEvents
 from outrider.vllm.engine import VllmEngine
+from scorer_service.call import Serving
 from scorer_service.config import DraftLimits, ScorerOptions, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.in_process import InProcessProposer
@@ -46,7 +47,6 @@ from scorer_service.drafting.side import DraftSide, LocalDrafts, NoDrafts, Relay
 from scorer_service.hub import Hub
 from scorer_service.loading import load
 from scorer_service.metrics import EngineMetrics, ScorerMetrics
-from scorer_service.servicer import Serving
 
 NAME: Final = "scorer"
 POLICIES: dict[str, Callable[[int], Policy]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from outrider.types import Commit
@@ -23,43 +24,67 @@ class Mailbox:
         self._num_tokens = 0
         self._wanted = 0  # tokens of the next message
         self._commits: list[Commit] = []
-        self._error: Exception | None = None
         self._wake = asyncio.Event()
+        self.error: Exception | None = None
+        """What the stream ends with, after the commits."""
+        self.on_ready: Callable[[], None] | None = None
+        """Called, in the place of waking `take`, once there is enough to take."""
 
     def put(self, commit: Commit) -> None:
         self._commits.append(commit)
         self._num_tokens += len(commit.token_ids)
         if self._num_tokens >= self._wanted or commit.finish_reason is not None:
-            self._wake.set()
+            self._ready()
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, after the commits that came before."""
-        self._error = error
-        self._wake.set()
+        self.error = error
+        self._ready()
+
+    def _ready(self) -> None:
+        if self.on_ready is not None:
+            self.on_ready()
+        else:
+            self._wake.set()
 
     async def take(self) -> list[Commit]:
         """Return all commits since the last call, once they are enough; raise the `fail` error."""
         await self._wake.wait()
-        if not self._commits and self._error is not None:
-            raise self._error
-        if self._error is None:
+        if not self._commits and self.error is not None:
+            raise self.error
+        if self.error is None:
             self._wake.clear()
+        return self.take_some(len(self._commits))
+
+    def take_some(self, most: int) -> list[Commit]:
+        """Return the first commits since the last call, at most so many, without waiting."""
         commits, self._commits = self._commits, []
+        if len(commits) > most:
+            commits, self._commits = commits[:most], commits[most:]
         self._num_tokens, self._wanted = 0, self._interval
         return commits
+
+    @property
+    def holds_commits(self) -> bool:
+        """Return whether commits are left."""
+        return bool(self._commits)
 
 
 class Deliveries:
     """The commits of a step, put into mailboxes a few at a time.
 
     Drafts for the next step may arrive before all clients were written to. The engine waits for
-    those drafts, so the event loop reads them in between.
+    those drafts, so the event loop reads them in between. What one stream carries for many requests
+    is written at once.
     """
 
     def __init__(self) -> None:
         self._left: deque[tuple[Mailbox, Commit]] = deque()
 
     def put(self, mailbox: Mailbox, commit: Commit) -> None:
+        if mailbox.on_ready is not None:
+            mailbox.put(commit)
+            return
         self._left.append((mailbox, commit))
 
     def deliver(self) -> None:

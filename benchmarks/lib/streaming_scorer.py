@@ -127,7 +127,8 @@ class StreamingEngine:
 
     def _commit(self, row: _Row) -> Commit:
         request, base = row.request, len(row.request.prompt_token_ids) + row.done
-        token = (base * 7919 + request.session_id) % self._vocab_size
+        # By position and seed, so that another scorer goes on with the same text.
+        token = (base * 7919 + request.sampling.seed) % self._vocab_size
         row.done += 1
         ended = row.done >= request.stop.max_tokens
         return Commit(
@@ -149,7 +150,9 @@ def _stats(request: Request, done: int) -> RequestStats:
 class StreamingScorer:
     """Implements `outrider.rpc.runtime.Service` with the scorer's own servicer."""
 
-    def __init__(self, port: int, step_s: float, max_num_seqs: int) -> None:
+    def __init__(self, port: int, step_s: float, max_num_seqs: int, *, steps: bool = True) -> None:
+        """Take whether to offer GenerateSteps."""
+        self._steps = steps
         self._port = port
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
@@ -158,11 +161,12 @@ class StreamingScorer:
         """Serve, and return the addresses."""
         from outrider.rpc.server import GrpcServer
         from outrider.rpc.telemetry import configure
+        from scorer_service.call import SERVICE_NAME, Serving
         from scorer_service.config import DraftLimits, ServedModel
         from scorer_service.drafting.side import LocalDrafts
         from scorer_service.hub import Hub
         from scorer_service.metrics import ScorerMetrics
-        from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
+        from scorer_service.servicer import ScorerServicer, add_to_server
 
         loop = asyncio.get_running_loop()
         folder: Path = resolve_model(None, "target", tokenizer_only=True)
@@ -203,7 +207,15 @@ class StreamingScorer:
         metrics = ScorerMetrics(telemetry.registry, "default")
         hub = Hub(self._engine, served, DraftLimits(), metrics)
         hubs.append(hub)
-        servicer = ScorerServicer(telemetry)
+
+        class Servicer(ScorerServicer):
+            async def GetScorerInfo(self, *args: Any) -> Any:  # noqa: N802
+                info = await super().GetScorerInfo(*args)
+                info.steps_version *= steps
+                return info
+
+        steps = self._steps
+        servicer = Servicer(telemetry)
         servicer.begin(
             Serving(self._engine, hub, served, info, None, LocalDrafts(hub.blocks, None))
         )
@@ -230,9 +242,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a step")
     parser.add_argument("--max-num-seqs", type=int, default=MAX_WAITING, help="rows at once")
+    parser.add_argument("--no-steps", action="store_true", help="do not offer GenerateSteps")
     args = parser.parse_args(argv)
     prepare_grpc()
-    scorer = StreamingScorer(args.port, args.step_ms / 1e3, args.max_num_seqs)
+    scorer = StreamingScorer(
+        args.port, args.step_ms / 1e3, args.max_num_seqs, steps=not args.no_steps
+    )
     return run("streaming", scorer, exit_with_parent=True)
 
 

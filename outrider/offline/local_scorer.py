@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from gateway.pool import ScorerClient
+from gateway.rounds import Round, round_from_proto
 from outrider.errors import UnavailableError
 from outrider.v1 import scorer_pb2
-from scorer_service.servicer import ScorerServicer, Serving
+from scorer_service.call import Serving
+from scorer_service.servicer import ScorerServicer
 
 
 class LocalScorer:
@@ -20,13 +23,16 @@ class LocalScorer:
     def __init__(self, servicer: ScorerServicer) -> None:
         self._servicer = servicer
 
-    def generate(
+    async def generate(
         self,
         request: scorer_pb2.ScorerServiceGenerateRequest,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
-    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        return self._servicer.generate(request, metadata, timeout_s)
+    ) -> AsyncGenerator[Round, None]:
+        responses = self._servicer.generate(request, metadata, timeout_s)
+        async with aclosing(responses) as stream:
+            async for response in stream:
+                yield round_from_proto(response)
 
 
 class LocalPool:

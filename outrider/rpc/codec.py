@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -31,7 +32,12 @@ KIND_TO_PROTO: Final = {
     TokenKind.RECOVERED: common_pb2.TOKEN_KIND_RECOVERED,
     TokenKind.BONUS: common_pb2.TOKEN_KIND_BONUS,
 }
-KIND_FROM_PROTO: Final = {value: kind for kind, value in KIND_TO_PROTO.items()}
+KIND_FROM_PROTO: Final[Mapping[int, TokenKind]] = {
+    value: kind for kind, value in KIND_TO_PROTO.items()
+}
+
+_KINDS_CACHED: Final = 4096
+"""Rounds by the kinds of their tokens: few differ."""
 
 FINISH_TO_PROTO: Final = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -221,6 +227,18 @@ def draft_probs_from_proto(msg: draft_pb2.DraftProbs) -> DraftProbs:
     if rest:
         raise InvalidRequestError("probs are float32 values", param="draft_probs")
     return DraftProbs(tuple(msg.token_ids), struct.unpack(f"<{count}f", msg.probs))
+
+
+@lru_cache(_KINDS_CACHED)
+def kinds_to_bytes(kinds: tuple[TokenKind, ...]) -> bytes:
+    """Encode the kinds of tokens, a byte each."""
+    return bytes([KIND_TO_PROTO[kind] for kind in kinds])
+
+
+@lru_cache(_KINDS_CACHED)
+def kinds_from_bytes(data: bytes) -> tuple[TokenKind, ...]:
+    """Decode the kinds of tokens; an unknown one is plain."""
+    return tuple([KIND_FROM_PROTO.get(value, TokenKind.PLAIN) for value in data])
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:

@@ -20,14 +20,22 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unreadable:
+class Unreadable:
     """Stands for a request that does not parse, until the call can be aborted."""
 
     reason: str
 
+    @property
+    def error(self) -> InvalidRequestError:
+        """Return what the call ends with."""
+        return InvalidRequestError(f"The request does not parse: {self.reason}.")
+
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """Aborts calls with a single request if the request does not parse."""
+    """Aborts calls with a single request if the request does not parse.
+
+    Streams of requests find an `Unreadable` in its place if their deserializer is `tolerant`.
+    """
 
     async def intercept_service(
         self,
@@ -44,17 +52,19 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
         )
         return make(
             _guarded(handler.unary_stream or handler.unary_unary),
-            request_deserializer=_tolerant(handler.request_deserializer),
+            request_deserializer=tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
 
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a deserializer that gives an `Unreadable` for bytes that do not parse."""
+
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
         except (DecodeError, ValueError) as error:
-            return _Unreadable(str(error))
+            return Unreadable(str(error))
 
     return read
 
@@ -77,5 +87,5 @@ def _guarded(behavior: Callable[..., Any]) -> Callable[[Any, _Context], Any]:
 
 
 async def _refuse_unreadable(request: Any, context: _Context) -> None:
-    if isinstance(request, _Unreadable):
-        await abort(context, InvalidRequestError(f"The request does not parse: {request.reason}."))
+    if isinstance(request, Unreadable):
+        await abort(context, request.error)

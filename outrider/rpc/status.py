@@ -43,6 +43,9 @@ _TABLE: Final[tuple[tuple[type[errors.OutriderError], grpc.StatusCode], ...]] = 
     (errors.InternalError, grpc.StatusCode.INTERNAL),
 )
 _CODE_OF: Final = dict(reversed(_TABLE))
+_CODE_BY_VALUE: Final[dict[int, grpc.StatusCode]] = {
+    code.value[0]: code for code in grpc.StatusCode
+}
 
 
 def code_of(error: errors.OutriderError) -> grpc.StatusCode:
@@ -68,23 +71,28 @@ def to_status(error: errors.OutriderError) -> status_pb2.Status:
     )
 
 
+def outrider_error(error: BaseException) -> errors.OutriderError:
+    """Return what a client is told: an error that is not an `OutriderError` is logged."""
+    if isinstance(error, errors.OutriderError):
+        return error
+    _log.error("unexpected error in an RPC", exc_info=error)
+    return errors.InternalError("internal error; the server's log has the details")
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
     """End the RPC with the status of `error`; never return.
 
-    An error that is not an `OutriderError` is logged, and the client sees INTERNAL. Cancellation is
-    passed on, also where the client is gone.
+    Cancellation is passed on, also where the client is gone.
     """
     if isinstance(error, asyncio.CancelledError):
         raise error
     if isinstance(error, grpc.aio.InternalError):  # of a write
         raise asyncio.CancelledError from error
-    if not isinstance(error, errors.OutriderError):
-        _log.error("unexpected error in an RPC", exc_info=error)
-        error = errors.InternalError("internal error; the server's log has the details")
-    status = to_status(error)
+    known = outrider_error(error)
+    status = to_status(known)
     try:
         await context.abort(
-            code_of(error),
+            code_of(known),
             status.message,
             trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
         )
@@ -101,6 +109,24 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
     code, message = error.code(), error.details() or error.code().name
     if nothing_answers(error):  # gRPC's details end with the reason
         message = f"nothing answers there: {message.rpartition(': ')[2]}"
+    return _error(code, message, info, retry)
+
+
+def from_status(data: bytes) -> errors.OutriderError:
+    """Return the error of a serialized status, as `to_status` makes it."""
+    status = status_pb2.Status()
+    with contextlib.suppress(DecodeError):
+        status.ParseFromString(data)
+    code = _CODE_BY_VALUE.get(status.code, grpc.StatusCode.INTERNAL)
+    return _error(code, status.message or code.name, *_unpacked(status))
+
+
+def _error(
+    code: grpc.StatusCode,
+    message: str,
+    info: error_details_pb2.ErrorInfo | None,
+    retry: error_details_pb2.RetryInfo | None,
+) -> errors.OutriderError:
     classes = [cls for cls, its_code in _TABLE if its_code is code] or [errors.InternalError]
     reason = info.reason if info is not None else ""
     error_class = next((cls for cls in classes if cls.reason == reason), classes[0])
@@ -140,13 +166,20 @@ def _pack(message: Any) -> any_pb2.Any:
 def _details(
     error: grpc.aio.AioRpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, error_details_pb2.RetryInfo | None]:
-    info: error_details_pb2.ErrorInfo | None = None
-    retry: error_details_pb2.RetryInfo | None = None
     status = status_pb2.Status()
     with contextlib.suppress(DecodeError):  # the status is not Outrider's
         for key, value in error.trailing_metadata() or ():
             if key == _DETAILS_KEY and isinstance(value, bytes):
                 status.ParseFromString(value)
+    return _unpacked(status)
+
+
+def _unpacked(
+    status: status_pb2.Status,
+) -> tuple[error_details_pb2.ErrorInfo | None, error_details_pb2.RetryInfo | None]:
+    info: error_details_pb2.ErrorInfo | None = None
+    retry: error_details_pb2.RetryInfo | None = None
+    with contextlib.suppress(DecodeError):
         for detail in status.details:
             if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
                 candidate = error_details_pb2.ErrorInfo()

@@ -1,4 +1,4 @@
-"""Versions of the Draft stream, of which neighbours can talk to each other."""
+"""Versions of the streams between services, of which neighbours can talk to each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from outrider.errors import ProposerRefusedError
 
 PROTOCOL_VERSION: Final = 1
 """The version of this code, in Hello, Welcome and GetScorerInfo."""
+
+STEPS_VERSION: Final = 1
+"""The version of GenerateSteps in this code, in GetScorerInfo."""
 
 TOLERANCE: Final = 1
 """Distance of versions that can talk: the newer side speaks the older version, too."""

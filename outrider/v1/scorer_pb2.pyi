@@ -56,12 +56,63 @@ class ScorerServiceGenerateResponse(_message.Message):
     prompt_logprobs: _common_pb2.PromptLogprobs
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.TokenKind, str]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., aux_info: _Optional[_Union[_common_pb2.AuxInfo, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
+class GenerateStepsRequest(_message.Message):
+    __slots__ = ("begin", "cancelled_ids")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_IDS_FIELD_NUMBER: _ClassVar[int]
+    begin: StepsCall
+    cancelled_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, begin: _Optional[_Union[StepsCall, _Mapping]] = ..., cancelled_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepsCall(_message.Message):
+    __slots__ = ("id", "request", "timeout_ms", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    request: ScorerServiceGenerateRequest
+    timeout_ms: int
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, id: _Optional[int] = ..., request: _Optional[_Union[ScorerServiceGenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class GenerateStepsResponse(_message.Message):
+    __slots__ = ("ids", "counts", "token_ids", "kinds", "details")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kinds: bytes
+    details: _containers.RepeatedCompositeFieldContainer[StepsDetails]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[bytes] = ..., details: _Optional[_Iterable[_Union[StepsDetails, _Mapping]]] = ...) -> None: ...
+
+class StepsDetails(_message.Message):
+    __slots__ = ("id", "response", "status")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    response: ScorerServiceGenerateResponse
+    status: bytes
+    def __init__(self, id: _Optional[int] = ..., response: _Optional[_Union[ScorerServiceGenerateResponse, _Mapping]] = ..., status: _Optional[bytes] = ...) -> None: ...
+
 class GetScorerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetScorerInfoResponse(_message.Message):
-    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers", "features", "page_size")
+    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers", "features", "page_size", "steps_version")
     SCORER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +129,7 @@ class GetScorerInfoResponse(_message.Message):
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_VERSION_FIELD_NUMBER: _ClassVar[int]
     scorer_id: str
     model: str
     served_model_name: str
@@ -94,7 +146,8 @@ class GetScorerInfoResponse(_message.Message):
     proposers: _containers.RepeatedCompositeFieldContainer[AttachedProposer]
     features: _draft_pb2.FeatureSpec
     page_size: int
-    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ..., features: _Optional[_Union[_draft_pb2.FeatureSpec, _Mapping]] = ..., page_size: _Optional[int] = ...) -> None: ...
+    steps_version: int
+    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ..., features: _Optional[_Union[_draft_pb2.FeatureSpec, _Mapping]] = ..., page_size: _Optional[int] = ..., steps_version: _Optional[int] = ...) -> None: ...
 
 class AttachedProposer(_message.Message):
     __slots__ = ("proposer_id", "method", "model", "sessions", "set_aside")

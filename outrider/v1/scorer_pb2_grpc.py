@@ -52,6 +52,11 @@ class ScorerServiceStub:
                 request_serializer=outrider_dot_v1_dot_scorer__pb2.ScorerServiceGenerateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_scorer__pb2.ScorerServiceGenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateSteps = channel.stream_stream(
+                '/outrider.v1.ScorerService/GenerateSteps',
+                request_serializer=outrider_dot_v1_dot_scorer__pb2.GenerateStepsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_scorer__pb2.GenerateStepsResponse.FromString,
+                _registered_method=True)
         self.Draft = channel.stream_stream(
                 '/outrider.v1.ScorerService/Draft',
                 request_serializer=outrider_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
@@ -89,6 +94,25 @@ class ScorerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateSteps(self, request_iterator, context):
+        """Decodes many requests over one stream, for a gateway: what `Generate` does, without a call for
+        each request and a message for each request and step. Offered where
+        GetScorerInfoResponse.steps_version is at least 1.
+
+        Down comes one message per engine step at most, with the tokens of all of the stream's requests
+        in columns. A message comes at least every 0.5 s, an empty one if there is nothing to say: after
+        2 s of silence the scorer hangs or is gone, and its requests can be continued elsewhere.
+
+        A request ends with a finish_reason, or with a status of its own: what `Generate` would end
+        with. Other requests go on. A client that reads slowly gets the tokens of several steps at once;
+        no request waits for that. The stream ends with OK when a draining scorer has no requests left,
+        and with INVALID_ARGUMENT after a message that does not parse. A client that cancels the stream,
+        or closes its side, aborts the requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Draft(self, request_iterator, context):
         """The conversation with one proposer; draft.proto describes it.
         """
@@ -110,6 +134,11 @@ def add_ScorerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=outrider_dot_v1_dot_scorer__pb2.ScorerServiceGenerateRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_scorer__pb2.ScorerServiceGenerateResponse.SerializeToString,
+            ),
+            'GenerateSteps': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateSteps,
+                    request_deserializer=outrider_dot_v1_dot_scorer__pb2.GenerateStepsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_scorer__pb2.GenerateStepsResponse.SerializeToString,
             ),
             'Draft': grpc.stream_stream_rpc_method_handler(
                     servicer.Draft,
@@ -161,6 +190,33 @@ class ScorerService:
             '/outrider.v1.ScorerService/Generate',
             outrider_dot_v1_dot_scorer__pb2.ScorerServiceGenerateRequest.SerializeToString,
             outrider_dot_v1_dot_scorer__pb2.ScorerServiceGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateSteps(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.ScorerService/GenerateSteps',
+            outrider_dot_v1_dot_scorer__pb2.GenerateStepsRequest.SerializeToString,
+            outrider_dot_v1_dot_scorer__pb2.GenerateStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,21 @@ class ScorerServiceStub:
     To continue a request on another scorer, send prompt + tokens so far as the
     prompt with the same seed: the text goes on unchanged.
     """
+    GenerateSteps: _grpc.StreamStreamMultiCallable[_scorer_pb2.GenerateStepsRequest, _scorer_pb2.GenerateStepsResponse]
+    """Decodes many requests over one stream, for a gateway: what `Generate` does, without a call for
+    each request and a message for each request and step. Offered where
+    GetScorerInfoResponse.steps_version is at least 1.
+
+    Down comes one message per engine step at most, with the tokens of all of the stream's requests
+    in columns. A message comes at least every 0.5 s, an empty one if there is nothing to say: after
+    2 s of silence the scorer hangs or is gone, and its requests can be continued elsewhere.
+
+    A request ends with a finish_reason, or with a status of its own: what `Generate` would end
+    with. Other requests go on. A client that reads slowly gets the tokens of several steps at once;
+    no request waits for that. The stream ends with OK when a draining scorer has no requests left,
+    and with INVALID_ARGUMENT after a message that does not parse. A client that cancels the stream,
+    or closes its side, aborts the requests.
+    """
     Draft: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]
     """The conversation with one proposer; draft.proto describes it."""
     GetScorerInfo: _grpc.UnaryUnaryMultiCallable[_scorer_pb2.GetScorerInfoRequest, _scorer_pb2.GetScorerInfoResponse]
@@ -79,6 +94,21 @@ class ScorerServiceAsyncStub(ScorerServiceStub):
     Cancelling aborts.
     To continue a request on another scorer, send prompt + tokens so far as the
     prompt with the same seed: the text goes on unchanged.
+    """
+    GenerateSteps: _aio.StreamStreamMultiCallable[_scorer_pb2.GenerateStepsRequest, _scorer_pb2.GenerateStepsResponse]  # type: ignore[assignment]
+    """Decodes many requests over one stream, for a gateway: what `Generate` does, without a call for
+    each request and a message for each request and step. Offered where
+    GetScorerInfoResponse.steps_version is at least 1.
+
+    Down comes one message per engine step at most, with the tokens of all of the stream's requests
+    in columns. A message comes at least every 0.5 s, an empty one if there is nothing to say: after
+    2 s of silence the scorer hangs or is gone, and its requests can be continued elsewhere.
+
+    A request ends with a finish_reason, or with a status of its own: what `Generate` would end
+    with. Other requests go on. A client that reads slowly gets the tokens of several steps at once;
+    no request waits for that. The stream ends with OK when a draining scorer has no requests left,
+    and with INVALID_ARGUMENT after a message that does not parse. A client that cancels the stream,
+    or closes its side, aborts the requests.
     """
     Draft: _aio.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]  # type: ignore[assignment]
     """The conversation with one proposer; draft.proto describes it."""
@@ -110,6 +140,27 @@ class ScorerServiceServicer(metaclass=_abc_1.ABCMeta):
         Cancelling aborts.
         To continue a request on another scorer, send prompt + tokens so far as the
         prompt with the same seed: the text goes on unchanged.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateSteps(
+        self,
+        request_iterator: _MaybeAsyncIterator[_scorer_pb2.GenerateStepsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scorer_pb2.GenerateStepsResponse], _abc.AsyncIterator[_scorer_pb2.GenerateStepsResponse]]:
+        """Decodes many requests over one stream, for a gateway: what `Generate` does, without a call for
+        each request and a message for each request and step. Offered where
+        GetScorerInfoResponse.steps_version is at least 1.
+
+        Down comes one message per engine step at most, with the tokens of all of the stream's requests
+        in columns. A message comes at least every 0.5 s, an empty one if there is nothing to say: after
+        2 s of silence the scorer hangs or is gone, and its requests can be continued elsewhere.
+
+        A request ends with a finish_reason, or with a status of its own: what `Generate` would end
+        with. Other requests go on. A client that reads slowly gets the tokens of several steps at once;
+        no request waits for that. The stream ends with OK when a draining scorer has no requests left,
+        and with INVALID_ARGUMENT after a message that does not parse. A client that cancels the stream,
+        or closes its side, aborts the requests.
         """
 
     @_abc_1.abstractmethod

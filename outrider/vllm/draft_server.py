@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -142,21 +142,16 @@ class DraftServer(Listener):
         from outrider.rpc.data_connection import DataPort
         from outrider.rpc.server import GrpcServer
         from outrider.rpc.telemetry import configure
+        from scorer_service.call import SERVICE_NAME, Serving
         from scorer_service.config import DraftLimits
         from scorer_service.drafting.side import LocalDrafts
         from scorer_service.hub import Hub
         from scorer_service.metrics import ScorerMetrics
-        from scorer_service.servicer import (
-            SERVICE_NAME,
-            ScorerServicer,
-            Serving,
-            add_to_server,
-        )
+        from scorer_service.servicer import ScorerServicer, add_to_server
 
         class Servicer(ScorerServicer):
-            async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+            def accept(self) -> Serving:
                 raise InvalidRequestError("send requests to vLLM's own server")
-                yield
 
         options, served = self._options, self._served
         assert served is not None

@@ -14,8 +14,9 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import configure
 from outrider.v1 import scorer_pb2_grpc
+from scorer_service.call import SERVICE_NAME, Serving
 from scorer_service.drafting.side import DraftSide, NoDrafts, RelayedDrafts
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
+from scorer_service.servicer import ScorerServicer, add_to_server
 from tests.contract.test_scorer import PROMPT, greedy_text, greedy_truth
 from tests.support.services.scorer import running_scorer
 from tests.support.services.scripted_proposer import (

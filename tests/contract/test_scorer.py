@@ -605,7 +605,8 @@ async def test_scorer_when_draining_ends_late_requests_and_refuses_new_ones(
 async def test_scorer_before_the_engine_is_up_is_unavailable() -> None:
     from outrider.rpc.server import GrpcServer
     from outrider.rpc.telemetry import configure
-    from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
+    from scorer_service.call import SERVICE_NAME
+    from scorer_service.servicer import ScorerServicer, add_to_server
 
     telemetry = configure("starting")
     servicer = ScorerServicer(telemetry)

@@ -212,9 +212,9 @@ async def test_logprobs_missing_from_scorer_fail_the_request() -> None:
         scorer = gateway.scorer
         original = scorer._rounds
 
-        async def without(request: Any, context: Any) -> AsyncIterator[Any]:
+        async def without(request: Any) -> AsyncIterator[Any]:
             request.ClearField("top_logprobs")
-            async for response in original(request, context):
+            async for response in original(request):
                 yield response
 
         scorer._rounds = without  # type: ignore[method-assign]

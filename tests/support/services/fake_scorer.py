@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,8 @@ from outrider.errors import OutriderError
 from outrider.rpc.codec import logprobs_from_proto, prompt_logprobs_to_proto
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.server import GrpcServer
-from outrider.rpc.status import abort
+from outrider.rpc.status import abort, to_status
+from outrider.rpc.tasks import first_of
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,6 +40,10 @@ class Script:
     hang_after: int | None = None  # tokens sent before nothing more comes
 
 
+class Death(Exception):  # noqa: N818
+    """The scorer is gone, with all of its requests."""
+
+
 @dataclass
 class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     """Keeps what it was asked; `cancelled` counts requests whose client went away."""
@@ -47,6 +52,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     info: scorer_pb2.GetScorerInfoResponse
     requests: list[scorer_pb2.ScorerServiceGenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
+    streams: int = 0  # of GenerateSteps
     cancelled: int = 0
     running: int = 0
     most_running: int = 0
@@ -62,16 +68,90 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     async def Generate(  # noqa: N802
         self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
     ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
+        try:
+            async for response in self._answer(request, context.invocation_metadata() or ()):
+                yield response
+        except OutriderError as error:
+            await abort(context, error)
+        except Death:
+            await context.abort(*self.script.dies_as)
+
+    async def GenerateSteps(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[scorer_pb2.GenerateStepsRequest], context: Context
+    ) -> None:
+        """A message for each round, which a gateway cannot tell from steps."""
+        self.streams += 1
+        running: dict[int, asyncio.Task[None]] = {}
+        down: asyncio.Queue[scorer_pb2.GenerateStepsResponse | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for message in request_iterator:
+                for call_id in message.cancelled_ids:
+                    if call_id in running:
+                        running.pop(call_id).cancel()
+                if message.HasField("begin"):
+                    task = asyncio.create_task(self._row(message.begin, down))
+                    running[message.begin.id] = task
+
+        async def write() -> None:
+            while True:
+                response: scorer_pb2.GenerateStepsResponse | None
+                try:
+                    response = await asyncio.wait_for(down.get(), 0.5)
+                except TimeoutError:
+                    response = scorer_pb2.GenerateStepsResponse()
+                if response is None:
+                    raise Death
+                await context.write(response)
+
+        try:
+            await first_of(read(), write())
+        except Death:
+            await context.abort(*self.script.dies_as)
+        finally:
+            for task in running.values():
+                task.cancel()
+
+    async def _row(
+        self,
+        begin: scorer_pb2.StepsCall,
+        down: asyncio.Queue[scorer_pb2.GenerateStepsResponse | None],
+    ) -> None:
+        try:
+            async for response in self._answer(begin.request, begin.metadata.items()):
+                step = scorer_pb2.GenerateStepsResponse(
+                    ids=[begin.id],
+                    counts=[len(response.token_ids)],
+                    token_ids=response.token_ids,
+                    kinds=bytes(response.kinds),
+                )
+                response.ClearField("token_ids")
+                response.ClearField("kinds")
+                step.details.add(id=begin.id, response=response)
+                down.put_nowait(step)
+        except OutriderError as error:
+            details = scorer_pb2.StepsDetails(
+                id=begin.id, status=to_status(error).SerializeToString()
+            )
+            down.put_nowait(scorer_pb2.GenerateStepsResponse(details=[details]))
+        except Death:
+            down.put_nowait(None)
+
+    async def _answer(
+        self,
+        request: scorer_pb2.ScorerServiceGenerateRequest,
+        metadata: Iterable[tuple[str, Any]],
+    ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
         self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata() or ()))
+        self.metadata.append(dict(metadata))
         if self.script.refuse is not None and self.script.die_after is None:
-            await abort(context, self.script.refuse)
+            raise self.script.refuse
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         if self.most_running >= self.script.together:
             self.gathered.set()
         try:
-            async for response in self._rounds(request, context):
+            async for response in self._rounds(request):
                 yield response
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -80,7 +160,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
             self.running -= 1
 
     async def _rounds(
-        self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
+        self, request: scorer_pb2.ScorerServiceGenerateRequest
     ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
         script = self.script
         done = 0 if script.prompt_len is None else len(request.prompt_token_ids) - script.prompt_len
@@ -121,9 +201,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
                 response.aux_info.CopyFrom(self._account(sent, rounds, accepted))
             yield response
             if script.die_after is not None and sent >= script.die_after:
-                if script.refuse is not None:
-                    await abort(context, script.refuse)
-                await context.abort(*script.dies_as)
+                raise script.refuse or Death
             if script.hang_after is not None and sent >= script.hang_after:
                 await asyncio.sleep(3600)
 

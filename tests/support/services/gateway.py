@@ -20,6 +20,7 @@ from gateway.service import Gateway
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import Telemetry, configure
+from outrider.rpc.versions import STEPS_VERSION
 from outrider.v1 import scorer_pb2
 from tests.support.models.tokenizers import byte_level_bpe, save
 from tests.support.services.fake_scorer import FakeScorer, Script, serving
@@ -72,6 +73,7 @@ def fake_scorer(script: Script, name: str = "scorer-a", **info: Any) -> FakeScor
         "tokenizer_hash": tokenizer().hash,
         "max_model_len": MAX_MODEL_LEN,
         "protocol_version": 1,
+        "steps_version": STEPS_VERSION,
         **info,
     }
     return FakeScorer(script, scorer_pb2.GetScorerInfoResponse(**fields))

@@ -28,6 +28,7 @@ from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import StepEvents
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from scorer_service.call import SERVICE_NAME, Serving
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.drafting.in_process import InProcessProposer
@@ -35,7 +36,7 @@ from scorer_service.drafting.in_process_link import attach
 from scorer_service.drafting.side import LocalDrafts
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
+from scorer_service.servicer import ScorerServicer, add_to_server
 from tests.support.models.features import FeatureHash
 from tests.support.models.hash_model import HashModel
 

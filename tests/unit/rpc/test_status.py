@@ -227,3 +227,25 @@ async def test_status_of_error_after_client_left_is_a_cancellation(
         assert isinstance(await late.raised, asyncio.CancelledError)
     await server.stop(0)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.PromptTooLongError("too long", param="prompt"),
+        errors.CapacityError("full", retry_after_s=2.5),
+        errors.UnavailableError("gone"),
+        errors.DeadlineError("late"),
+    ],
+)
+def test_status_in_a_message_keeps_the_error(error: errors.OutriderError) -> None:
+    read = status.from_status(status.to_status(error).SerializeToString())
+    assert type(read) is type(error)
+    assert (read.message, read.reason, read.retry_after_s) == (
+        *(error.message, error.reason, error.retry_after_s),
+    )
+    assert getattr(read, "param", None) == getattr(error, "param", None)
+
+
+def test_status_that_does_not_parse_is_an_internal_error() -> None:
+    assert type(status.from_status(b"\xff")) is errors.InternalError

@@ -1,0 +1,223 @@
+"""One stream to a scorer, for all requests that this gateway has there (GenerateSteps)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final
+
+import grpc
+
+from gateway.rounds import Round, round_from_details
+from outrider.errors import DeadlineError, OutriderError, UnavailableError
+from outrider.rpc.codec import kinds_from_bytes
+from outrider.rpc.status import from_rpc_error, from_status
+from outrider.rpc.tasks import first_of
+from outrider.v1 import scorer_pb2, scorer_pb2_grpc
+
+_TICK_S: Final = 0.25
+_SILENT_TICKS: Final = 6
+"""A scorer that says nothing for so many ticks hangs or is gone: its heartbeat takes 2. They are
+counted on this event loop, so a gateway that was itself held up blames nobody."""
+_MAX_TIMEOUT_MS: Final = 2**32 - 1
+_log = logging.getLogger(__name__)
+
+
+class Answer:
+    """What has come for one request and was not taken: at most all its tokens."""
+
+    __slots__ = ("_error", "_kinds", "_response", "_token_ids", "_waiter")
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._kinds = b""
+        self._response: scorer_pb2.ScorerServiceGenerateResponse | None = None
+        self._error: OutriderError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(
+        self,
+        token_ids: list[int],
+        kinds: bytes,
+        response: scorer_pb2.ScorerServiceGenerateResponse | None = None,
+    ) -> None:
+        """Add tokens, and what is said about them."""
+        self._token_ids += token_ids
+        self._kinds += kinds
+        if self._response is None:
+            self._response = response
+        elif response is not None:
+            for name in ("usage", "aux_info"):  # the latest counts; logprobs add up
+                if response.HasField(name):
+                    self._response.ClearField(name)
+            self._response.MergeFrom(response)
+        self._notify()
+
+    def fail(self, error: OutriderError) -> None:
+        """End with an error, after what has come."""
+        self._error = error
+        self._notify()
+
+    async def take(self) -> Round:
+        """Return all since the last call, once there is any. Raises the error of `fail`."""
+        while not self._token_ids and self._response is None:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        token_ids, self._token_ids = self._token_ids, []
+        kinds, self._kinds = kinds_from_bytes(self._kinds), b""
+        if self._response is None:
+            return Round(tuple(token_ids), kinds, None)
+        response, self._response = self._response, None
+        return round_from_details(token_ids, kinds, response)
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class StepsStream:
+    """The stream, from its making until it breaks or is closed."""
+
+    def __init__(self, stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
+        self._answers: dict[int, Answer] = {}
+        self._last_id = 0
+        self._begun: deque[scorer_pb2.StepsCall] = deque()
+        self._cancelled: list[int] = []
+        self._to_write = asyncio.Event()
+        self._silent_ticks = 0
+        self._retired = False
+        self._error: OutriderError | None = None
+        self._running = asyncio.create_task(self._run(stub))
+
+    @property
+    def broken(self) -> bool:
+        """Return whether no request can be begun any more."""
+        return self._error is not None
+
+    @contextlib.contextmanager
+    def begun(
+        self,
+        request: scorer_pb2.ScorerServiceGenerateRequest,
+        metadata: tuple[tuple[str, str], ...],
+        timeout_s: float,
+    ) -> Iterator[Answer]:
+        """Send a request; at the end of the context, it is aborted if it still runs."""
+        answer = Answer()
+        if self._error is not None:
+            raise self._error
+        self._last_id += 1
+        call_id = self._last_id
+        self._answers[call_id] = answer
+        self._begun.append(
+            scorer_pb2.StepsCall(
+                id=call_id,
+                request=request,
+                timeout_ms=min(_MAX_TIMEOUT_MS, math.ceil(timeout_s * 1e3)),
+                metadata=dict(metadata),
+            )
+        )
+        self._to_write.set()
+        error = DeadlineError("the request's deadline passed")
+        timer = asyncio.get_running_loop().call_later(timeout_s, answer.fail, error)
+        try:
+            yield answer
+        finally:
+            timer.cancel()
+            if self._answers.pop(call_id, None) is not None:
+                self._cancelled.append(call_id)
+                self._to_write.set()
+            self._close_if_idle()
+
+    def retire(self) -> None:
+        """Close as soon as no request is left; no other is begun."""
+        self._retired = True
+        self._close_if_idle()
+
+    async def close(self) -> None:
+        """End at once, with all requests."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    def _close_if_idle(self) -> None:
+        if self._retired and not self._answers:
+            self._running.cancel()
+
+    async def _run(self, stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
+        call = stub.GenerateSteps()
+        error: OutriderError = UnavailableError("the stream ended")
+        try:
+            await first_of(self._read(call), self._write(call), self._watch())
+        except UnavailableError as silent:
+            error = silent
+        except grpc.aio.AioRpcError as failed:
+            error = from_rpc_error(failed)
+            if not isinstance(error, UnavailableError):  # whatever it was, others may go on
+                error = UnavailableError(error.message)
+        except asyncio.InvalidStateError:
+            pass  # of a write: the call has ended
+        except Exception:
+            _log.exception("the stream to a scorer failed")
+        finally:
+            call.cancel()
+            self._error = error
+            answers, self._answers = self._answers, {}
+            for answer in answers.values():
+                answer.fail(error)
+
+    async def _read(self, call: Any) -> None:
+        answers = self._answers
+        async for message in call:
+            self._silent_ticks = 0
+            details = {each.id: each for each in message.details}
+            token_ids, kinds, at = list(message.token_ids), message.kinds, 0
+            for call_id, count in zip(message.ids, message.counts, strict=True):
+                begin, at = at, at + count
+                answer = answers.get(call_id)
+                if answer is None:
+                    continue  # it was cancelled
+                about = details.pop(call_id, None) if details else None
+                if about is None:
+                    answer.put(token_ids[begin:at], kinds[begin:at])
+                else:
+                    self._put(about, token_ids[begin:at], kinds[begin:at])
+            for about in details.values():
+                self._put(about, [], b"")
+
+    def _put(self, about: scorer_pb2.StepsDetails, token_ids: list[int], kinds: bytes) -> None:
+        answer = self._answers.get(about.id)
+        if answer is None:
+            return
+        ended = about.HasField("status")
+        if about.HasField("response"):
+            ended = ended or bool(about.response.finish_reason)
+            answer.put(token_ids, kinds, about.response)
+        elif token_ids:
+            answer.put(token_ids, kinds)
+        if about.HasField("status"):
+            answer.fail(from_status(about.status))
+        if ended:
+            del self._answers[about.id]
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._to_write.wait()
+            self._to_write.clear()
+            while self._begun:
+                begin = self._begun.popleft()
+                if begin.id in self._answers:  # else it was cancelled before it was sent
+                    await call.write(scorer_pb2.GenerateStepsRequest(begin=begin))
+            if self._cancelled:
+                cancelled, self._cancelled = self._cancelled, []
+                await call.write(scorer_pb2.GenerateStepsRequest(cancelled_ids=cancelled))
+
+    async def _watch(self) -> None:
+        while self._silent_ticks < _SILENT_TICKS:
+            await asyncio.sleep(_TICK_S)
+            self._silent_ticks += 1
+        raise UnavailableError(f"the scorer said nothing for {_TICK_S * _SILENT_TICKS:g} s")

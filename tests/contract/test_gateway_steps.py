@@ -1,0 +1,131 @@
+"""The gateway's streams to its scorers: what they carry, and what they notice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from gateway import scorer as scorer_module
+from gateway.steps import Answer
+from outrider.errors import DeadlineError
+from outrider.models.resolve import resolve_model
+from outrider.rpc.channel import open_channel
+from outrider.types import FinishReason, TokenKind
+from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from tests.support.services.fake_scorer import Script, logprobs_of
+from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
+from tests.support.services.up import addresses, service
+from tests.support.waiting import until
+
+TEXT = "hello world, the quick brown fox jumps over the lazy dog; naïve café 日本語 🎉"
+
+
+async def complete(gateway: Running, **parameters: Any) -> str:
+    answer = await gateway.client.completions.create(model="default", prompt="x", **parameters)
+    return str(answer.choices[0].text)
+
+
+async def test_gateway_with_many_requests_opens_one_stream_to_a_scorer() -> None:
+    async with running_gateway(Script(tokens(TEXT), together=12, delay_s=0.01)) as gateway:
+        texts = await asyncio.gather(*(complete(gateway) for _ in range(12)))
+        assert texts == [TEXT] * 12
+        assert gateway.scorer.streams == 1
+
+
+async def test_gateway_with_older_scorer_calls_generate() -> None:
+    fake = fake_scorer(Script(tokens(TEXT)), steps_version=0)
+    async with running_gateway(fake) as gateway:
+        assert await complete(gateway) == TEXT
+    assert (fake.streams, len(fake.requests)) == (0, 1)
+
+
+async def test_gateway_with_request_too_large_for_a_stream_calls_generate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scorer_module, "_MAX_STEPS_REQUEST_BYTES", 1)
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        assert await complete(gateway) == TEXT
+        assert (gateway.scorer.streams, len(gateway.scorer.requests)) == (0, 1)
+
+
+async def test_gateway_whose_client_leaves_cancels_that_request() -> None:
+    async with running_gateway(Script(tokens(TEXT), delay_s=0.05)) as gateway:
+        leaving = asyncio.create_task(complete(gateway))
+        staying = asyncio.create_task(complete(gateway))
+        await until(lambda: gateway.scorer.running == 2)
+        leaving.cancel()
+        await until(lambda: gateway.scorer.cancelled == 1)
+        assert await staying == TEXT
+        assert gateway.scorer.cancelled == gateway.scorer.streams == 1
+
+
+async def running_requests(target: str) -> int:
+    async with open_channel(target) as channel:
+        stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+        info = await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
+    return info.running_requests
+
+
+async def test_gateway_leaves_a_stopped_scorer_and_goes_on_with_the_same_text() -> None:
+    """Within 2 s on an idle machine: 6 ticks of 0.25 s."""
+    tokenizer = str(resolve_model(None, "target", tokenizer_only=True))
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(service("benchmarks.lib.streaming_scorer", "--step-ms", 20))
+            for _ in range(2)
+        ]
+        targets = [addresses(process)["grpc"] for process in processes]
+        async with running_gateway(scorers=tuple(targets), model=tokenizer) as gateway:
+
+            async def ask(stop_after: int) -> tuple[str, float]:
+                """The text, and its longest pause in seconds."""
+                stream = await gateway.client.completions.create(
+                    **{"model": "default", "prompt": [5, 6], "seed": 3, "max_tokens": 120},
+                    stream=True,
+                )
+                text, chunks, longest, last = "", 0, 0.0, time.monotonic()
+                async for chunk in stream:
+                    text += chunk.choices[0].text
+                    chunks += 1
+                    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                    if chunks == stop_after:
+                        at = [await running_requests(target) for target in targets].index(1)
+                        os.kill(processes[at].pid, signal.SIGSTOP)
+                return text, longest
+
+            expected, _ = await ask(0)
+            text, pause_s = await ask(20)
+            assert text == expected
+            assert 1.0 < pause_s < 4.0
+            assert gateway.metric("gateway_retries_total") == 1
+
+
+async def test_answer_that_is_not_taken_holds_all_in_one_place() -> None:
+    answer = Answer()
+    for token in (5, 6, 7):
+        response = scorer_pb2.ScorerServiceGenerateResponse(
+            logprobs=[logprobs_of(token, 2)],
+            usage=common_pb2.Usage(completion_tokens=token),
+            aux_info=common_pb2.AuxInfo(rounds=token, accepted_per_pos=[token]),
+        )
+        if token == 7:
+            response.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        answer.put([token], bytes([common_pb2.TOKEN_KIND_BONUS]), response)
+    answer.fail(DeadlineError("late"))
+    round_ = await answer.take()
+    assert round_.token_ids == (5, 6, 7)
+    assert round_.kinds == (TokenKind.BONUS,) * 3
+    assert round_.finish_reason is FinishReason.LENGTH
+    assert len(round_.logprobs) == 3
+    assert round_.usage is not None
+    assert round_.usage.completion_tokens == 7
+    assert round_.aux_info is not None
+    assert list(round_.aux_info.accepted_per_pos) == [7]
+    with pytest.raises(DeadlineError):
+        await answer.take()
