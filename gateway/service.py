@@ -15,8 +15,8 @@ from gateway.api_keys import ApiKeys
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
+from gateway.http_api import create_app
 from gateway.http_connection import PatientProtocol
-from gateway.openai.http import create_app
 from gateway.scorer_load import ScorerLoad
 from gateway.scorers import ScorerPool
 from outrider.errors import ConfigError

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from gateway.intake import NO_ADAPTERS
 from gateway.openai.other_fields import HARMLESS, INSTEAD, LORA, NEUTRAL, NEUTRAL_IN
+from gateway.openai.request_objects import MUST_BE
 from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
 
@@ -40,7 +41,7 @@ _MISSING = {
 _ALLOWED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
-    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": "none, auto, required or an object that names a function",
     "messages.tool_calls.function.arguments": "a JSON text, or the object",
     "messages.content": "a string or a list of text parts; images, audio and files are not read",
     "prediction.content": "a string or a list of text parts",
@@ -48,6 +49,16 @@ _ALLOWED = {
     "structured_outputs.json": "a JSON schema, as an object or a string",
     "extra_config.sp_edit": "0 or 1",
 }
+
+_TAGS = frozenset(
+    {
+        *("message", "function_call", "function_call_output", "reasoning", "input_text"),
+        *("output_text", "refusal", "text", "thinking", "tool_use", "tool_result"),
+        *("json_object", "json_schema", "auto", "any", "tool", "none", "enabled", "disabled"),
+        *("adaptive", "function", "allowed_tools"),
+    }
+)
+"""Values of `type`, which pydantic makes part of a field's path."""
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Request)
@@ -58,7 +69,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
     Raises `InvalidRequestError` that names the parameter at fault.
     """
-    request = validated(kind, body)
+    request = read(kind, body)
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
@@ -72,11 +83,8 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
     return request
 
 
-def validated(kind: type[M], body: bytes | Mapping[str, Any]) -> M:
-    """Validate `body`, JSON or its fields.
-
-    Raises `InvalidRequestError` that names the parameter at fault.
-    """
+def read(kind: type[M], body: bytes | Mapping[str, Any]) -> M:
+    """Read the fields that `kind` knows. Raises `InvalidRequestError` that names the wrong one."""
     try:
         if isinstance(body, bytes):
             return kind.model_validate_json(body)
@@ -98,17 +106,34 @@ def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
 
 
 def _invalid(error: ValidationError) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = [str(part) for part in first["loc"]]
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = [*_fields(first["loc"])]
     if first["type"] == "json_invalid" or not where:
         return InvalidRequestError(f"The body is not a valid JSON object: {first['msg']}.")
     param = ".".join(where)
     if first["type"] == "missing":
         instead = f": {_MISSING[param]}" if param in _MISSING else ""
         return InvalidRequestError(f"{param} is missing{instead}.", param=param)
+    if first["type"] == "union_tag_not_found":
+        return InvalidRequestError(f"{param}.type is missing.", param=f"{param}.type")
+    if first["type"] == "union_tag_invalid":
+        tags = first["ctx"]
+        return InvalidRequestError(
+            f"{param}: the type {tags['tag']!r} is not supported; {tags['expected_tags']} are.",
+            param=param,
+        )
+    if first["type"] == MUST_BE:
+        return InvalidRequestError(f"{param} must be {first['msg']}.", param=param)
     for end in range(1, len(where) + 1):
         allowed = _ALLOWED.get(".".join(part for part in where[:end] if not part.isdigit()))
         if allowed is not None:
             field = ".".join(where[:end])
             return InvalidRequestError(f"{field} must be {allowed}.", param=field)
     return InvalidRequestError(f"{param}: {first['msg']}.", param=param)
+
+
+def _fields(path: tuple[int | str, ...]) -> Iterator[str]:
+    """Yield the names of a path's fields, without types in between."""
+    for number, part in enumerate(path):
+        if part not in _TAGS or number in (0, len(path) - 1):
+            yield str(part)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.errors import InvalidRequestError
 from outrider.params import (
@@ -47,6 +49,9 @@ HARMLESS_IN_MESSAGES = frozenset(
 )
 """Notes of clients, and hints for other servers, that say nothing to a model."""
 
+MUST_BE: Final = "must_be"
+"""Type of errors whose text goes on behind the field's name and "must be"."""
+
 Kind = Literal["text_completion", "chat"]  # gen_ai.operation.name
 
 _RULES = {rule.value: number for rule, number in RULE_TO_PROTO.items()}
@@ -76,6 +81,15 @@ class Strict(BaseModel):
         )
         wrong = next(others, None)
         return {name: each for name, each in value.items() if name in names or name == wrong}
+
+
+def text_or_list(value: Any, part: Callable[[str], Any], kind: str) -> Any:
+    """Return a list, which may come as one text; `kind` names its elements in errors."""
+    if isinstance(value, str):
+        return [part(value)]
+    if not isinstance(value, list):
+        raise PydanticCustomError(MUST_BE, "a text or a list of {kind}", {"kind": kind})
+    return value
 
 
 def within(place: str, error: InvalidRequestError) -> InvalidRequestError:

@@ -1,9 +1,10 @@
-"""The OpenAI-compatible HTTP face."""
+"""The HTTP face: OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,15 +21,18 @@ from gateway.generation import Generator
 from gateway.openai.answer import Answer, while_connected
 from gateway.openai.body import read_body
 from gateway.openai.errors import NotServedError, error_body, error_response, public_error
-from gateway.openai.job import admit, make_job
+from gateway.openai.job import Job, admit, make_job
 from gateway.openai.middleware import middleware, request_id
-from gateway.openai.parse import parse
-from gateway.openai.rendering import Choices
+from gateway.openai.parse import parse, read
+from gateway.openai.rendering import Choices, Rendering
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
 from gateway.openai.server import ServerRoutes, not_served
 from gateway.openai.tokens import TokenRoutes
+from gateway.openai.translation import named
 from gateway.playground import playground
+from gateway.responses_api.rendering import ResponseRendering
+from gateway.responses_api.requests import NAMES, ResponseRequest
 from outrider.errors import InvalidRequestError
 from outrider.rpc.exposition import encode
 
@@ -62,6 +66,7 @@ class _OpenAI:
                 # Where a client of completions looks whose base_url ends in /v1/chat/completions.
                 Route("/v1/chat/completions/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route("/v1/responses", self._guarded(self._responses), methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/", self._guarded(self._models)),
                 Route("/v1/models/{model:path}", self._guarded(self._model)),
@@ -96,17 +101,33 @@ class _OpenAI:
         return endpoint
 
     async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
-        return await self._answer(CompletionRequest, request, tenant, deadline)
+        body = parse(CompletionRequest, await self._read(request))
+        return await self._answer(body, _choices, request, tenant, deadline)
 
     async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
-        return await self._answer(ChatRequest, request, tenant, deadline)
+        body = parse(ChatRequest, await self._read(request))
+        return await self._answer(body, _choices, request, tenant, deadline)
+
+    async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
+        body = read(ResponseRequest, await self._read(request))
+        chat = body.chat()
+        shape = partial(ResponseRendering, body, chat)
+        with named(NAMES):
+            return await self._answer(chat, shape, request, tenant, deadline)
+
+    async def _read(self, request: Request) -> bytes:
+        return await read_body(request, self._config.max_body_bytes)
 
     async def _answer(
-        self, kind: type[OpenAIRequest], request: Request, tenant: str, deadline: float
+        self,
+        body: OpenAIRequest,
+        shape: Callable[[Job], Rendering],
+        request: Request,
+        tenant: str,
+        deadline: float,
     ) -> Answer:
         """Take places before the prompts are worked on. Raises `OutriderError`s."""
         generator = self._generator
-        body = parse(kind, await read_body(request, self._config.max_body_bytes))
         generator.intake.check_model(body.model)
         if body.stream and body.wanted_prompt_logprobs() is not None:
             raise InvalidRequestError(
@@ -118,9 +139,8 @@ class _OpenAI:
             if not generator.pool.max_model_len:
                 await while_connected(request, generator.ready())
             job = await make_job(body, generator, tenant, request_id(request.scope))
-            rendering = Choices(job.shaper, len(job.work))
             stream = bool(body.stream)
-            return Answer(generator, job, rendering, deadline, places.pop_all(), stream=stream)
+            return Answer(generator, job, shape(job), deadline, places.pop_all(), stream=stream)
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         cards = [self._model_card(name) for name in self._config.model_names]
@@ -138,6 +158,10 @@ class _OpenAI:
             "owned_by": "outrider",
             "max_model_len": self._generator.pool.max_model_len,
         }
+
+
+def _choices(job: Job) -> Rendering:
+    return Choices(job.shaper, len(job.work))
 
 
 def _metrics(registry: CollectorRegistry) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -1,0 +1,65 @@
+"""Requests of other APIs as chats, and their names of a chat's parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from gateway.openai.parse import parse
+from gateway.openai.requests import ChatRequest
+from outrider.errors import InvalidRequestError, OutriderError
+
+_SHARED: Final = frozenset(
+    {
+        *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop_token_ids", "ignore_eos", "min_tokens", "structured_outputs", "prediction"),
+        *("extra_config", "aux_info", "speculation", "chat_template_kwargs"),
+        *("thinking_token_budget", "include_reasoning"),
+    }
+)
+"""Parameters of chats that other APIs take under the same names."""
+
+
+def as_chat(
+    fields: Mapping[str, Any], others: Mapping[str, Any], names: Mapping[str, str]
+) -> ChatRequest:
+    """Return the chat with these `fields`, and with the `others` of the client's as they came.
+
+    `names` are the client's, by the chat's. Raises `InvalidRequestError`.
+    """
+    for name, value in others.items():
+        if value is not None and name in ChatRequest.model_fields and name not in _SHARED:
+            instead = f"; use {names[name]}" if name in names else ""
+            raise InvalidRequestError(
+                f"Unrecognized request argument: {name}{instead}.", param=name
+            )
+    given = {name: value for name, value in fields.items() if value is not None}
+    with named(names):
+        return parse(ChatRequest, {**others, **given})
+
+
+def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
+    """Return the error with the client's names of a chat's parameters."""
+    if not isinstance(error, InvalidRequestError):
+        return error
+    message, param = error.message, error.param
+    if param is not None and (name := names.get(param.partition(".")[0])) is not None:
+        if message.startswith(param):
+            message = f"{name}{message.removeprefix(param)}"
+        param = name
+    for name, theirs in names.items():
+        if "_" in name:  # no word of plain English
+            message = re.sub(rf"\b{name}\b", theirs, message)
+    return type(error)(message, param=param, reason=error.reason)
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameters in errors of the body."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise renamed(error, names) from error

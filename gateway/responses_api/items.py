@@ -1,0 +1,178 @@
+"""Items of a response's input, as the turns of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from gateway.openai.request_objects import HARMLESS_IN_MESSAGES, Items, Strict, text_or_list
+from outrider.errors import InvalidRequestError
+
+_HARMLESS = HARMLESS_IN_MESSAGES | {"phase", "parsed", "logprobs", "prompt_cache_breakpoint"}
+
+
+class _Noted(Strict):
+    harmless = _HARMLESS
+
+
+class InputText(_Noted):
+    """A text for the model."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(_Noted):
+    """A text of the model."""
+
+    type: Literal["output_text"]
+    text: str
+
+
+class Refusal(_Noted):
+    """A refusal of the model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+
+
+def _parts(value: Any) -> Any:
+    return text_or_list(value, lambda text: {"type": "input_text", "text": text}, "parts")
+
+
+Parts = Annotated[Items[Part], BeforeValidator(_parts)]
+
+
+class Message(_Noted):
+    """A turn of the conversation."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class FunctionCall(_Noted):
+    """A call of an earlier turn."""
+
+    harmless = _HARMLESS | {"parsed_arguments"}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(_Noted):
+    """What a called function returned."""
+
+    harmless = _HARMLESS | {"name"}
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ReasoningText(_Noted):
+    """A text of reasoning, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Reasoning(_Noted):
+    """Reasoning of an earlier turn."""
+
+    type: Literal["reasoning"]
+    summary: Items[ReasoningText] | None = None
+    content: Items[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+Item = Annotated[
+    Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")
+]
+
+
+def _items(value: Any) -> Any:
+    """Return a list of items, each with its type; a text is a message of the user."""
+    items = text_or_list(value, lambda text: {"role": "user", "content": text}, "items")
+    return [
+        {"type": "message", **each} if isinstance(each, dict) and "role" in each else each
+        for each in items
+    ]
+
+
+InputItems = Annotated[Items[Item], BeforeValidator(_items), Field(min_length=1)]
+
+
+def turns(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Raises `InvalidRequestError`.
+
+    `instructions` and the system's messages at the begin are one turn. So are the reasoning, the
+    text and the calls of one answer.
+    """
+    made: list[dict[str, Any]] = []
+    if instructions:
+        made.append({"role": "system", "content": instructions})
+    for number, item in enumerate(items):
+        if isinstance(item, Message) and item.role != "assistant":
+            _add_message(made, item)
+        elif isinstance(item, FunctionCallOutput):
+            output = _text(item.output)
+            made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        else:
+            _add_answer(made, item, f"input.{number}")
+    return made
+
+
+def _text(parts: Iterable[Part]) -> str:
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in parts)
+
+
+def _add_message(made: list[dict[str, Any]], item: Message) -> None:
+    text = _text(item.content)
+    role = "user" if item.role == "user" else "system"
+    if role == "system" and len(made) == 1 and made[0]["role"] == "system":
+        made[0]["content"] += f"\n\n{text}"
+    else:
+        made.append({"role": role, "content": text})
+
+
+def _add_answer(
+    made: list[dict[str, Any]], item: Message | FunctionCall | Reasoning, place: str
+) -> None:
+    """Add a part of an answer to the turn that it belongs to."""
+    turn = made[-1] if made and made[-1]["role"] == "assistant" else None
+    has_calls = turn is not None and "tool_calls" in turn
+    has_text = turn is not None and "content" in turn
+    if (
+        turn is None
+        or (isinstance(item, Reasoning) and (has_calls or has_text))
+        or (isinstance(item, Message) and has_text and not has_calls)
+    ):
+        turn = {"role": "assistant"}
+        made.append(turn)
+    if isinstance(item, Reasoning):
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, place)
+    elif isinstance(item, Message):
+        turn["content"] = turn.get("content", "") + _text(item.content)
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+
+
+def _reasoning(item: Reasoning, place: str) -> str:
+    texts = [part.text for part in item.content or item.summary or ()]
+    if not texts and item.encrypted_content is not None:
+        raise InvalidRequestError(
+            f"{place}.encrypted_content cannot be read here: another server has encrypted it. "
+            "Leave the item out.",
+            param=f"{place}.encrypted_content",
+        )
+    return "".join(texts)
