@@ -45,6 +45,7 @@ class ApiKeys:
         fits = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(fits):
             raise UnauthenticatedError(
-                "No valid API key. Send one in the header 'Authorization: Bearer KEY'."
+                "No valid API key. Send one in the header 'Authorization: Bearer KEY', or over "
+                "HTTP in x-api-key."
             )
         return hashlib.sha256(given.strip().encode()).hexdigest()[:32]

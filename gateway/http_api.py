@@ -15,7 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.admission import deadline_after
+from gateway.anthropic import errors as anthropic_errors
+from gateway.anthropic.rendering import MessageRendering
+from gateway.anthropic.requests import CountRequest, MessagesRequest
 from gateway.api_keys import ApiKeys
+from gateway.chat import plan_chat
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.openai.answer import Answer, while_connected
@@ -32,8 +36,8 @@ from gateway.openai.tokens import TokenRoutes
 from gateway.openai.translation import named
 from gateway.playground import playground
 from gateway.responses_api.rendering import ResponseRendering
-from gateway.responses_api.requests import NAMES, ResponseRequest
-from outrider.errors import InvalidRequestError
+from gateway.responses_api.requests import ALLOWED, NAMES, ResponseRequest
+from outrider.errors import InvalidRequestError, OutriderError
 from outrider.rpc.exposition import encode
 
 
@@ -60,6 +64,7 @@ class _OpenAI:
         self._api_keys = api_keys
         self._started = int(time.time())
         completions = self._guarded(self._completions)
+        anthropic = partial(self._guarded, refusal=anthropic_errors.error_response)
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", completions, methods=["POST"]),
@@ -67,6 +72,8 @@ class _OpenAI:
                 Route("/v1/chat/completions/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
                 Route("/v1/responses", self._guarded(self._responses), methods=["POST"]),
+                Route("/v1/messages", anthropic(self._messages), methods=["POST"]),
+                Route("/v1/messages/count_tokens", anthropic(self._count), methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/", self._guarded(self._models)),
                 Route("/v1/models/{model:path}", self._guarded(self._model)),
@@ -80,23 +87,25 @@ class _OpenAI:
         )
 
     def _guarded(
-        self, handler: Callable[[Request, str, float], Coroutine[Any, Any, Response]]
+        self,
+        handler: Callable[[Request, str, float], Coroutine[Any, Any, Response]],
+        refusal: Callable[[OutriderError], Response] = error_response,
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap a handler: the key names the tenant, the deadline (loop time) ends the request.
 
-        An error becomes OpenAI's error body.
+        An error becomes the body that `refusal` makes of it.
         """
 
         async def endpoint(request: Request) -> Response:
             deadline = deadline_after(self._generator.config.request_timeout_s)
             try:
-                tenant = self._api_keys.check(request.headers.get("authorization"))
+                tenant = self._api_keys.check(_authorization(request))
                 async with self._generator.admission.until(deadline):
                     return await handler(request, tenant, deadline)
             except ClientDisconnect:  # before its body was complete: nobody reads an answer
                 return Response(status_code=400)
             except Exception as error:
-                return error_response(public_error(error))
+                return refusal(public_error(error))
 
         return endpoint
 
@@ -109,11 +118,25 @@ class _OpenAI:
         return await self._answer(body, _choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = read(ResponseRequest, await self._read(request))
+        body = read(ResponseRequest, await self._read(request), ALLOWED)
         chat = body.chat()
         shape = partial(ResponseRendering, body, chat)
         with named(NAMES):
             return await self._answer(chat, shape, request, tenant, deadline)
+
+    async def _messages(self, request: Request, tenant: str, deadline: float) -> Response:
+        chat = read(MessagesRequest, await self._read(request)).chat()
+        return await self._answer(chat, MessageRendering, request, tenant, deadline)
+
+    async def _count(self, request: Request, _tenant: str, _deadline: float) -> Response:
+        chat = read(CountRequest, await self._read(request)).chat()
+        generator = self._generator
+        generator.intake.check_model(chat.model)
+        with admit(chat, generator):
+            if not generator.pool.max_model_len:
+                await while_connected(request, generator.ready())
+            plan = await plan_chat(chat.chat(), generator)
+        return JSONResponse({"input_tokens": len(plan.token_ids)})
 
     async def _read(self, request: Request) -> bytes:
         return await read_body(request, self._config.max_body_bytes)
@@ -158,6 +181,12 @@ class _OpenAI:
             "owned_by": "outrider",
             "max_model_len": self._generator.pool.max_model_len,
         }
+
+
+def _authorization(request: Request) -> str | None:
+    """Return the header with a key; Anthropic's clients send theirs as x-api-key."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 def _choices(job: Job) -> Rendering:

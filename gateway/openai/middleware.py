@@ -61,6 +61,8 @@ class _AnswerHeaders:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = name
+                if scope["path"].startswith("/v1/messages"):
+                    headers["request-id"] = name  # as Anthropic's API names it
                 if self._admission.draining:
                     headers["connection"] = "close"
             await send(message)

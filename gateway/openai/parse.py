@@ -41,7 +41,7 @@ _MISSING = {
 _ALLOWED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
-    "tool_choice": "none, auto, required or an object that names a function",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
     "messages.tool_calls.function.arguments": "a JSON text, or the object",
     "messages.content": "a string or a list of text parts; images, audio and files are not read",
     "prediction.content": "a string or a list of text parts",
@@ -50,6 +50,7 @@ _ALLOWED = {
     "extra_config.sp_edit": "0 or 1",
 }
 
+_NO_ADVICE: Mapping[str, str] = {}
 _TAGS = frozenset(
     {
         *("message", "function_call", "function_call_output", "reasoning", "input_text"),
@@ -69,7 +70,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
     Raises `InvalidRequestError` that names the parameter at fault.
     """
-    request = read(kind, body)
+    request = read(kind, body, _ALLOWED)
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
@@ -83,14 +84,19 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
     return request
 
 
-def read(kind: type[M], body: bytes | Mapping[str, Any]) -> M:
-    """Read the fields that `kind` knows. Raises `InvalidRequestError` that names the wrong one."""
+def read(
+    kind: type[M], body: bytes | Mapping[str, Any], allowed: Mapping[str, str] = _NO_ADVICE
+) -> M:
+    """Read the fields that `kind` knows; `allowed` says what some may be.
+
+    Raises `InvalidRequestError` that names the field at fault.
+    """
     try:
         if isinstance(body, bytes):
             return kind.model_validate_json(body)
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid(error, allowed) from error
 
 
 def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
@@ -105,7 +111,7 @@ def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
     return InvalidRequestError(said, param=name)
 
 
-def _invalid(error: ValidationError) -> InvalidRequestError:
+def _invalid(error: ValidationError, advice: Mapping[str, str]) -> InvalidRequestError:
     first = error.errors(include_url=False, include_input=False)[0]
     where = [*_fields(first["loc"])]
     if first["type"] == "json_invalid" or not where:
@@ -125,7 +131,7 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
     if first["type"] == MUST_BE:
         return InvalidRequestError(f"{param} must be {first['msg']}.", param=param)
     for end in range(1, len(where) + 1):
-        allowed = _ALLOWED.get(".".join(part for part in where[:end] if not part.isdigit()))
+        allowed = advice.get(".".join(part for part in where[:end] if not part.isdigit()))
         if allowed is not None:
             field = ".".join(where[:end])
             return InvalidRequestError(f"{field} must be {allowed}.", param=field)

@@ -44,6 +44,12 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 _HARMLESS: Final = frozenset({"max_tool_calls"})  # of tools that a server runs: there are none
 
 
+ALLOWED: Final = {
+    "tool_choice": 'none, auto, required or {"type": "function", "name": ...}',
+}
+"""What a field of several types may be."""
+
+
 class FunctionTool(Strict):
     """A function that the model may call."""
 

@@ -1,0 +1,155 @@
+"""A message as an object, and as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from starlette.responses import JSONResponse
+
+from gateway.answers.blocks import Begun, Block, BlockReader, Grown, Step
+from gateway.anthropic.content import input_of
+from gateway.anthropic.errors import error_body, error_response
+from gateway.generation import Chunk, Ending
+from gateway.openai.job import Job
+from gateway.openai.rendering import EventStream
+from gateway.openai.responses import Completion, aux_info
+from outrider.errors import OutriderError
+from outrider.types import FinishReason
+
+_PING: Final[dict[str, Any]] = {"type": "ping"}
+
+
+class MessageRendering:
+    """Builds the answer to one request."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        (completion,) = completions
+        reader = self._reader()
+        for _ in reader.read([token.text for token in completion.tokens], last=True):
+            pass
+        end = _end(completion.ending, reader, tells=self._job.shaper.aux_info)
+        return {
+            **self._message(),
+            "content": [_block(block, whole=True) for block in reader.blocks],
+            **end.pop("delta"),
+            **end,
+        }
+
+    def stream(self) -> EventStream:
+        return _MessageEvents(self._message(), self._reader(), tells=self._job.shaper.aux_info)
+
+    def error(self, error: OutriderError) -> JSONResponse:
+        return error_response(error)
+
+    def _reader(self) -> BlockReader:
+        how = self._job.shaper.how
+        reading = None if how is None else how.reading
+        return BlockReader(reading, with_reasoning=how is None or how.with_reasoning)
+
+    def _message(self) -> dict[str, Any]:
+        """Return the message as it begins; what is cached is known at its end."""
+        (request,) = self._job.work
+        return {
+            "id": f"msg_{request.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._job.shaper.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(request.prompt_token_ids), "output_tokens": 0},
+        }
+
+
+class _MessageEvents:
+    def __init__(self, message: dict[str, Any], reader: BlockReader, *, tells: bool) -> None:
+        """Take the message as it begins; `tells`: aux_info is wanted."""
+        self.keep_alive = _encode(_PING)
+        self._message = message
+        self._reader = reader
+        self._tells = tells
+        self._begun = False
+
+    def piece(self, index: int, chunk: Chunk) -> bytes:
+        del index  # of the only completion
+        return b"".join(map(_encode, self._events(chunk)))
+
+    def error(self, error: OutriderError) -> bytes:
+        return _encode(error_body(error))
+
+    def _events(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            yield {"type": "message_start", "message": self._message}
+            yield _PING
+        texts = [token.text for token in chunk.tokens]
+        for step in self._reader.read(texts, last=chunk.ending is not None):
+            yield from _step(step)
+        if chunk.ending is not None:
+            yield {"type": "message_delta", **_end(chunk.ending, self._reader, tells=self._tells)}
+            yield {"type": "message_stop"}
+
+
+def _step(step: Step) -> Iterator[dict[str, Any]]:
+    block = step.block
+    event = {"index": block.index}
+    if isinstance(step, Begun):
+        shown = _block(block, whole=False)
+        yield {"type": "content_block_start", **event, "content_block": shown}
+    elif isinstance(step, Grown):
+        kind, name = {
+            "text": ("text_delta", "text"),
+            "reasoning": ("thinking_delta", "thinking"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        yield {"type": "content_block_delta", **event, "delta": {"type": kind, name: step.text}}
+    else:
+        yield {"type": "content_block_stop", **event}
+
+
+def _block(block: Block, *, whole: bool) -> dict[str, Any]:
+    """Return a block as it begins, or as it is when the answer has ended."""
+    text = block.text if whole else ""
+    if block.kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": input_of(text)}
+
+
+def _end(ending: Ending, reader: BlockReader, *, tells: bool) -> dict[str, Any]:
+    """Return the fields that are known at the end: `delta`, `usage`, and what was asked for."""
+    usage = ending.usage
+    return {
+        "delta": _stop(ending, called=reader.called),
+        "usage": {
+            "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": reader.reasoning_tokens},
+        },
+        **(aux_info([ending.aux_info]) if tells else {}),
+    }
+
+
+def _stop(ending: Ending, *, called: bool) -> dict[str, Any]:
+    """Return why the answer ended. Calls come first: they wait for their results."""
+    reason, sequence = "end_turn", None
+    if ending.reason is FinishReason.LENGTH:
+        reason = "max_tokens"
+    elif called:
+        reason = "tool_use"
+    elif isinstance(ending.stop, str):
+        reason, sequence = "stop_sequence", ending.stop
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    data = json.dumps(event, separators=(",", ":"))
+    return f"event: {event['type']}\ndata: {data}\n\n".encode()
