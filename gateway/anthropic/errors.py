@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
-from gateway.anthropic.requests import NAMES
+from gateway.anthropic.requests import NAMES, NO_THREADS
 from gateway.openai import errors as openai_errors
 from gateway.openai.translation import renamed
 from outrider.errors import OutriderError
@@ -25,8 +25,13 @@ _TYPES: Final = {
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:
-    """{"type": "error", "error": {type, message}}."""
-    return _body(openai_errors.error_response(error).status_code, renamed(error, NAMES).message)
+    """{"type": "error", "error": {type, message}}, and details where clients act on them."""
+    status = openai_errors.error_response(error).status_code
+    message = renamed(error, NAMES).message
+    fault: dict[str, Any] = {"type": _TYPES.get(status, "api_error"), "message": message}
+    if error.reason == NO_THREADS:
+        fault["details"] = {"error_code": NO_THREADS.lower()}
+    return {"type": "error", "error": fault}
 
 
 def error_response(error: OutriderError) -> JSONResponse:
@@ -37,9 +42,4 @@ def error_response(error: OutriderError) -> JSONResponse:
         for name, value in answer.headers.items()
         if name in ("retry-after", "www-authenticate")
     }
-    body = _body(answer.status_code, renamed(error, NAMES).message)
-    return JSONResponse(body, answer.status_code, headers)
-
-
-def _body(status: int, message: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": _TYPES.get(status, "api_error"), "message": message}}
+    return JSONResponse(error_body(error), answer.status_code, headers)

@@ -12,6 +12,7 @@ from gateway.openai.request_objects import Items, Strict
 from gateway.openai.requests import ChatRequest
 from gateway.openai.tools import ToolName
 from gateway.openai.translation import as_chat
+from outrider.errors import InvalidRequestError
 
 NAMES: Final = {
     "max_completion_tokens": "max_tokens",
@@ -25,6 +26,10 @@ NAMES: Final = {
 
 _HARMLESS: Final = frozenset({"inference_geo", "speed", "user_profile_id", "workspace_id"})
 """Anthropic's ways to route and bill a request."""
+
+
+NO_THREADS: Final = "THREAD_UNSUPPORTED_REQUEST"
+"""Reason of a refusal after which Anthropic's clients send whole conversations."""
 
 
 class ToolObject(Strict):
@@ -119,9 +124,14 @@ class CountRequest(BaseModel):
 
     def chat(self) -> ChatRequest:
         """Return the request as a chat. Raises `InvalidRequestError`."""
-        others = {
-            name: value for name, value in (self.model_extra or {}).items() if name not in _HARMLESS
-        }
+        given = self.model_extra or {}
+        others = {name: value for name, value in given.items() if name not in _HARMLESS}
+        if others.pop("thread", None) is not None:
+            raise InvalidRequestError(
+                "thread is not supported: conversations are not stored. Send all messages.",
+                param="thread",
+                reason=NO_THREADS,
+            )
         config = self.output_config or OutputConfig()
         fields = {
             "messages": turns(self.system, self.messages),

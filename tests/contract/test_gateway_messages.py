@@ -350,6 +350,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.p
         ({"stop": ["x"]}, "use stop_sequences"),
         ({"output_config": {"effort": "much"}}, "output_config.effort"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
         ({"temperature": 3.0}, "temperature"),
         ({"model": "other"}, "other"),
     ],
@@ -361,6 +362,12 @@ async def test_wrong_field_is_refused_by_its_name_here(body: Any, named: str) ->
     error = answer.json()["error"]
     assert error["type"] == ("not_found_error" if "model" in body else "invalid_request_error")
     assert named in error["message"]
+
+
+async def test_thread_is_refused_so_that_clients_send_all_messages() -> None:
+    async with running_gateway(Script(tokens("x"))) as gateway:
+        answer = await post(gateway, {**BODY, "thread": {"type": "create"}})
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 async def test_fields_without_effect_are_taken() -> None:
