@@ -15,6 +15,7 @@ from gateway.answers.harmony import harmony
 from gateway.answers.hermes import CLOSE, OPEN, hermes
 from gateway.answers.llama import PYTHON_TAG, llama
 from gateway.answers.mistral import mistral
+from gateway.answers.pythonic import PYTHON_END, PYTHON_START, pythonic
 from gateway.answers.reader import Parse, Reader
 from gateway.answers.tagged import (
     FUNCTION,
@@ -57,6 +58,11 @@ class TaggedText(CallText):
 
 
 @dataclass(frozen=True, slots=True)
+class KeywordText(CallText):
+    """The spelling of a call in Python, with keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A format of tool calls."""
 
@@ -72,6 +78,8 @@ class ToolFormat:
     """True for the format of whole answers, with reasoning."""
 
 
+_PYTHONIC: Final = "func_name1(params_name1="
+"""The words in which Meta's prompts ask for calls in Python."""
 _DEEPSEEK_MARKS: Final = (ds.CALLS_END, ds.CALL, ds.CALL_END, ds.SEPARATOR)
 _MISTRAL: Final = (mi.OPEN, (mi.CALL_ID, mi.ARGS), 9)
 _HARMONY_MARKS: Final = (
@@ -113,6 +121,9 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ),
     "llama3_json": ToolFormat(
         llama, CallText(_named("parameters"), "}", "; "), *("", (PYTHON_TAG,))
+    ),
+    "pythonic": ToolFormat(
+        pythonic, KeywordText("{name}(", ")", ", ", "[", "]"), *("", (PYTHON_START, PYTHON_END))
     ),
     "mistral_list": ToolFormat(
         mistral, CallText(_named("arguments"), "}", ", ", f"{mi.OPEN}[", "]"), *_MISTRAL
@@ -159,7 +170,8 @@ _TOOL_ALIASES: Final = {
     **dict.fromkeys(("qwen", "qwen25"), "hermes"),
     "qwen3_xml": "qwen3_coder",
     **dict.fromkeys(("glm", "glm47"), "glm45"),
-    "llama3": "llama3_json",
+    **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
+    "llama4_pythonic": "pythonic",
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
     "gpt-oss": "openai",
@@ -277,6 +289,8 @@ def tool_format_of(template: str) -> str | None:
             return "mistral_args"
         lists = f"{mi.OPEN} [" in template or f"{mi.OPEN}[" in template
         return "mistral_list" if lists else "mistral"
+    if _PYTHONIC in template:
+        return "pythonic"
     if PYTHON_TAG in template or ("<|start_header_id|>" in template and "parameters" in template):
         return "llama3_json"
     return None

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gateway.answers import harmony as gpt_oss
-from gateway.answers.formats import AnswerFormat, Reading, TaggedText, ToolFormat
+from gateway.answers.formats import AnswerFormat, KeywordText, Reading, TaggedText, ToolFormat
 from gateway.answers.lark import Lark
-from gateway.answers.tagged_grammar import tagged_call
+from gateway.answers.tagged_grammar import keyword_call, tagged_call
 from gateway.answers.tools import Choice, Tool
 from outrider.params import Constraint
 
@@ -88,6 +88,8 @@ def _call(grammar: Lark, form: ToolFormat, begin: str, tool: Tool, name: str) ->
     text = form.text
     if isinstance(text, TaggedText):
         return tagged_call(grammar, text, begin, tool, name)
+    if isinstance(text, KeywordText):
+        return keyword_call(grammar, text, begin, tool, name)
     schema: dict[str, Any] = {"type": "object", **(tool.parameters or _NO_PARAMETERS)}
     arguments = grammar.json(f"{name}_arguments", schema)
     spelled = grammar.spell(begin.replace("{name}", tool.name))
@@ -104,7 +106,8 @@ def _free(grammar: Lark, form: ToolFormat, choice: Choice) -> str:
         final = f"{_header(grammar, 'final')} {grammar.text()}"
         return f"{before} {grammar.spell(form.mark)} {calls} | {final}"
     if not form.mark:  # what begins like a call is one
-        return f"{calls} | " + grammar.rule("O_NO_CALL", r"/([^{\s](.|\n)*)?/")
+        first = (form.text.before or form.text.begin)[0]
+        return f"{calls} | " + grammar.rule("O_NO_CALL", rf"/([^\{first}\s](.|\n)*)?/")
     return f"{grammar.until('o_head', form.mark)} {calls} | {grammar.text()}"
 
 

@@ -9,7 +9,7 @@ from typing import Final
 _SPACE: Final = " \t\r\n"
 SCALAR: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 SCALAR_CHARS: Final = frozenset("+-.0123456789aeflnrstuE")
-_MAX_DEPTH: Final = 256
+MAX_DEPTH: Final = 256
 
 
 class Place(enum.Enum):
@@ -100,4 +100,4 @@ class JsonContainer:
     def _open(self, char: str) -> bool:
         self._closers.append("}" if char == "{" else "]")
         self.place = Place.KEY_OR_END if char == "{" else Place.VALUE_OR_END
-        return len(self._closers) <= _MAX_DEPTH
+        return len(self._closers) <= MAX_DEPTH

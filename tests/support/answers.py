@@ -130,6 +130,28 @@ LLAMA = {
     "no second": f'{{"name": "weather", "parameters": {PARIS}}}; and more',
     "cut": '{"name": "weather", "parameters": {"city": "P',
 }
+PYTHONIC = {
+    "plain": "[see](http://x.y) and f(x).",
+    "one": '[weather(city="Paris")]',
+    "all literals": (
+        "\n[weather(city='it\\'s \\\\ \\u00e9 \\U0001F600 \"q\" \\x41\\q\\n', days=-1_000, hourly = True,"
+        ' near=["a", [], {}, {"b": None, 1: .5}, false,], limit=1e3, ) , search( ) ]\n'
+    ),
+    "mark": 'So.\n<|python_start|>[weather(city="Paris"), search(q="[f(a=1)]")]<|python_end|> ok',
+    "mark beside code": "<|python_start|>print(1)<|python_end|>",
+    "JSON within": f"[search(q={TRICKY})]",
+    "positional": '[weather("Paris")]',
+    "list": "[1, 2]",
+    "no name": '[weather[0](city="Paris")]',
+    "cut in name": "[weather(ci",
+    "cut in a string": '[weather(city="Par',
+    "cut in an escape": '[weather(city="Par\\u00e',
+    "cut in a number": "[weather(days=12",
+    "second cut": '[weather(city="Paris"), sear',
+    "bare word": "[weather(city=Paris, days=1)]",
+    "positional later": '[weather(city="Paris", 3)] so',
+    "line break in a string": '[search(q="a\nb")]',
+}
 MISTRAL = {
     "list": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {TRICKY}, "id": "abcdefghi"}}]',
     "list of two": (
@@ -184,6 +206,7 @@ ANSWERS = [
         ("mistral", MISTRAL),
         ("deepseek_v3", DEEPSEEK),
         ("openai", HARMONY),
+        ("pythonic", PYTHONIC),
     )
     for name, text in answers.items()
 ]

@@ -36,7 +36,7 @@ SCHEMA = {
     "$defs": {"place": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}},
 }
 TOOLS = {"weather": Tool("weather", SCHEMA), "now": Tool("now", {})}
-PARALLEL = ["hermes", "glm45", "llama3_json", "mistral_list", "mistral"]
+PARALLEL = ["hermes", "glm45", "llama3_json", "pythonic", "mistral_list", "mistral"]
 
 
 def matcher(constraint: Constraint | None) -> LLMatcher:
@@ -138,7 +138,7 @@ def test_strict_function_that_is_called_satisfies_its_schema(parser: str) -> Non
     constraint = constraint_of(answers, answers.reading("", tools), Choice(tools), None, {})
     text = TOOL_FORMATS[parser].text
     begin = (text.before + text.begin).replace("{name}", "weather")
-    if parser not in ("openai", "llama3_json"):
+    if parser not in ("openai", "llama3_json", "pythonic"):
         begin = f"Look < there: {begin}"
         assert matcher(constraint).is_accepting()
     for seed in range(3):
@@ -248,3 +248,35 @@ def test_schemas_within_grammars_are_as_those_by_themselves() -> None:
     endless.json("o_value", schema)
     with pytest.raises(ValueError, match="needs another"):
         new_matcher(BYTES, endless.constraint("o_value"))
+
+
+@pytest.mark.parametrize(
+    ("properties", "required", "texts"),
+    [
+        ({}, [], ["f()"]),
+        ({"a": {"const": 1}, "b": {"const": "x"}}, ["a", "b"], ['f(a=1, b="x")']),
+        (
+            {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": None}},
+            ["b"],
+            ["f(a=1, b=2)", "f(b=2)", "f(b=2, c=null)", "f(a=1, b=2, c=null)"],
+        ),
+        ({"a": {"const": 1}, "b": {"const": 2}}, [], ["f()", "f(a=1)", "f(b=2)", "f(a=1, b=2)"]),
+    ],
+)
+def test_keywords_are_written_as_python_has_them(
+    properties: dict[str, Any], required: list[str], texts: list[str]
+) -> None:
+    schema = {"properties": properties, "required": required}
+    choice = Choice({"f": Tool("f", schema)}, ("f",), one=True)
+    answers = answer_format("", "pythonic")
+    constraint = constraint_of(answers, answers.reading("", choice.tools), choice, None, {})
+    found = {written(constraint, seed) for seed in range(40)}
+    assert found == {f"[{text}]" for text in texts}
+
+
+@pytest.mark.parametrize("key", ["a-b", "1a", "a b", ""])
+def test_parameter_that_is_no_name_in_python_is_refused_where_calls_are_python(key: str) -> None:
+    choice = Choice({"f": Tool("f", {"properties": {key: {}}})}, ("f",))
+    answers = answer_format("", "pythonic")
+    with pytest.raises(InvalidRequestError, match="no name in Python"):
+        constraint_of(answers, answers.reading("", choice.tools), choice, None, {})

@@ -23,6 +23,7 @@ from tests.support.answers import (
     LLAMA,
     MISTRAL,
     PARIS,
+    PYTHONIC,
     QWEN3_CODER,
     TRICKY,
     Meaning,
@@ -176,6 +177,34 @@ def test_thinking_answer_gives_reasoning_and_content(
         ("deepseek_v3", DEEPSEEK["v3"], "Wait.", [("weather", json.loads(TRICKY))]),
         ("deepseek_v3", DEEPSEEK["v3 two"], "", [("weather", CITY), ("search", {})]),
         ("deepseek_v31", DEEPSEEK["v31"], "", [("weather", CITY), ("search", {})]),
+        ("pythonic", PYTHONIC["one"], "", [("weather", CITY)]),
+        (
+            "pythonic",
+            PYTHONIC["all literals"],
+            "",
+            [
+                (
+                    "weather",
+                    {
+                        "city": 'it\'s \\ é 😀 "q" A\\q\n',
+                        "days": -1000,
+                        "hourly": True,
+                        "near": ["a", [], {}, {"b": None, "1": 0.5}, False],
+                        "limit": 1000,
+                    },
+                ),
+                ("search", {}),
+            ],
+        ),
+        (
+            "pythonic",
+            PYTHONIC["mark"],
+            "So.\n ok",
+            [("weather", CITY), ("search", {"q": "[f(a=1)]"})],
+        ),
+        ("pythonic", PYTHONIC["JSON within"], "", [("search", {"q": json.loads(TRICKY)})]),
+        ("pythonic", PYTHONIC["line break in a string"], "", [("search", {"q": "a\nb"})]),
+        ("pythonic", PYTHONIC["second cut"], ", sear", [("weather", CITY)]),
         ("openai", HARMONY["recipient first"], "", [("weather", CITY)]),
         ("openai", HARMONY["preamble"], "I will look.", [("weather", CITY)]),
     ],
@@ -212,6 +241,12 @@ def test_harmony_channels_are_reasoning_calls_and_content() -> None:
         ("deepseek_v3", DEEPSEEK["no arguments"]),
         ("openai", HARMONY["plain"]),
         ("openai", HARMONY["cut in header"]),
+        ("pythonic", PYTHONIC["plain"]),
+        ("pythonic", PYTHONIC["mark beside code"]),
+        ("pythonic", PYTHONIC["positional"]),
+        ("pythonic", PYTHONIC["list"]),
+        ("pythonic", PYTHONIC["no name"]),
+        ("pythonic", PYTHONIC["cut in name"]),
     ],
 )
 def test_malformed_call_is_text(parser: str, text: str) -> None:
@@ -230,6 +265,10 @@ def test_malformed_call_is_text(parser: str, text: str) -> None:
         ("mistral", MISTRAL["cut"], '{"city": '),
         ("deepseek_v3", DEEPSEEK["cut"], "{"),
         ("openai", HARMONY["no JSON"], "q=1"),
+        ("pythonic", PYTHONIC["cut in a string"], '{"city": "Par'),
+        ("pythonic", PYTHONIC["cut in a number"], '{"days": 12'),
+        ("pythonic", PYTHONIC["bare word"], '{"city": Paris, days=1)]'),
+        ("pythonic", PYTHONIC["positional later"], '{"city": "Paris"3)] so'),
     ],
 )
 def test_call_that_breaks_within_its_arguments_has_what_was_written(
@@ -289,6 +328,10 @@ def test_arguments_with_many_levels_are_no_recursion() -> None:
         ("hermes", ["<think>a", *"\n" * 50_000]),
         ("hermes", ["<think></think>a", *" " * 50_000]),
         ("hermes", ['<tool_call>{"name": "f", "arguments": {"q": "' + "字" * 200_000]),
+        ("pythonic", ['[f(q="' + "字" * 200_000]),
+        ("pythonic", ["[f(q=" + "[" * 100_000]),
+        ("pythonic", ["[f(q=" + "1" * 100_000]),
+        ("pythonic", ["[f(q=[" + "1, " * 50_000]),
         ("openai", ["<|channel|>" * 20_000]),
     ],
 )
@@ -325,6 +368,7 @@ def test_types_of_schemas_that_refer_to_themselves_are_found_once() -> None:
         ("[TOOL_CALLS]' + name", "mistral"),
         ("[TOOL_CALLS]' + name + '[ARGS]'", "mistral_args"),
         ("<|start_header_id|> parameters", "llama3_json"),
+        ("<|start_header_id|> [func_name1(params_name1=params_value1)]", "pythonic"),
         ("<|user|>", None),
     ],
 )
