@@ -8,6 +8,7 @@ Further layers of the target only take time.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,13 +22,18 @@ _IDLE_LAYERS = 12  # take time and change nothing: a draft must be worth waiting
 _TARGET_LAYERS = _DRAFT_LAYERS + _DIFFERING_LAYERS + _IDLE_LAYERS
 
 
-def save_pair(folder: Path, *, eps: float, unit_embedding: bool = False) -> tuple[Path, Path]:
+def save_pair(
+    folder: Path, *, eps: float, unit_embedding: bool = False, special: Sequence[str] = ()
+) -> tuple[Path, Path]:
     """Writes `folder`/target and `folder`/draft with one tokenizer; returns both.
+
+    The tokenizer has `special` tokens besides its own.
 
     With `unit_embedding` every token's embedding has a root mean square of 1: norming it changes
     nothing (see `tiny_heads`).
     """
     tokenizer = byte_level_bpe(_VOCAB_SIZE)
+    tokenizer.add_special_tokens(list(special))
     torch.manual_seed(7)
     target = _model(tokenizer.get_vocab_size(), _TARGET_LAYERS)
     with torch.no_grad():
