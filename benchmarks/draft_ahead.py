@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,21 +26,26 @@ from typing import Final
 from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, stopping
-from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.program import (
+    add_service_flags,
+    add_vllm_flags,
+    guarded,
+    measuring_arguments,
+    say,
+)
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
-from benchmarks.lib.vllm_peer import METHODS, VllmPlace, start_on_gpu
+from benchmarks.lib.vllm_peer import METHODS, GpuPeers, VllmPlace
 from outrider.models.resolve import resolve_model
 
 MODES: Final = ("colocated", "remote", "ahead")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = arguments("benchmarks.draft_ahead", __doc__)
-    p.add_argument("--model", default="embedded")
-    p.add_argument("--draft-model", default="embedded")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--dtype", default="float32")
+    p = measuring_arguments("benchmarks.draft_ahead", __doc__)
+    add_service_flags(p)
+    add_vllm_flags(p)
+    p.set_defaults(max_tokens=96, rounds=3, request_timeout=300.0, vllm_memory=0.4)
     p.add_argument("--draft-dtype", default="float32")
     p.add_argument("--scorer-gpu", help="CUDA_VISIBLE_DEVICES of the scorer")
     p.add_argument("--proposer-gpu", help="the same of a proposer that is not colocated")
@@ -49,27 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--round-trip-ms", type=float, nargs="+", default=[0.0, 0.2, 1.0, 5.0])
     p.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    p.add_argument("--num-speculative-tokens", type=int, default=4)
     p.add_argument("--max-branches", type=int, default=16)
-    p.add_argument("--max-tokens", type=int, default=96)
-    p.add_argument("--max-prompt-tokens", type=int, default=256)
-    p.add_argument("--rounds", type=int, default=3, help="repetitions")
-    p.add_argument(
-        "--waves",
-        type=int,
-        default=3,
-        help="requests of a sample for each in flight, so that starts and ends overlap; "
-        "1: all begin together",
-    )
-    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
-    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
-    p.add_argument("--vllm-memory", type=float, default=0.4, help="part of the GPU")
-    p.add_argument("--timeout", type=float, default=300.0, help="seconds, per process or request")
-    p.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/draft_ahead"), help="without suffix"
-    )
     return p
 
 
@@ -138,8 +122,8 @@ class Bench:
         for method in METHODS:
             try:
                 with stopping([]) as children:
-                    rest = (place, args, args.batch, args.timeout, self._log_dir, children, gpu)
-                    system = start_on_gpu(method, *rest)
+                    peers = GpuPeers(place, args, args.batch, self._log_dir, children, gpu)
+                    system = peers.start_method(method)
                     self._baselines[system.name] = baseline
                     for batch in args.batch:
                         self._prepared(system, batch)
@@ -167,7 +151,7 @@ class Bench:
                 stack,
                 method,
                 frozenset(args.batch),
-                args.timeout,
+                args.request_timeout,
                 through_gateway=False,
                 temperature=temperature,
             )
@@ -213,7 +197,7 @@ def _config(args: argparse.Namespace) -> StackConfig:
         draft_model=args.draft_model,
         dtype=args.dtype,
         num_speculative_tokens=args.num_speculative_tokens,
-        start_timeout_s=args.timeout,
+        start_timeout_s=args.start_timeout,
         draft_dtype=args.draft_dtype,
         device=args.device,
         scorer_gpu=args.scorer_gpu,

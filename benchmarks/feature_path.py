@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from benchmarks.lib import prompts, report
 from benchmarks.lib.feature_rows import IN_SCORER, NONE, Sample, Samples, Sent, document, rows_of
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.processes import ProcessError, python_path, stopping
-from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.program import add_service_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import TokenIds
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
 from outrider.aux_layers import states_read
@@ -181,33 +180,20 @@ def inflated(folder: Path, device: str) -> tuple[str, str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = arguments("benchmarks.feature_path", __doc__)
+    p = measuring_arguments("benchmarks.feature_path", __doc__)
+    add_service_flags(p)
     p.add_argument("--method", choices=HIDDEN_STATE_METHODS, default="eagle3")
     p.add_argument("--head", default="embedded", help="its module: a folder")
-    p.add_argument("--model", default="embedded", help="the target: a folder")
     p.add_argument(
         "--inflate", type=Path, metavar="FOLDER", help="eagle3 alone: an 8B's shape, made there"
     )
     p.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    p.add_argument("--dtype", default="float32", help="of the target")
-    p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, default=1, help="of each process, on a CPU")
     p.add_argument("--k", type=int, nargs="+", default=[3, 5], help="draft tokens per round")
     p.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="requests")
-    p.add_argument("--rounds", type=int, default=5, help="repetitions")
     p.add_argument("--min-prompts", type=int, default=2, help="of a repetition")
-    p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
-    p.add_argument("--max-prompt-tokens", type=int, default=256)
-    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
     p.add_argument("--round-trip-ms", type=float, default=1.0, help="0: no way through the proxy")
-    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--kv-cache-memory", type=int, default=4096, help="MiB per engine, on a GPU")
-    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
-    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
-    p.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/feature_path"), help="without suffix"
-    )
     return p
 
 

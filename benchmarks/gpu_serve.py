@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,51 +22,34 @@ from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, stopping
-from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.program import (
+    add_service_flags,
+    add_vllm_flags,
+    guarded,
+    measuring_arguments,
+    say,
+)
 from benchmarks.lib.records import System
 from benchmarks.lib.soak import soak
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
-from benchmarks.lib.vllm_peer import METHODS, VllmPlace, VllmSystem, start_on_gpu
+from benchmarks.lib.vllm_peer import METHODS, GpuPeers, VllmPlace, VllmSystem
 from outrider.models.resolve import resolve_model
 
 
 def parser() -> argparse.ArgumentParser:
-    p = arguments("benchmarks.gpu_serve", __doc__)
-    p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
-    p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
-    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
-    p.add_argument("--dtype", default="bfloat16")
-    p.add_argument("--device", default="cuda")
-    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
+    p = measuring_arguments("benchmarks.gpu_serve", __doc__)
+    add_service_flags(p)
+    add_vllm_flags(p)
+    p.set_defaults(device="cuda", dtype="bfloat16", max_prompt_tokens=512, out=None)
     p.add_argument("--temperature", type=float, default=0.0, help="not of vLLM's requests")
     p.add_argument("--top-p", type=float, default=1.0, help="likewise")
-    p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
-    p.add_argument("--max-prompt-tokens", type=int, default=512)
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
-    p.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
-    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument(
         "--in-process", action="store_true", help="the scorer drafts, without a proposer beside it"
     )
-    p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
     p.add_argument("--scorer-memory", type=float, default=0.3, help="part of the GPU")
-    p.add_argument("--vllm-memory", type=float, default=0.22, help="the same, for each engine")
     p.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
-    p.add_argument(
-        "--waves",
-        type=int,
-        default=3,
-        help="requests of a round for each in flight, so that starts and ends overlap",
-    )
     p.add_argument("--soak-requests", type=int, default=128, help="in flight at once")
-    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
-    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
-    p.add_argument(
-        "--out",
-        type=Path,
-        help="without suffix; default: benchmarks/results/gpu_serve, or gpu_serve_in_process",
-    )
     return p
 
 
@@ -167,11 +149,11 @@ def _vllm(
     if place is None:
         say("*** vLLM is left out: --vllm was not given ***")
         return []
-    rest = (place, args, args.concurrency, args.request_timeout, log_dir, children)
+    peers = GpuPeers(place, args, args.concurrency, log_dir, children)
     systems = []
     for method in METHODS:
         try:
-            systems.append(start_on_gpu(method, *rest))
+            systems.append(peers.start_method(method))
         except ProcessError as error:
             say(f"*** vLLM {method} is left out: {error} ***")
             notes.append(f"vLLM {method} was left out: {error}")

@@ -22,9 +22,9 @@ from pathlib import Path
 from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
-from benchmarks.lib.processes import Child, python_path, stopping
-from benchmarks.lib.program import arguments, guarded, say
-from benchmarks.lib.vllm_peer import ROOM, VllmEngine, VllmPlace, VllmSystem, draft_model
+from benchmarks.lib.processes import Child, ProcessError, python_path, stopping
+from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
+from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, draft_model
 from outrider.models.resolve import resolve_model
 
 _BASE, _OURS, _EAGLE3 = "vllm none", "vllm + outrider", "vllm eagle3"
@@ -33,24 +33,14 @@ _KV_CACHE_BYTES = 6 << 30
 
 
 def parser() -> argparse.ArgumentParser:
-    p = arguments("benchmarks.vllm_remote", __doc__)
-    p.add_argument("--model", required=True, help="target: a folder")
-    p.add_argument("--draft-model", required=True, help="with the target's tokenizer")
+    p = measuring_arguments("benchmarks.vllm_remote", __doc__)
+    add_vllm_flags(p)
+    p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.3)
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
-    p.add_argument("--vllm", required=True, help="a folder of vLLM's wheels, or another Python")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--gpus", nargs="+", default=["0"], help="of the engines, of the proposer")
-    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
-    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
-    p.add_argument("--max-tokens", type=int, default=256, help="output tokens of each request")
-    p.add_argument("--max-prompt-tokens", type=int, default=512)
-    p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    p.add_argument("--rounds", type=int, default=3, help="interleaved repetitions")
-    p.add_argument("--waves", type=int, default=2, help="requests of a round for each in flight")
-    p.add_argument("--vllm-memory", type=float, default=0.3, help="part of the GPU, each engine")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
-    p.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_remote"))
+    p.add_argument("--gpus", nargs="+", default=["0"], help="of the engines, of the proposer")
+    p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     return p
 
 
@@ -65,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping(children):
-        systems = _start(args, target, Path(folder), children)
+        systems = _start(args, Path(folder), children)
         cells: list[Cell] = []
         for concurrency in args.concurrency:
             plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
@@ -87,49 +77,41 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(
-    args: argparse.Namespace, target: Path, log_dir: Path, children: list[Child]
-) -> list[VllmSystem]:
+def _start(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> list[VllmSystem]:
     """Start the engines side by side, then the proposer. Raises `ProcessError`."""
     place = VllmPlace.find(args.vllm)
-    assert place is not None
+    if place is None:
+        raise ProcessError("--vllm is needed: a folder of vLLM's wheels, or another Python.")
     draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
     remote = {
         "method": "custom_class",
         "model": "outrider.vllm.proposer.RemoteProposer",
         "num_speculative_tokens": k,
     }
-    speculations = {
-        _BASE: None,
-        "vllm draft_model": draft_model(draft, k),
-        _OURS: remote,
-    }
+    speculations = {_BASE: None, "vllm draft_model": draft_model(draft, k), _OURS: remote}
     if args.eagle3:
         head = {"method": "eagle3", "model": args.eagle3, "num_speculative_tokens": k}
         speculations[_EAGLE3] = head
-    options: dict[str, object] = {"skip_tokenizer_init": True}
+    fitting: dict[str, object] = {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
     if args.device == "cpu":
-        options["enforce_eager"] = True
-    else:
-        options["gpu_memory_utilization"] = args.vllm_memory
-        options["kv_cache_memory_bytes"] = _KV_CACHE_BYTES
-    ports = f"--port {_PORT} --data-port {_DATA_PORT}"
+        fitting = {"enforce_eager": True}
+    ports = {"outrider": f"--port {_PORT} --data-port {_DATA_PORT}"}
 
     def start(name: str) -> VllmSystem:
         hosted = name == _OURS
-        engine = VllmEngine(
-            place.python,
-            target,
-            max_model_len=args.max_prompt_tokens + args.max_tokens + ROOM,
-            speculation=speculations[name],
-            max_num_seqs=max(args.concurrency),
-            options=options | ({"additional_config": {"outrider": ports}} if hosted else {}),
-            env=place.env | {"CUDA_VISIBLE_DEVICES": args.gpus[-1 if name == _EAGLE3 else 0]},
+        more = fitting | ({"additional_config": ports} if hosted else {})
+        peers = GpuPeers(
+            place,
+            args,
+            args.concurrency,
+            log_dir,
+            children,
+            args.gpus[-1 if name == _EAGLE3 else 0],
         )
-        worker = engine.start(log_dir, children)
+        system = peers.start(name, speculations[name], more)
         if hosted:
             children.append(_proposer(args, draft, log_dir))
-        return VllmSystem(name, worker, frozenset(args.concurrency), args.request_timeout)
+        return system
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(start, speculations))

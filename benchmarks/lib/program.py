@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.lib.processes import ProcessError
@@ -33,6 +35,43 @@ def arguments(module: str, doc: str | None) -> argparse.ArgumentParser:
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def measuring_arguments(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return `arguments` with the flags of all programs that give prompts to several systems."""
+    p = arguments(module, doc)
+    p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
+    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
+    p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
+    p.add_argument("--max-prompt-tokens", type=int, default=256, help="the last ones of each")
+    p.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
+    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
+    out = Path("benchmarks", "results", module.rpartition(".")[2])
+    p.add_argument("--out", type=Path, default=out, help="without suffix")
+    return p
+
+
+def add_service_flags(p: argparse.ArgumentParser) -> None:
+    """Add the flags of programs that start a scorer and proposers."""
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--dtype", default="float32", help="of the target")
+    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
+
+
+def add_pair_flags(p: argparse.ArgumentParser) -> None:
+    """Add the flags of programs that measure a target and its draft model."""
+    p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
+    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
+
+
+def add_vllm_flags(p: argparse.ArgumentParser) -> None:
+    """Add the flags of programs that measure a pair under load, beside vLLM on a GPU."""
+    add_pair_flags(p)
+    p.add_argument("--waves", type=int, default=3, help="requests of a round for each in flight")
+    p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
+    p.add_argument("--vllm-memory", type=float, default=0.22, help="part of the GPU, each engine")
 
 
 def say(message: str) -> None:

@@ -17,7 +17,7 @@ from benchmarks.lib.records import Run, TokenIds, completions_of
 from outrider.models.resolve import resolve_model
 
 METHODS = ("none", "draft_model")
-ROOM = 64  # tokens beside a request's own, for its last draft
+_ROOM = 64  # tokens beside a request's own, for its last draft
 _START_TIMEOUT_S = 600
 _THREADS = "2"
 # vLLM's own processes, no compiler at start, no network.
@@ -112,29 +112,45 @@ class VllmPlace:
         return cls(path, dict(_GPU_ENV))
 
 
-def start_on_gpu(
-    method: str,
-    place: VllmPlace,
-    args: argparse.Namespace,
-    concurrencies: Sequence[int],
-    timeout_s: float,
-    log_dir: Path,
-    children: list[Child],
-    gpu: str | None = None,
-) -> VllmSystem:
-    """Start one of `METHODS` by the flags that GPU programs share. Raises `ProcessError`.
+@dataclass(frozen=True)
+class GpuPeers:
+    """Starts engines by the flags that GPU programs share."""
 
-    `gpu` is CUDA_VISIBLE_DEVICES.
-    """
-    draft = resolve_model(args.draft_model, "draft") if method == "draft_model" else None
-    engine = VllmEngine(
-        place.python,
-        resolve_model(args.model, "target"),
-        max_model_len=args.max_prompt_tokens + args.max_tokens + ROOM,
-        speculation=draft_model(draft, args.num_speculative_tokens) if draft else None,
-        max_num_seqs=max(concurrencies),
-        options={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},
-        env=place.env | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
-    )
-    worker = engine.start(log_dir, children)
-    return VllmSystem(f"vllm {method}", worker, frozenset(concurrencies), timeout_s)
+    place: VllmPlace
+    args: argparse.Namespace
+    concurrencies: Sequence[int]
+    log_dir: Path
+    children: list[Child]
+    gpu: str | None = None  # CUDA_VISIBLE_DEVICES
+
+    def start(
+        self,
+        name: str,
+        speculation: Mapping[str, object] | None,
+        options: Mapping[str, object] | None = None,
+    ) -> VllmSystem:
+        """Start an engine with this `speculative_config`. Raises `ProcessError`."""
+        args, env = self.args, self.place.env
+        engine = VllmEngine(
+            self.place.python,
+            resolve_model(args.model, "target"),
+            max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
+            speculation=speculation,
+            max_num_seqs=max(self.concurrencies),
+            options={
+                "gpu_memory_utilization": args.vllm_memory,
+                "skip_tokenizer_init": True,
+                **(options or {}),
+            },
+            env=env if self.gpu is None else env | {"CUDA_VISIBLE_DEVICES": self.gpu},
+        )
+        worker = engine.start(self.log_dir, self.children)
+        return VllmSystem(name, worker, frozenset(self.concurrencies), args.request_timeout)
+
+    def start_method(self, method: str) -> VllmSystem:
+        """Start one of `METHODS`. Raises `ProcessError`."""
+        speculation = None
+        if method == "draft_model":
+            draft = resolve_model(self.args.draft_model, "draft")
+            speculation = draft_model(draft, self.args.num_speculative_tokens)
+        return self.start(f"vllm {method}", speculation)
