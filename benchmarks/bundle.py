@@ -46,7 +46,7 @@ class Wheels:
 
 _CUTLASS = "4.8.1"
 WHEELS = {
-    # flash-attn-4 with a page table, FlashInfer.
+    # flash-attn-4 with a page table.
     "attention": Wheels(
         (
             "flash-attn-4==4.0.0b36",
@@ -57,7 +57,6 @@ WHEELS = {
             "apache-tvm-ffi==0.1.15",
             "torch-c-dlpack-ext==0.1.5",
             "quack-kernels==0.6.5",
-            "flashinfer-python==0.6.12",
         ),
         resolve=False,
     ),

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--attention-backend",
         default=None,
-        help="flash, flashinfer, triton, numba or sdpa; default: the best that fits",
+        help="flash, triton, numba or sdpa; default: the best that fits",
     )
     add("--threads", type=_whole(1), default=2, help="threads that torch uses")
     add(

@@ -19,7 +19,7 @@ from tests.support.kubernetes import helm
 
 DOCKERFILE = (helm.ROOT / "Dockerfile").read_text()
 PACKAGES = {"gateway", "outrider", "proposer_service", "scorer_service"}
-ON_OTHER_DEVICES = {"cuda", "flash_attn", "flashinfer", "triton", "vllm"}  # where installed
+ON_OTHER_DEVICES = {"cuda", "flash_attn", "triton", "vllm"}  # where installed
 TIMEOUT_S = 100
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 

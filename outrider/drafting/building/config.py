@@ -107,7 +107,7 @@ class ModelConfig(MethodConfig):
     device: Literal["cpu", "cuda"] = setting("cpu", "of a model", choices=("cpu", "cuda"))
     attention_backend: str | None = setting(
         None,
-        "of a model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
+        "of a model: flash, triton, numba or sdpa; unset: the best that fits",
     )
     quantization: Literal["int8", "none"] | None = setting(
         None,

@@ -120,8 +120,7 @@ def choose_backend(
     Raises `ConfigError` if the named one is unknown, not installed or does not fit the model.
     """
     if name is None:
-        fitting = (each for each in _AUTOMATIC if _refusal(each, traits, device) is None)
-        name = next(fitting, _SDPA)
+        name = next(each for each in BACKEND_NAMES if _refusal(each, traits, device) is None)
     elif name not in BACKEND_NAMES:
         known = ", ".join(BACKEND_NAMES)
         raise ConfigError(f"There is no attention backend {name!r}; there are {known}.")
@@ -148,12 +147,6 @@ def _make_flash4(traits: AttentionTraits, device: torch.device) -> AttentionBack
     group = traits.num_heads // traits.num_kv_heads
     flash = Flash4Backend(traits.num_kv_heads, group, _multiprocessors(device))
     return TreeFallback(flash, _make_triton(traits, device))
-
-
-def _make_flashinfer(traits: AttentionTraits, device: torch.device) -> AttentionBackend:
-    from outrider.engine.cuda.attention.flashinfer import FlashInferBackend
-
-    return TreeFallback(FlashInferBackend(device), _make_triton(traits, device))
 
 
 def _make_triton(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
@@ -184,15 +177,6 @@ _CHOICES = {
         _supports_flash4_head,
         capabilities=(9, 10, 11),
     ),
-    "flashinfer": _Choice(
-        _make_flashinfer,
-        "flashinfer",
-        "pip install 'outrider[flashinfer]'",
-        "cuda",
-        _HALF,
-        lambda dim, _: dim in (64, 128, 256),
-        sinks=False,
-    ),
     "triton": _Choice(
         _make_triton,
         "triton",
@@ -213,6 +197,4 @@ _CHOICES = {
     ),
 }
 _SDPA = "sdpa"  # for all models and devices
-# FlashInfer is chosen by name only. It plans every step on the host, so no graph can capture it.
-_AUTOMATIC = ("flash", "triton", "numba")
-BACKEND_NAMES = (*_CHOICES, _SDPA)
+BACKEND_NAMES = (*_CHOICES, _SDPA)  # from the best to the one that always fits

@@ -62,16 +62,15 @@ def test_choose_backend_without_package_says_how_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.engine.model.attention_backends.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'outrider\[flashinfer\]'"):
-        choose_backend("flashinfer", LLAMA_8B, CUDA)
+    with pytest.raises(ConfigError, match="it comes with torch for CUDA"):
+        choose_backend("triton", LLAMA_8B, CUDA)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
         ("flash", {"dtype": torch.float32}, "not float32"),
-        ("flashinfer", {"sinks": True}, "sinks"),
-        ("flashinfer", {"head_dims": frozenset({128, 80})}, "80 dimensions"),
+        ("triton", {"head_dims": frozenset({128, 320})}, "320 dimensions"),
         ("triton", {"dtype": torch.float64}, "float32"),
         ("triton", {"latent": True}, "latents"),
     ],
