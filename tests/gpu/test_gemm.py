@@ -227,10 +227,18 @@ def test_compile_once_runs_works_for_each_key_once(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: _Device("H100", 132))
     ran: list[int] = []
-    monkeypatch.setattr(compile, "compile_together", lambda works: [work() for work in works])
+    monkeypatch.setattr(compile, "compile_together", lambda works: all(work() for work in works))
+
+    def work(name: int) -> bool:
+        ran.append(name)
+        return name > 0
+
     for key in ((1, "a"), (2, "a"), (1, "a")):
-        compile.compile_once([lambda key=key: ran.append(key[0])], key)
+        compile.compile_once([lambda key=key: work(key[0])], key)
     assert ran == [1, 2]
+    for _ in range(2):
+        compile.compile_once([lambda: work(0)], (0, "a"))
+    assert ran[2:] == [0, 0], "what failed is compiled at the next start"
 
 
 class _Device(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -22,27 +21,28 @@ def compile_once(works: Sequence[Callable[[], object]], key: Sequence[object]) -
 
     Triton reads what was compiled then, so these works need not run beforehand.
     """
-    if disk_cache.read(_FILE, key) is None:
-        compile_together(works)
+    if disk_cache.read(_FILE, key) is None and compile_together(works):
         disk_cache.keep(_FILE, key, "")
 
 
-def compile_together(works: Sequence[Callable[[], object]], at_once: int = 8) -> None:
+def compile_together(works: Sequence[Callable[[], object]], at_once: int = 8) -> bool:
     """Run works in threads, so that their kernels are compiled in parallel, each one once.
 
     Memory must hold what `at_once` works compute. All work is enqueued on the current stream. What
-    fails is left to whoever runs it again.
+    fails is left to whoever runs it again; False if anything did.
     """
     import triton  # here, since only CUDA brings it
 
     stream = torch.cuda.current_stream()
-    left = iter(works)
+    left, failed = iter(works), []
 
     def run(compiling: AbstractContextManager[object]) -> None:
         with compiling, torch.cuda.stream(stream):
             for work in left:  # each thread takes the next one
-                with contextlib.suppress(Exception):
+                try:
                     work()
+                except Exception as error:
+                    failed.append(error)
 
     with (
         ThreadPoolExecutor(COMPILERS, "compiler") as compilers,
@@ -53,3 +53,4 @@ def compile_together(works: Sequence[Callable[[], object]], at_once: int = 8) ->
         wait([pool.submit(run, compiling) for _ in range(at_once)])
     stream.synchronize()
     torch.cuda.empty_cache()
+    return not failed

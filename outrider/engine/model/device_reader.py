@@ -76,10 +76,7 @@ class DeviceReader:
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             buffers = [
-                (
-                    torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True),
-                    torch.cuda.Event(),  # type: ignore[no-untyped-call]
-                )
+                (pinned_buffer(), torch.cuda.Event())  # type: ignore[no-untyped-call]
                 for _ in range(2)
             ]
             with torch.cuda.stream(stream):
@@ -97,6 +94,18 @@ class DeviceReader:
                 yield self._chunks.get_nowait()
             except Empty:
                 return
+
+
+def pinned_buffer() -> Tensor:
+    """Return memory of the host that a device reads by itself. Raises `ConfigError`."""
+    try:
+        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        needed = 2 * _THREADS * _CHUNK_BYTES // 2**20
+        raise ConfigError(
+            f"Loading pins {needed} MiB of the host's memory, and could not: free some, or raise "
+            f"the limit of locked memory (ulimit -l). {error}"
+        ) from error
 
 
 def _chunks(folder: Path, tensor: StoredTensor, to: Tensor) -> Iterator[_Chunk]:

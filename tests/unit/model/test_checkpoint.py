@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.model import device_reader
 from outrider.engine.model.checkpoint import check_finite, read_config, read_model
-from outrider.engine.model.device_reader import DeviceReader
+from outrider.engine.model.device_reader import DeviceReader, pinned_buffer
 from outrider.errors import ConfigError
 from outrider.models.weight_files import check_folder
 
@@ -253,3 +253,9 @@ def test_checkpoint_with_a_damaged_file_is_refused_before_weights_are_read(
     with pytest.raises(ConfigError, match=said) as caught:
         check_folder(folder)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pins memory where there is a device")
+def test_pinned_buffer_that_cannot_be_had_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"256 MiB.*\(ulimit -l\)"):
+        pinned_buffer()
