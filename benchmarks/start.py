@@ -13,24 +13,22 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.lib.gpu import gpu_name
-from benchmarks.lib.processes import ProcessError, python_path
+from benchmarks.lib.processes import Child, ProcessError, python_path, stopping
 from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.vllm_peer import VllmPlace
 from outrider.models.resolve import resolve_model
 
-_POLL_S, _STOP_S = 0.1, 20.0
+_POLL_S = 0.1
 _BODY: dict[str, Any] = {
     "model": "default",
     "prompt": "def fibonacci(n):",
@@ -87,30 +85,23 @@ def _run(args: argparse.Namespace) -> int:
 def _outrider(args: argparse.Namespace) -> _Server:
     command = [sys.executable, "-m", "outrider.cli", "serve", args.model]
     command += ["--port", str(args.port), "--grpc-port", str(args.port + 1), *args.flags]
-    return _Server("outrider", command, {**os.environ, **python_path()})
+    return _Server("outrider", command, python_path())
 
 
 def _vllm(args: argparse.Namespace, place: VllmPlace) -> _Server:
     command = [place.python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(resolve_model(args.model, "target")), "--port", str(args.port)]
     command += ["--host", "127.0.0.1", "--served-model-name", _BODY["model"]]
-    return _Server("vllm", command, {**os.environ, **place.env})
+    return _Server("vllm", command, place.env)
 
 
 def _start(args: argparse.Namespace, server: _Server, number: int) -> dict[str, Any]:
     """Start the server, take a text, and stop it. Raises `ProcessError`."""
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping([]) as children:
         began = time.perf_counter()
-        process = subprocess.Popen(server.command, stdout=log, stderr=log, env=server.env)
-        try:
-            first_token_s, text_s = _first_text(args, process, began, log)
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        found = [line.partition("started in ")[2].strip() for line in _lines(log)]
+        children.append(Child(server.name, server.command, Path(folder), env=server.env))
+        first_token_s, text_s = _first_text(args, children[0], began)
+        found = [line.partition("started in ")[2].strip() for line in children[0].log_lines()]
     say(f"{server.name}, start {number + 1}: first token after {first_token_s:.1f} s")
     return {
         "server": server.name,
@@ -121,14 +112,12 @@ def _start(args: argparse.Namespace, server: _Server, number: int) -> dict[str, 
     }
 
 
-def _first_text(
-    args: argparse.Namespace, process: subprocess.Popen[bytes], began: float, log: IO[str]
-) -> tuple[float, float]:
+def _first_text(args: argparse.Namespace, child: Child, began: float) -> tuple[float, float]:
     """Return the seconds to the first token, and from it to the last."""
-    while time.perf_counter() - began < args.timeout and process.poll() is None:
+    body = json.dumps(_BODY | {"stream": True, "ignore_eos": True})
+    while time.perf_counter() - began < args.timeout and child.running:
         connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=args.timeout)
         try:
-            body = json.dumps(_BODY | {"stream": True, "ignore_eos": True})
             connection.request(
                 "POST", "/v1/completions", body, {"Content-Type": "application/json"}
             )
@@ -143,15 +132,7 @@ def _first_text(
         finally:
             connection.close()
         time.sleep(_POLL_S)
-    tail = "\n  ".join(_lines(log)[-15:])
-    raise ProcessError(
-        f"the server gave no token in {args.timeout:.0f} s; its last lines:\n  {tail}"
-    )
-
-
-def _lines(log: IO[str]) -> list[str]:
-    log.seek(0)
-    return log.read().splitlines()
+    raise ProcessError(f"the server gave no token in {args.timeout:.0f} s{child.tail()}")
 
 
 if __name__ == "__main__":

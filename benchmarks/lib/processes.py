@@ -64,17 +64,21 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
     def line(self, timeout_s: float) -> str:
         """Return the next line of stdout; raise `ProcessError` at its end or after `timeout_s`."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             raise ProcessError(
-                f"{self.name} was silent for {timeout_s:.0f} s{self._tail()}"
+                f"{self.name} was silent for {timeout_s:.0f} s{self.tail()}"
             ) from None
         if line is None:
             self._lines.put(None)
-            raise ProcessError(f"{self.name} ended{self._tail()}")
+            raise ProcessError(f"{self.name} ended{self.tail()}")
         return line
 
     def write(self, line: str) -> None:
@@ -83,7 +87,7 @@ class Child:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise ProcessError(f"{self.name} ended{self._tail()}") from None
+            raise ProcessError(f"{self.name} ended{self.tail()}") from None
 
     def ready(self, timeout_s: float) -> dict[str, str]:
         """Wait for a service's `ready {...}` line and return the addresses in the line."""
@@ -123,8 +127,13 @@ class Child:
                 self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
-    def _tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    def log_lines(self) -> list[str]:
+        """Return what the process wrote to stderr so far, by lines."""
+        return self.log.read_text(errors="replace").splitlines()
+
+    def tail(self) -> str:
+        """Return the end of the log, to be said after what went wrong."""
+        lines = self.log_lines()[-_TAIL_LINES:]
         return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
 
 
