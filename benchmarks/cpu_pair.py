@@ -101,9 +101,7 @@ class Bench:
         fp32.require_proposers()
         differences = self._differences_fp32(plain_fp32, fp32)
         setup = {
-            **report.machine(),
-            "command": report.command("benchmarks"),
-            "prompts": f"{self._prompts.file} (sha256 {self._prompts.sha256[:12]})",
+            **report.load_facts("benchmarks", self._prompts),
             **{name: str(value) for name, value in vars(args).items() if name != "prompts"},
             "transformers_tried": self._tried,
             "notes": [*self._notes, _load_note(cells)],

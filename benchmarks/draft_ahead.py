@@ -93,7 +93,7 @@ class Bench:
         self._cells: list[Cell] = []
         self._baselines: dict[str, str] = {}  # by system
         self._notes: list[str] = []
-        self._setup = report.machine() | {"command": report.command("benchmarks.draft_ahead")}
+        self._setup = report.load_facts("benchmarks.draft_ahead", self._prompts)
         self.differing = 0
 
     def outrider(self, children: list[Child]) -> None:
@@ -135,11 +135,10 @@ class Bench:
     def write(self) -> str:
         """Write `--out`.json and .md, and return the latter."""
         setup = {**self._setup, "max_tokens": self._args.max_tokens, "notes": self._notes}
-        setup["prompts"] = f"{len(self._prompts.token_ids)} of {self._prompts.file}"
-        found = report.document(self._cells, lambda name: self._baselines.get(name, name), setup)
-        text = report.markdown(found, "Drafting ahead")
-        report.write(found, text, self._args.out)
-        return text
+        known, out = self._baselines, self._args.out
+        return report.write_cells(
+            self._cells, lambda name: known.get(name, name), setup, "Drafting ahead", out
+        )
 
     def _measure(
         self, stack: Stack, name: str, temperature: float, children: Sequence[Child]

@@ -171,13 +171,8 @@ def main() -> int:
         table += [
             bench.branches(n, m, temperature, bandwidth) for n in args.rows for m in args.branches
         ]
-    setup = {
-        **report.machine(),
-        "gpu": gpu_name(),
-        "command": report.command("benchmarks.gpu_draft"),
-        "copy_bandwidth": bandwidth,
-        "weight_bytes": bench.weights,
-    }
+    command = report.command("benchmarks.gpu_draft")
+    gpu = {"gpu": gpu_name(), "copy_bandwidth": bandwidth, "weight_bytes": bench.weights}
     head = ["sessions", "branches", "T", "floor", "kv", "wall", "/ floor"]
     lines = []
     for row in table:
@@ -185,10 +180,10 @@ def main() -> int:
         times = [row.floor_ms, row.kv_ms, row.wall_ms, row.wall_ms / floor]
         size = [str(row.sessions), str(row.branches), f"{row.temperature:g}"]
         lines.append([*size, *map(report.number, times)])
-    about = f"{setup['gpu']}; {bench.weights / 1e9:.2f} GB of weights; {bandwidth / 1e12:.2f} TB/s."
-    title = f"# Drafting {args.num_tokens} tokens, context {args.context}"
-    parts = [title, "", f"`{setup['command']}`", "", about, "", *report.table(head, lines), ""]
+    title = f"Drafting {args.num_tokens} tokens, context {args.context}"
+    parts = [*report.head(title, command, gpu), *report.table(head, lines), ""]
     print(text := "\n".join(parts))
+    setup = report.machine() | {"command": command} | gpu
     report.write({"setup": setup, "results": [asdict(row) for row in table]}, text, args.out)
     return 0
 

@@ -109,18 +109,11 @@ def _measure(
         except ProcessError as error:  # the other concurrencies are kept
             say(f"*** {concurrency} concurrent failed: {error} ***")
             notes.append(f"{concurrency} concurrent failed: {error}")
-    setup = {
-        **report.machine(),
-        "gpu": gpu_name(),
-        "command": report.command("benchmarks.gpu_serve"),
-        "prompts": f"{loaded.file} (sha256 {loaded.sha256[:12]})",
-        **{name: str(value) for name, value in vars(args).items() if name not in ("prompts",)},
-        "notes": notes,
-    }
-    found = report.document(cells, lambda _: "outrider none", setup)
-    text = report.markdown(found, "The whole stack on a GPU")
-    print(text)
-    report.write(found, text, args.out)
+    flags = {name: str(value) for name, value in vars(args).items() if name != "prompts"}
+    setup = report.load_facts("benchmarks.gpu_serve", loaded) | flags
+    setup |= {"gpu": gpu_name(), "notes": notes}
+    title = "The whole stack on a GPU"
+    print(report.write_cells(cells, lambda _: "outrider none", setup, title, args.out))
     return 0 if cells else 2
 
 

@@ -277,12 +277,9 @@ def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
         cells = [report.number(x) for x in [*numbers, *rest]]
         name = setup["dtype"] if row.quantization == "none" else row.quantization
         lines.append([name, str(row.rows), str(row.query_len), str(row.context), *cells])
-    shown = ("date", "commit", "gpu", "torch", "transformers")
-    about = "; ".join(f"{name} {setup[name]}" for name in shown)
-    read = ", ".join(f"{n / 1e9:.2f}" for n in setup["weight_bytes_by_quantization"].values())
-    about += f"; {read} GB read a step; copy bandwidth "
-    about += f"{setup['copy_bandwidth'] / 1e12:.2f} TB/s."
-    parts = ["# One step on a GPU", "", f"`{setup['command']}`", "", about, ""]
+    shown = ("date", "commit", "gpu", "torch", "transformers", "weight_bytes_by_quantization")
+    facts = {name: setup[name] for name in (*shown, "copy_bandwidth")}
+    parts = report.head("One step on a GPU", setup["command"], facts)
     return "\n".join([*parts, *report.table(head, lines), ""])
 
 

@@ -62,18 +62,10 @@ def _run(args: argparse.Namespace) -> int:
             for system in systems:  # compiles, and lets the policy learn
                 system.run(loaded.group(0, plan.prompts_per_round), args.max_tokens, concurrency)
             cells += measure(systems, plan, loaded, args.max_tokens, children, say)
-    setup = {
-        **report.machine(),
-        "gpu": gpu_name(),
-        "command": report.command("benchmarks.vllm_remote"),
-        "prompts": f"{loaded.file} (sha256 {loaded.sha256[:12]})",
-        "max_tokens": args.max_tokens,
-        "notes": [],
-    }
-    found = report.document(cells, lambda _: _BASE, setup)
-    text = report.markdown(found, "vLLM with Outrider's proposers")
-    print(text)
-    report.write(found, text, args.out)
+    setup = report.load_facts("benchmarks.vllm_remote", loaded)
+    setup |= {"gpu": gpu_name(), "max_tokens": args.max_tokens, "notes": []}
+    title = "vLLM with Outrider's proposers"
+    print(report.write_cells(cells, lambda _: _BASE, setup, title, args.out))
     return 0
 
 

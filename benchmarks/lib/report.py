@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.lib import stats
 from benchmarks.lib.measure import Cell
+from benchmarks.lib.prompts import Prompts
 
 _LIBRARIES = ("outrider", "torch", "transformers", "grpcio", "protobuf")
 _PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "gap", "round")
@@ -85,6 +86,26 @@ def document(
             }
         )
     return {"setup": setup, "results": results}
+
+
+def write_cells(
+    cells: Sequence[Cell],
+    baseline_of: Callable[[str], str],
+    setup: dict[str, Any],
+    title: str,
+    out: Path,
+) -> str:
+    """Write `document` and return it as Markdown."""
+    found = document(cells, baseline_of, setup)
+    text = markdown(found, title)
+    write(found, text, out)
+    return text
+
+
+def load_facts(module: str, loaded: Prompts) -> dict[str, Any]:
+    """Return the machine, the command of `module`, and the prompts that it gave."""
+    told = f"{loaded.file} (sha256 {loaded.sha256[:12]})"
+    return machine() | {"command": command(module), "prompts": told}
 
 
 def markdown(found: dict[str, Any], title: str) -> str:
