@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,8 +30,7 @@ from outrider.models.resolve import find_local, resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.fixed import policies
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
@@ -49,12 +48,7 @@ from scorer_service.loading import load
 from scorer_service.metrics import EngineMetrics, ScorerMetrics
 
 NAME: Final = "scorer"
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "adaptive": AdaptivePolicy,
-    # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
-    "fixed": partial(FixedPolicy, max_wait_s=1.0),
-    "off": lambda _: FixedPolicy(0),
-}
+POLICIES: Final = policies(AdaptivePolicy)
 
 
 class ScorerCore:

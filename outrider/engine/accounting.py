@@ -62,34 +62,22 @@ class Committed:
 
 def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, ...]:
     """Count a step's rounds, and let the policy learn from them."""
-    policy, counts, rows = tracker.policy, tracker.counts, committed.step.rows
+    rows = committed.step.rows
     commits = tuple([_finalize_row(tracker, row, committed.seconds) for row in committed.emitted])
-    tokens = sum([len(commit.token_ids) for commit in commits])
-    counts.output_tokens += tokens
-    if committed.decoding:
-        plain_s = policy.measured.costs.steps.estimate(len(rows))
-        counts.plain_s += plain_s * counts.output_tokens / len(rows)
-    counts.way = policy.mode.value
-    drafting = [row.seq.drafting for row in rows]
-    proposer_ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
-    policy.step_done(
-        StepDone(
-            num_running=committed.num_running,
-            num_rows=len(rows),
-            tokens=tokens,
-            at=committed.now,
-            drafted=sum([bool(row.draft) for row in rows]),
-            # Rows' first steps, however short, may follow on any time without work.
-            comparable=len(prompts) < len(rows) and bool(proposer_ids),
-            proposer_ids=proposer_ids,
-            answered=sum([d.awaited.blocks > 0 for d in drafting]),
-            prompt_tokens=sum(prompts),
-            prompts_only=committed.step.prompts_only,
-            temperature=committed.temperature,
-            may_run_ahead=any(d.proposer.runs_ahead for d in drafting),
-        )
+    step = StepDone(
+        num_running=committed.num_running,
+        num_rows=len(rows),
+        tokens=sum([len(commit.token_ids) for commit in commits]),
+        at=committed.now,
+        drafted=sum([bool(row.draft) for row in rows]),
+        # Rows' first steps, however short, may follow on any time without work.
+        comparable=len(prompts) < len(rows),
+        prompt_tokens=sum(prompts),
+        prompts_only=committed.step.prompts_only,
+        temperature=committed.temperature,
     )
+    tracker.step_done([row.seq.drafting for row in rows], step, decoded=committed.decoding)
     return commits
 
 

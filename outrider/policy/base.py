@@ -59,7 +59,7 @@ class StepDone:
     at: float  # when it ended
     drafted: int  # rows that verified a draft
     comparable: bool  # a row goes on from the step before, and a proposer is there
-    answered: int  # rows whose proposer has sent a block
+    answered: int = 0  # rows whose proposer has sent a block
     prompt_tokens: int = 0  # processed
     prompts_only: bool = False  # all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from outrider.policy.base import Policy, Row
 
 
@@ -14,3 +17,15 @@ class FixedPolicy(Policy):
 
     def patience_s(self, row: Row) -> float:  # noqa: ARG002
         return self.max_wait_s
+
+
+def policies(
+    adaptive: Callable[[int], Policy], fixed: Callable[..., Policy] = FixedPolicy
+) -> dict[str, Callable[[int], Policy]]:
+    """Return the policies of `--speculation-policy` by name, with an engine's own classes."""
+    return {
+        "adaptive": adaptive,
+        # Longer than a draft takes on a busy machine: what is compared is not to come late.
+        "fixed": partial(fixed, max_wait_s=1.0),
+        "off": lambda _: FixedPolicy(0),
+    }

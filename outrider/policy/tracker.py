@@ -14,7 +14,7 @@ from outrider.counts import StepCounts
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.base import DraftMode, Policy, R, Ready, Row
+from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.measurements import Delay, remember
 from outrider.policy.row import (
@@ -285,6 +285,29 @@ class DraftTracker:
         if verified_s is not None:
             counters.score_s += verified_s
             counts.score_s += verified_s
+
+    def step_done(self, rows: Rows[Drafting], step: StepDone, *, decoded: bool) -> None:
+        """Count a step of `rows`, and let the policy learn from it.
+
+        What the rows' drafting tells of the step is filled in. If all that it did was `decoded`
+        tokens, the time that it would have taken without drafts is counted, too.
+        """
+        counts, policy = self.counts, self.policy
+        counts.output_tokens += step.tokens
+        counts.way = policy.mode.value
+        if decoded:
+            plain_s = policy.measured.costs.steps.estimate(step.num_rows)
+            counts.plain_s += plain_s * counts.output_tokens / step.num_rows
+        ids = frozenset([d.proposer_id for d in rows if d.proposer_id is not None])
+        policy.step_done(
+            replace(
+                step,
+                comparable=step.comparable and bool(ids),
+                proposer_ids=ids,
+                answered=sum([d.awaited.blocks > 0 for d in rows]),
+                may_run_ahead=any(d.proposer.runs_ahead for d in rows),
+            )
+        )
 
     def learn(self, rows: Rows[Row]) -> None:
         """Take in what rows' last rounds showed, and choose how many tokens they draft.

@@ -70,33 +70,23 @@ class Accounting:
         opened = tracker.launched(launched, step.began) if launched else []
         if step.timings is None:
             return None
-        policy, counts, num_rows = tracker.policy, tracker.counts, len(step.emitted)
-        tokens = sum([each.num_output for each in step.emitted])
-        counts.output_tokens += tokens
-        counts.way = policy.mode.value
-        decoded = num_rows > 0 and not step.num_prefilling
-        if decoded and not any(each.first for each in step.emitted):
-            costs = policy.measured.costs
-            costs.observe_step(num_rows, step.timings.num_tokens, step.timings.forward_ms * 1e-3)
-            counts.plain_s += costs.steps.estimate(num_rows) * tokens / num_rows
+        policy, num_rows = tracker.policy, len(step.emitted)
+        no_prompts = num_rows > 0 and not step.num_prefilling
+        decoded = no_prompts and not any(each.first for each in step.emitted)
+        if decoded:
+            seconds = step.timings.forward_ms * 1e-3
+            policy.measured.costs.observe_step(num_rows, step.timings.num_tokens, seconds)
         rows = [each.row for each in step.emitted]
-        drafting = [row.drafting for row in rows]
-        temperatures = [row.request.sampling.temperature for row in rows]
-        ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
-        policy.step_done(
-            StepDone(
-                num_running=max(1, num_running),
-                num_rows=num_rows,
-                tokens=tokens,
-                at=step.began,
-                drafted=sum([drafted > 0 for _, drafted in launched]),
-                comparable=decoded and bool(ids),
-                answered=sum([d.awaited.blocks > 0 for d in drafting]),
-                temperature=sum(temperatures) / max(1, num_rows),
-                proposer_ids=ids,
-                may_run_ahead=any(d.proposer.runs_ahead for d in drafting),
-            )
+        done = StepDone(
+            num_running=max(1, num_running),
+            num_rows=num_rows,
+            tokens=sum([each.num_output for each in step.emitted]),
+            at=step.began,
+            drafted=sum([drafted > 0 for _, drafted in launched]),
+            comparable=no_prompts,
+            temperature=sum([row.request.sampling.temperature for row in rows]) / max(1, num_rows),
         )
+        tracker.step_done([row.drafting for row in rows], done, decoded=decoded)
         events = StepEvents(
             (),
             (),

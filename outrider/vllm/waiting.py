@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy, R, Ready
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import R, Ready
+from outrider.policy.fixed import FixedPolicy, policies
 
 
 class LockstepPolicy(AdaptivePolicy):
@@ -40,11 +39,7 @@ class LockstepFixedPolicy(FixedPolicy):
         return _all_rows(ready, waiting, now, _last_deadline(waiting, now))
 
 
-POLICIES: Final[dict[str, Callable[[int], Policy]]] = {
-    "adaptive": LockstepPolicy,
-    "fixed": partial(LockstepFixedPolicy, max_wait_s=1.0),
-    "off": lambda _: FixedPolicy(0),
-}
+POLICIES: Final = policies(LockstepPolicy, LockstepFixedPolicy)
 
 
 def _last_deadline(waiting: Sequence[R], now: float) -> float:
