@@ -85,7 +85,7 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
     first = row.base_len == seq.num_prompt_tokens
     drafted_by = (row.proposer_id, row.method)
-    tracker.count_round(seq.counters, round_, len(output), drafted_by, None if first else step_s)
+    tracker.account.round(seq.counters, round_, len(output), drafted_by, None if first else step_s)
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None

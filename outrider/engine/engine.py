@@ -159,7 +159,7 @@ class Engine:
                 events,
                 commits=commits,
                 failures=committed.failures,
-                counts=self._tracker.take_counts(),
+                counts=self._tracker.account.take(),
                 on_demand=on_demand,
             )
         self._note_launch()

@@ -204,7 +204,7 @@ class Scheduler:
             seq.counters.queue_s += queue_s
             if not seq.counters.preemptions:
                 seq.counters.cached_prompt_tokens = seq.num_computed
-                self.tracker.counts.admissions.append(
+                self.tracker.account.counts.admissions.append(
                     Admission(queue_s, seq.num_prompt_tokens, seq.num_computed)
                 )
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
-from outrider.counts import StepCounts
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.policy.account import DraftAccount
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.measurements import Delay, remember
@@ -27,7 +27,7 @@ from outrider.policy.row import (
     PastCommit,
 )
 from outrider.policy.waiting import FIRST_PATIENCE_S, MAX_PATIENCE_S
-from outrider.rounds import USEFUL, BlockFate, Counters, Round
+from outrider.rounds import USEFUL, BlockFate, Round
 from outrider.types import Request
 
 
@@ -49,17 +49,11 @@ class DraftTracker:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.counts = StepCounts()
-        """The counts since the last step's events; the engine adds to them, too."""
+        self.account = DraftAccount(policy)
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
         self._batches: dict[tuple[str, bool], float] = {}  # when each drafter's last one came
         self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
         self._launched_at = 0.0
-
-    def take_counts(self) -> StepCounts:
-        """Return what was counted since the last call."""
-        counts, self.counts = self.counts, StepCounts()
-        return counts
 
     def start(self, request: Request) -> Drafting:
         """Return the initial state of a request's row."""
@@ -113,11 +107,8 @@ class DraftTracker:
         if fate is USEFUL or (asked_at is not None and passed_s <= MAX_PATIENCE_S):
             self._in_vain.pop(arrived.proposer_id, None)
         propose_s = min(arrived.draft_s, passed_s)
-        for counts in (row.counters, self.counts):
-            counts.propose_s += propose_s
-            counts.network_s += 0.0 if asked_at is None else passed_s - propose_s
-        if arrived.proposer_id not in row.counters.proposer_ids:
-            row.counters.proposer_ids.append(arrived.proposer_id)
+        network_s = 0.0 if asked_at is None else passed_s - propose_s
+        self.account.arrived(row, arrived.proposer_id, propose_s, network_s)
 
     def _answered(self, arrived: ArrivedBlock) -> float | None:
         """Measure the delay since the commit that a block answers, and return that time, if any."""
@@ -192,24 +183,15 @@ class DraftTracker:
         return opened
 
     def _count_launch(self, row: Row, drafted: int, now: float) -> bool:
-        d, c, current = row.drafting, row.counters, row.drafting.round
-        c.iter_count += 1
-        if (fate := _draft_fate(row, drafted)) is not None:
-            c.fates[fate] += 1
-            self.counts.fates[d.proposer_id or "", fate] += 1
+        d, current = row.drafting, row.drafting.round
+        self.account.launched(row, drafted, now)
         if current.looked_at is None:  # it processed its prompt, and missed nothing
             return False
         wanted = _is_awaited(row) or (current.at_hand and d.num_draft_tokens > 0)
         self._count_hit(row, wanted)
-        waited_s = now - current.looked_at if not current.at_hand and d.waits else 0.0
-        if waited_s > 0.0:
-            c.waits += 1
-            c.wait_s += waited_s
-            self.counts.wait_s += waited_s
         if drafted:
             d.breaker.forgive()
             return False
-        c.fallback_rounds += d.offered.limit > 0
         if row.draft is not None:  # there was a draft, which this step did not verify
             return False
         if current.committed_at < current.deadline <= now:
@@ -245,8 +227,7 @@ class DraftTracker:
     def preempted(self, row: Row) -> None:
         """Note that a row lost its pages: it waits for no draft until it has them again."""
         row.drafting.round.looked_at = None
-        row.counters.preemptions += 1
-        self.counts.preemptions += 1
+        self.account.preempted(row)
 
     def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
         """Note a row's commit; `wrong` says that its draft fell off the committed path."""
@@ -259,47 +240,15 @@ class DraftTracker:
         awaited.commits.append(PastCommit(len(row.token_ids), now, row.draft is None))
         d.unlearned = round_, confidences
 
-    def count_round(
-        self,
-        counters: Counters,
-        round_: Round,
-        num_output: int,
-        drafted_by: tuple[str, str],
-        verified_s: float | None,
-    ) -> None:
-        """Count a row's round in its own account and in the step's.
-
-        `num_output` tokens of the round are output, after trimming. `drafted_by` names proposer and
-        method. `verified_s` is the step's time; None for the row's first round, of its prompt.
-        """
-        counts, drafted = self.counts, round_.drafted
-        accepted = min(round_.accepted, num_output)
-        if num_output:
-            proposer_id, method = drafted_by
-            counters.count_round(drafted, accepted, method)
-            if drafted or verified_s is not None:
-                counts.rounds[drafted, accepted] += 1
-            if drafted:
-                counts.drafted_by[proposer_id] += drafted
-                counts.accepted_by[proposer_id] += accepted
-        if verified_s is not None:
-            counters.score_s += verified_s
-            counts.score_s += verified_s
-
     def step_done(self, rows: Rows[Drafting], step: StepDone, *, decoded: bool) -> None:
         """Count a step of `rows`, and let the policy learn from it.
 
-        What the rows' drafting tells of the step is filled in. If all that it did was `decoded`
-        tokens, the time that it would have taken without drafts is counted, too.
+        What the rows' drafting tells of the step is filled in. `decoded` says that it processed no
+        prompts.
         """
-        counts, policy = self.counts, self.policy
-        counts.output_tokens += step.tokens
-        counts.way = policy.mode.value
-        if decoded:
-            plain_s = policy.measured.costs.steps.estimate(step.num_rows)
-            counts.plain_s += plain_s * counts.output_tokens / step.num_rows
+        self.account.step(step.tokens, step.num_rows, decoded=decoded)
         ids = frozenset([d.proposer_id for d in rows if d.proposer_id is not None])
-        policy.step_done(
+        self.policy.step_done(
             replace(
                 step,
                 comparable=step.comparable and bool(ids),
@@ -329,22 +278,6 @@ class DraftTracker:
                 d.runs_ahead = d.proposer.runs_ahead and not on_demand
             for d, count in zip(rows, self.policy.choose_counts(rows), strict=True):
                 d.num_draft_tokens = min(count, d.offered.max_draft_tokens)
-
-
-def _draft_fate(row: Row, drafted: int) -> str | None:
-    """Return which of `DRAFT_FATES` a round's draft had; None if the round wanted no draft."""
-    d, current = row.drafting, row.drafting.round
-    if current.looked_at is None:  # it processed its prompt, and missed nothing
-        return "hit" if drafted else None
-    if current.at_hand:
-        return "hit" if d.num_draft_tokens else None
-    if row.draft is not None and not (d.runs_ahead and d.waits):
-        return "waited"
-    if not d.waits:
-        return None
-    if d.awaited.no_guess_at == len(row.token_ids):
-        return "none"
-    return "wrong" if current.wrong else "late"
 
 
 def _is_awaited(row: Row) -> bool:

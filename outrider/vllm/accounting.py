@@ -92,7 +92,7 @@ class Accounting:
             (),
             step.timings,
             set_aside=tuple([row.session_id for row in opened]),
-            counts=tracker.take_counts(),
+            counts=tracker.account.take(),
             on_demand=policy.mode is DraftMode.ON_DEMAND,
         )
         step.timings, step.emitted = None, []
@@ -129,7 +129,7 @@ class Accounting:
     def _count(self, emitted: Emitted) -> None:
         row, first, num_output, round_, _, proposer_id, method = emitted
         seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
-        self.tracker.count_round(
+        self.tracker.account.round(
             row.counters, round_, num_output, (proposer_id, method), None if first else seconds
         )
         if first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.policy.drafted_row import DraftedRow
+from outrider.drafted_row import DraftedRow
 from outrider.policy.row import Drafting
 from outrider.types import Request
 

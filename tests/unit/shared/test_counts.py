@@ -56,7 +56,7 @@ def test_step_counts_of_all_steps_sum_to_request_stats(
     world.run()
 
     total = StepCounts()
-    for counts in [*world.counts, world.engine._tracker.take_counts()]:
+    for counts in [*world.counts, world.engine._tracker.account.take()]:
         for field in fields(StepCounts):
             summed = getattr(total, field.name) + getattr(counts, field.name)
             setattr(total, field.name, summed)
