@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import sys
 
 from gateway.config import GatewayConfig
+from gateway.processes import Worker, default_workers
+from gateway.workers.parent import die_with_parent
+from gateway.workers.supervisor import Workers
 from outrider.errors import ConfigError, refuse
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import importing, prepare_grpc, run
@@ -18,8 +22,11 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayCo
 
 def main(argv: list[str] | None = None) -> int:
     """Run a gateway until a signal; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     flags = vars(_parser().parse_args(argv))
-    exit_with_parent = flags.pop("exit_with_parent")
+    exit_with_parent, worker = flags.pop("exit_with_parent"), flags["worker"]
+    if worker is not None:
+        die_with_parent(worker.parent)
     try:
         flags["scorers"] = parse_entries(flags.pop("scorer"))
         flags["served_model_name"], *others = flags["served_model_name"]
@@ -30,6 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return refuse("gateway", error)
 
+    if config.workers > 1 and worker is None:
+        end_at_sigterm()
+        return run(
+            "gateway",
+            Workers(config, argv),
+            exit_with_parent=exit_with_parent,
+            new_loop=asyncio.new_event_loop,  # uvloop's children know no process groups
+        )
     prepare_grpc()
     # Imported late: a wrong flag is answered at once.
     end_at_sigterm()
@@ -104,6 +119,14 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the scorers' load under vLLM's metric names, at /metrics of the HTTP port, too",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=default_workers(),
+        help="processes that serve on the ports together, each with a core of its own; unset: one "
+        "for every four cores, at most four",
+    )
+    parser.add_argument("--worker", type=Worker.parse, help=argparse.SUPPRESS)  # their parent's
     parser.add_argument(
         "--no-playground",
         dest="playground",

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator
 
 from gateway.metrics import GatewayMetrics
+from gateway.workers.shared import SharedCounts
 from outrider.errors import CapacityError, DeadlineError, InvalidRequestError, UnavailableError
 
 _TIMER_S = 0.01  # by which a timer may go off early
@@ -15,9 +16,13 @@ _TIMER_S = 0.01  # by which a timer may go off early
 class Admission:
     """Places for completions, their deadlines, and draining."""
 
-    def __init__(self, max_in_flight: int, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, max_in_flight: int, metrics: GatewayMetrics, shared: SharedCounts | None = None
+    ) -> None:
+        """Count with the completions of other workers, if any are `shared`."""
         self.max_in_flight = max_in_flight
         self._metrics = metrics
+        self._shared = shared
         metrics.limit.set(max_in_flight)
         self._in_flight = 0
         self._running: set[asyncio.Timeout] = set()
@@ -48,11 +53,14 @@ class Admission:
         """
         if self.draining:
             raise UnavailableError("This gateway is shutting down. Try another.")
-        if self._in_flight + completions > self.max_in_flight:
-            self._metrics.refused.inc()
-            raise CapacityError("Too many requests are under way. Try again soon.")
         self._set_in_flight(self._in_flight + completions)
         try:
+            # Told before it is compared: two workers that take the last place at the same time
+            # both see too many, and never both too few.
+            elsewhere = 0 if self._shared is None else self._shared.in_flight_elsewhere
+            if self._in_flight + elsewhere > self.max_in_flight:
+                self._metrics.refused.inc()
+                raise CapacityError("Too many requests are under way. Try again soon.")
             yield
         finally:
             self._set_in_flight(self._in_flight - completions)
@@ -94,6 +102,8 @@ class Admission:
 
     def _set_in_flight(self, number: int) -> None:
         self._in_flight = number
+        if self._shared is not None:
+            self._shared.set_in_flight(number)
         self._metrics.in_flight.set(number)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from gateway.answers.formats import answer_format
+from gateway.processes import Worker, check_workers
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
@@ -71,6 +72,10 @@ class GatewayConfig(GeneratorConfig):
     """Seconds that the start waits for the first scorer to serve."""
     dns_refresh_s: float = DNS_REFRESH_S
     """Seconds between two lookups of the names among `scorers`."""
+    workers: int = 1
+    """Processes that serve on the ports together."""
+    worker: Worker | None = None
+    """Which of them this is. None: it is the only one, or their parent."""
     deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:
@@ -94,4 +99,5 @@ class GatewayConfig(GeneratorConfig):
             if value is not None and not 0 < value < float("inf"):
                 flag = name.removesuffix("_s").replace("_", "-")
                 raise ConfigError(f"--{flag} must be a positive number of seconds.")
+        check_workers(self.workers)
         check_refresh(self.dns_refresh_s)

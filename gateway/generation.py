@@ -20,6 +20,7 @@ from gateway.pool import Pool
 from gateway.replay import Replayer
 from gateway.rounds import Round
 from gateway.thinking_budget import within_budget
+from gateway.workers.shared import SharedCounts
 from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
@@ -69,7 +70,9 @@ class Generator:
         tokenizer: Tokenizer,
         pool: Pool,
         telemetry: Telemetry,
+        shared: SharedCounts | None = None,
     ) -> None:
+        """Admit with other workers what is `shared` with them, if there are any."""
         self.config = config
         self.tokenizer = tokenizer
         self.pool = pool
@@ -90,7 +93,7 @@ class Generator:
             self._metrics.retries.inc,
         )
         self._metrics.scorers.set_function(lambda: len(pool.serving))
-        self.admission = Admission(config.max_in_flight, self._metrics)
+        self.admission = Admission(config.max_in_flight, self._metrics, shared)
 
     async def ready(self) -> None:
         """Hold a request until a scorer has told what fits. Raises `UnavailableError`."""

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from gateway.admission import Admission
 from gateway.scorers import ScorerPool
+from gateway.workers.shared import SharedCounts
 
 
 class ScorerLoad:
@@ -18,9 +19,19 @@ class ScorerLoad:
     A request that no scorer has yet, because none serves, counts as waiting.
     """
 
-    def __init__(self, pool: ScorerPool, admission: Admission) -> None:
+    def __init__(
+        self, pool: ScorerPool, admission: Admission, shared: SharedCounts | None = None
+    ) -> None:
+        """Count the requests that other workers hold, too, if any are `shared`."""
         self._pool = pool
         self._admission = admission
+        self._shared = shared
+
+    @property
+    def held(self) -> int:
+        """Requests of this process that no scorer has."""
+        at_scorers = sum(scorer.in_flight for scorer in self._pool.scorers)
+        return max(0, self._admission.in_flight - at_scorers)
 
     def collector(self, prefix: str, model_name: str | None = None) -> Collector:
         """Return a collector of metrics that begin with `prefix`; with a name, as vLLM has them."""
@@ -30,11 +41,11 @@ class ScorerLoad:
         """Yield the metrics as they stand."""
         scorers = self._pool.serving
         infos = [scorer.info for scorer in scorers]
-        held = self._admission.in_flight - sum(scorer.in_flight for scorer in self._pool.scorers)
+        held = self.held + (0 if self._shared is None else self._shared.held_elsewhere)
         total = sum(info.total_pages for info in infos)
         used = total - sum(info.free_pages for info in infos)
         names = {} if model_name is None else {"model_name": model_name}
-        waiting = sum(info.waiting_requests for info in infos) + max(0, held)
+        waiting = sum(info.waiting_requests for info in infos) + held
         for name, about, value in (
             (
                 "num_requests_running",

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -17,8 +18,10 @@ from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
 from gateway.http_api import create_app
 from gateway.http_connection import PatientProtocol
+from gateway.ports import bind, readable
 from gateway.scorer_load import ScorerLoad
 from gateway.scorers import ScorerPool
+from gateway.workers.worker import Membership
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
@@ -39,13 +42,14 @@ class Gateway:
     def __init__(self, config: GatewayConfig, telemetry: Telemetry) -> None:
         self._config = config
         self._telemetry = telemetry
+        self._member: Membership | None = None
         self._pool: ScorerPool | None = None
         self._generator: Generator | None = None
         self._grpc: GrpcServer | None = None
         self._http: _HttpServer | None = None
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._health: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> dict[str, str]:
         """Open every port, then wait for a scorer unless requests are held for one.
@@ -55,20 +59,27 @@ class Gateway:
         config = self._config
         api_keys = ApiKeys.load(config.api_key_file)
         tokenizer = await asyncio.wrap_future(in_thread(lambda: _tokenizer(config.model)))
-        self._socket = _bind(config.host, config.http_port)
+        shares = config.worker is not None
+        self._socket = bind(config.host, config.http_port, share=shares)
+        shown, shared = self._telemetry.registry, None
+        if config.worker is not None:
+            self._member = member = Membership(config.worker, self._telemetry.registry)
+            shown, shared = member.shown, member.counts
         self._pool = pool = ScorerPool(
             Targets(config.scorers, config.dns_refresh_s),
             lambda info: check_scorer(info, tokenizer),
             config.deployment.tls,
         )
-        self._generator = generator = Generator(config, tokenizer, pool, self._telemetry)
-        load = ScorerLoad(pool, generator.admission)
-        self._telemetry.registry.register(load.collector(METRIC_PREFIX + "gateway_"))
-        metrics = (
-            {}
-            if config.metrics_port is None
-            else {"metrics": self._telemetry.serve_metrics(config.host, config.metrics_port)}
-        )
+        self._generator = generator = Generator(config, tokenizer, pool, self._telemetry, shared)
+        load = ScorerLoad(pool, generator.admission, shared)
+        shown.register(load.collector(METRIC_PREFIX + "gateway_"))
+        if self._member is not None:
+            self._keep(self._member.tell(lambda: load.held))
+        metrics = {}
+        if config.metrics_port is not None:
+            metrics["metrics"] = self._telemetry.serve_metrics(
+                config.host, config.metrics_port, shown, share_port=shares
+            )
         servicer = GenerationServicer(generator, api_keys)
         self._grpc = GrpcServer(
             join_address(config.host, config.grpc_port),
@@ -78,12 +89,13 @@ class Gateway:
             [_GRPC_SERVICE],
             health_address=config.deployment.health_address(config.host),
             limits=ClientLimits(config.max_body_bytes, config.request_timeout_s),
+            share_port=shares,
         )
         grpc_port = await self._grpc.start()
         await self._grpc.set_serving(generator.accepting, process=True)
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(generator, config, api_keys, self._public_metrics(load)),
+                create_app(generator, config, api_keys, self._public_metrics(load, shown)),
                 http=PatientProtocol,
                 log_config=None,
                 log_level="warning",
@@ -93,7 +105,7 @@ class Gateway:
                 h11_max_incomplete_event_size=64 * 2**10,
             )
         )
-        with _readable(config.host, config.http_port):
+        with readable(config.host, config.http_port):
             self._socket.listen(2048)  # from here on nobody is refused
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
         http_port = self._socket.getsockname()[1]
@@ -102,18 +114,24 @@ class Gateway:
             await pool.start(config.start_timeout_s)
         else:
             pool.follow()
-        self._health = asyncio.create_task(self._follow_health(self._grpc, pool, generator))
+        self._keep(self._follow_health(self._grpc, pool, generator))
         return {
             "http": f"http://{join_address(config.host, http_port)}",
             "grpc": join_address(config.host, grpc_port),
             **metrics,
         }
 
-    def _public_metrics(self, load: ScorerLoad) -> CollectorRegistry | None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something until the gateway stops."""
+        self._background.append(asyncio.create_task(work))
+
+    def _public_metrics(
+        self, load: ScorerLoad, shown: CollectorRegistry
+    ) -> CollectorRegistry | None:
         """Return what /metrics of the HTTP port shows; None: there is none."""
         config, vllm = self._config, CollectorRegistry()
         if config.metrics_port is None:
-            vllm = self._telemetry.registry
+            vllm = shown
         elif not config.vllm_metrics:
             return None
         if config.vllm_metrics:
@@ -127,9 +145,9 @@ class Gateway:
         metrics port goes on to the end.
         """
         grace_s = self._config.deployment.drain_grace_s
-        if self._health is not None:
-            self._health.cancel()
-            await _settled(self._health)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         if self._generator is not None:
             self._generator.admission.drain(grace_s)
         if self._http is not None and self._serving is not None:
@@ -142,6 +160,8 @@ class Gateway:
             await self._pool.stop()
         if self._socket is not None:
             self._socket.close()
+        if self._member is not None:
+            self._member.leave()
         self._telemetry.shutdown()
 
     async def _follow_health(
@@ -189,24 +209,3 @@ class _HttpServer(uvicorn.Server):
 
 async def _settled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind the HTTP port before anything slow. Raises `ConfigError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with _readable(host, port):
-        sock.bind((host, port))
-    return sock
-
-
-@contextlib.contextmanager
-def _readable(host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {join_address(host, port)}: {error.strerror or error}. "
-            "Choose another port, or 0 for a free one."
-        ) from error

@@ -39,6 +39,7 @@ PASSED: Final = (
     PassedFlag("gateway", "seed", flag_types.seed, "of requests that give none; default: new ones"),
     PassedFlag("gateway", "default-max-tokens", flag_types.positive, "for requests that set none"),
     PassedFlag("gateway", "max-in-flight", flag_types.positive, "completions at once (256)"),
+    PassedFlag("gateway", "workers", flag_types.positive, "processes; default: by cores (4 each)"),
     PassedFlag("gateway", "api-key-file", str, "one key per line; default: anyone may ask"),
     PassedFlag("gateway", "cors-origin", str, "of a web page that may call, or *", repeated=True),
     PassedFlag("gateway", "tool-call-parser", str, "format of tool calls (as the template shows)"),

@@ -30,9 +30,14 @@ def encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 class MetricsServer:
-    """Answers GET /metrics from threads of its own. Raises `ConfigError` for a taken port."""
+    """Answers GET /metrics from threads of its own. Raises `ConfigError` for a taken port.
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    Other processes may serve a port that is shared, as `GrpcServer`'s.
+    """
+
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, *, share_port: bool = False
+    ) -> None:
         class Handler(BaseHTTPRequestHandler):
             timeout = 10  # seconds that a silent client keeps a thread
 
@@ -49,6 +54,7 @@ class MetricsServer:
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            allow_reuse_port = share_port
 
         try:
             self._server = Server((host, port), Handler)

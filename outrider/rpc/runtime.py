@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import uvloop
@@ -96,14 +96,20 @@ def prepare_grpc() -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 
-def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
+def run(
+    name: str,
+    service: Service,
+    *,
+    exit_with_parent: bool = False,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+) -> int:
     """Call `run_until_signal` in a new event loop, and return the exit code.
 
     An `OutriderError` becomes a line on stderr and exit code 2.
     """
     configure_logging(name)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(run_until_signal(name, service, exit_with_parent=exit_with_parent))
     except OutriderError as error:
         return refuse(name, error)

@@ -47,7 +47,8 @@ class GrpcServer:
     With `tls`, `address` speaks TLS only. `unix_path` never speaks TLS, nor does `health_address`,
     which serves health alone, since Kubernetes' gRPC probes cannot. Health says NOT_SERVING, for
     the server and each of `service_names` (full: "outrider.v1.ScorerService"), until
-    `set_serving(True)`. Without `limits`, connections of clients last.
+    `set_serving(True)`. Without `limits`, connections of clients last. With `share_port`, the
+    kernel shares the connections out among the processes of this user that serve there, too.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GrpcServer:
         health_address: str | None = None,
         tls: TlsFiles | None = None,
         limits: ClientLimits | None = None,
+        share_port: bool = False,
     ) -> None:
         self._address = address
         self._register = register
@@ -69,11 +71,12 @@ class GrpcServer:
         self._health_address = health_address
         self._tls = tls
         self._limits = limits
+        self._share_port = share_port
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self) -> int:
         """Start, and return the port. Raises `ConfigError` if it cannot be bound."""
-        server = _new_server(self._limits)
+        server = _new_server(self._limits, share_port=self._share_port)
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflected = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -85,7 +88,7 @@ class GrpcServer:
             _bind(server, f"unix:{self._unix_path}")
         servers = [server]
         if self._health_address is not None:
-            servers.append(probed := _new_server())
+            servers.append(probed := _new_server(share_port=self._share_port))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, probed)
             _bind(probed, self._health_address)
         for each in servers:
@@ -115,11 +118,11 @@ class GrpcServer:
             await server.stop(its_grace_s)
 
 
-def _new_server(limits: ClientLimits | None = None) -> grpc.aio.Server:
+def _new_server(limits: ClientLimits | None = None, *, share_port: bool = False) -> grpc.aio.Server:
     for_clients = send_pings() if limits is None else limits.options()
     options = dict((*LIMITS, *take_pings(), *for_clients))
-    # Refuse a second server on the port, which would share its connections by chance.
-    options["grpc.so_reuseport"] = 0
+    # Unless it is meant, refuse a second server on the port, which would share its connections.
+    options["grpc.so_reuseport"] = int(share_port)
     return grpc.aio.server(interceptors=(DecodingInterceptor(),), options=tuple(options.items()))
 
 

@@ -161,10 +161,21 @@ class Telemetry:
         """Return the metrics and their content type, in the format of an Accept header."""
         return encode(self.registry, accept)
 
-    def serve_metrics(self, host: str, port: int) -> str:
-        """Serve /metrics from a thread, and return the URL. Raises `ConfigError`."""
+    def serve_metrics(
+        self,
+        host: str,
+        port: int,
+        shown: prometheus_client.CollectorRegistry | None = None,
+        *,
+        share_port: bool = False,
+    ) -> str:
+        """Serve /metrics from a thread, and return the URL. Raises `ConfigError`.
+
+        The page has what is `shown` in place of this process's own metrics, if that is given.
+        """
         assert self._http is None
-        self._http = MetricsServer(host, port, self.registry)
+        registry = self.registry if shown is None else shown
+        self._http = MetricsServer(host, port, registry, share_port=share_port)
         return self._http.url
 
     def shutdown(self) -> None:

@@ -1,0 +1,38 @@
+"""The ports of a gateway, bound before anything slow."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+from outrider.errors import ConfigError
+from outrider.rpc.targets import join_address
+
+
+def bind(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Bind a port; processes of this user may `share` it. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if share:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        with readable(host, port):
+            bound.bind((host, port))
+    except ConfigError:
+        bound.close()
+        raise
+    return bound
+
+
+@contextlib.contextmanager
+def readable(host: str, port: int) -> Iterator[None]:
+    """Turn the system's errors about a port into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {join_address(host, port)}: {error.strerror or error}. "
+            "Choose another port, or 0 for a free one."
+        ) from error
