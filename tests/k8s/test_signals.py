@@ -1,7 +1,8 @@
-"""What the autoscalers' rules say of recorded series, by a real promtool."""
+"""What alerts and the autoscalers' rules say of recorded series, by a real promtool."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,9 @@ import yaml
 
 from tests.support.kubernetes import helm
 
-pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")
+PROMTOOL = shutil.which("promtool", path=f"{helm.TOOLS}:{os.environ['PATH']}")
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="k8s/tools.sh found no promtool")
+DASHBOARDS = helm.ROOT / "k8s/dashboards"
 SETS = (
     "monitoring.serviceMonitor.enabled=true",
     "gateway.autoscaling.enabled=true",
@@ -22,6 +25,17 @@ SETS = (
 SCORER = 'namespace="llm",job="outrider-scorer"'
 GATEWAY = 'namespace="llm",job="outrider-gateway"'
 POOL = 'namespace="llm",job="outrider-proposer-draft"'
+
+
+def promtool(*args: str | Path) -> None:
+    command = [str(PROMTOOL), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_fire_when_they_should_and_else_do_not() -> None:
+    promtool("check", "config", DASHBOARDS / "prometheus.yaml")  # and the rules that it names
+    promtool("test", "rules", DASHBOARDS / "alerts_test.yaml")
 
 
 def series(values: dict[str, str]) -> list[dict[str, str]]:
@@ -90,7 +104,4 @@ def test_signals_of_autoscalers_are_what_the_load_asks_for(tmp_path: Path) -> No
         )
     file = tmp_path / "test.yaml"
     file.write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests}))
-    done = subprocess.run(
-        ["promtool", "test", "rules", file], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("test", "rules", file)
