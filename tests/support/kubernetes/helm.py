@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -31,6 +32,19 @@ def call(program: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a tool; stdout and stderr as text."""
     command = [tool(program), *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+
+
+def python(program: str, given: object) -> list[Any]:
+    """Run a program of the tools' Python on JSON; returns the JSON of its lines."""
+    done = subprocess.run(
+        [tool("python"), "-c", program],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def validate(versions: list[str], *files: Path) -> subprocess.CompletedProcess[str]:

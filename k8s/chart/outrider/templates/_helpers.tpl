@@ -215,11 +215,11 @@ volumeMounts:
 {{- end }}
 {{- if and .fetches .root.Values.model.cache.tokenSecret }}
 - name: hub-token
-  secret: {secretName: {{ .root.Values.model.cache.tokenSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ quote .root.Values.model.cache.tokenSecret }}, defaultMode: 0440}
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
-  secret: {secretName: {{ include "outrider.tlsSecret" . }}, defaultMode: 0440}
+  secret: {secretName: {{ include "outrider.tlsSecret" . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- range prepend (default list .sidecars) . }}
 {{- with .values.pod.volumes }}
@@ -259,12 +259,12 @@ annotations:
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with include "outrider.serviceAccount" .root }}
-serviceAccountName: {{ . }}
+serviceAccountName: {{ quote . }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ quote . }}
 {{- end }}
 {{- end }}
 terminationGracePeriodSeconds: {{ add (.values.preStopSeconds | default 0) .values.drainGraceSeconds 15 }}

@@ -177,7 +177,7 @@ volumeClaimTemplates:
     spec:
       accessModes: [ReadWriteOnce]
       {{- with .storageClassName }}
-      storageClassName: {{ . }}
+      storageClassName: {{ quote . }}
       {{- end }}
       resources: {requests: {storage: {{ .storage }}}}
 {{- end }}
