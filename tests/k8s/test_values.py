@@ -221,9 +221,9 @@ def test_sidecar_that_crashes_is_started_again_without_its_container(tmp_path: P
     # Crashes twice, then serves until it is told to end.
     log, fake = tmp_path / "log", tmp_path / "outrider"
     fake.write_text(
-        f'#!/bin/sh\necho begun "$@" >>{log}\n'
+        f"#!/bin/sh\ntrap 'echo ended >>{log}; exit 0' TERM\n"
+        f'echo begun "$@" >>{log}\n'
         f"[ $(wc -l <{log}) -lt 3 ] && exit 1\n"
-        f"trap 'echo ended >>{log}; exit 0' TERM\n"
         "while :; do sleep 0.05; done\n"
     )
     fake.chmod(0o755)
