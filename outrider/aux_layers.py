@@ -1,4 +1,4 @@
-"""Find the target's layers that an EAGLE-3 checkpoint reads. The command line asks, so no torch."""
+"""Find the target's layers that a checkpoint reads. The command line asks, so no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.methods import BLOCK_METHODS
 from outrider.models.files import read_json
-from outrider.models.resolve import EMBEDDED, resolve_model
+from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 
 KEY = "eagle_aux_hidden_state_layer_ids"
+OUTPUT_KEY, INPUT_KEY = "target_layer_ids", "aux_hidden_state_layer_ids"
+LAYER_METHODS = frozenset({"eagle3", *BLOCK_METHODS})
+"""Those that read states between layers; others read the one after the final norm."""
 SHALLOW = 24  # a target with fewer layers: its third from last leaves out an eighth and more
 
 
@@ -35,15 +39,20 @@ def trained_layers(count: int) -> tuple[int, int, int]:
 def states_read(method: str, module: str | None) -> str:
     """Return the `--hidden-features` that a scorer needs for a module.
 
-    None or "embedded" is the module that ships with Outrider. An EAGLE-3 module on disk names its
-    layers in config.json. Raises `ConfigError`.
+    None or "embedded" is the module that ships with Outrider. A module on disk names its layers in
+    config.json, which of a block drafter is downloaded. Raises `ConfigError`.
     """
-    if method != "eagle3":
+    if method not in LAYER_METHODS:
         return "final"
     if module is None or module == EMBEDDED:
         folder = resolve_model(None, method)
     else:
         folder = Path(module).expanduser()
+    if method in BLOCK_METHODS:
+        if module is not None and find_local(module, method) is None:
+            folder = resolve_model(module, method, tokenizer_only=True)
+        config = read_json(folder / "config.json")
+        return ",".join(map(str, block_layers(config, str(folder))))
     layers = aux_layers(read_json(folder / "config.json"))  # no file: it is to be downloaded
     return "eagle3" if layers is None else ",".join(map(str, layers))
 
@@ -59,10 +68,41 @@ def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     given = config.get(KEY, nested.get(KEY) if isinstance(nested, dict) else None)
     if given is None:
         return None
-    if not isinstance(given, list) or not given or not all(type(i) is int for i in given):
-        raise ConfigError(f"{KEY} in config.json must list layer numbers.")
-    outputs = given[0] == 1 and "speculators_model_type" not in config
+    outputs = _rising(given, KEY)[0] == 1 and "speculators_model_type" not in config
     layers = tuple(i + outputs for i in given)
-    if layers[0] < 0 or list(layers) != sorted(set(layers)):
-        raise ConfigError(f"{KEY} in config.json must rise from 0 or more, unlike {given}.")
+    if layers[0] < 0:
+        raise ConfigError(f"{KEY} in config.json must not be below 0, unlike {given}.")
     return layers
+
+
+def block_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the states that a block drafter's config.json names, as `FeatureSpec` numbers them.
+
+    `target_layer_ids` (DFlash, DeepSpec) count layers by their outputs, from -1 for the embedding;
+    `aux_hidden_state_layer_ids` (`speculators`) by their inputs. Raises `ConfigError`, also if
+    there are neither: `where` says of which checkpoint.
+    """
+    for key, shift in ((OUTPUT_KEY, 1), (INPUT_KEY, 0)):
+        given = block_setting(config, key)
+        if given is not None:
+            layers = tuple(i + shift for i in _rising(given, key))
+            if layers[0] < 0:
+                raise ConfigError(f"{key} in config.json begins at {given[0]}, before any layer.")
+            return layers
+    raise ConfigError(
+        f"config.json of {where} names no layers of the target ({OUTPUT_KEY} or {INPUT_KEY})."
+    )
+
+
+def block_setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return a block drafter's setting, which may be in a group of its own."""
+    group = config.get("dflash_config")
+    return group[key] if isinstance(group, dict) and key in group else config.get(key, default)
+
+
+def _rising(given: Any, key: str) -> list[int]:
+    if not isinstance(given, list) or not given or not all(type(i) is int for i in given):
+        raise ConfigError(f"{key} in config.json must list layer numbers.")
+    if given != sorted(set(given)):
+        raise ConfigError(f"{key} in config.json must rise, unlike {given}.")
+    return given

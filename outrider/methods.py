@@ -6,12 +6,18 @@ import argparse
 from typing import Final
 
 METHODS: Final = (
-    *("deterministic", "suffix", "eagle3", "mtp", "eagle"),
+    *("deterministic", "suffix", "dflash", "eagle3", "mtp", "eagle"),
     *("draft_model", "medusa", "mlp_speculator", "ngram"),
 )
 """Methods a proposer may name in Hello; the order in which they are preferred."""
 
-HIDDEN_STATE_METHODS: Final = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
+BLOCK_METHODS: Final = ("dflash",)
+"""Those whose module guesses all tokens of a draft in one forward."""
+
+HIDDEN_STATE_METHODS: Final = (
+    *BLOCK_METHODS,
+    *("eagle3", "mtp", "eagle", "medusa", "mlp_speculator"),
+)
 """Those that read hidden states of the target, with a module that was trained for it."""
 
 COPYING_METHODS: Final = frozenset({"deterministic", "ngram", "suffix"})

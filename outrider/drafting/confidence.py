@@ -16,3 +16,9 @@ def confidences_of(gaps: NDArray[np.float32]) -> bytes:
     with np.errstate(divide="ignore", over="ignore"):
         log_odds = np.log(np.expm1(gaps))
     return np.clip(np.rint(128.0 + 16.0 * log_odds), 1, 255).astype(np.uint8).tobytes()
+
+
+def confidences_of_log_probs(log_probs: NDArray[np.float32]) -> bytes:
+    """Return the confidences of tokens by their log probabilities [n]."""
+    with np.errstate(divide="ignore"):
+        return confidences_of(-np.log(-np.expm1(log_probs)))

@@ -6,6 +6,24 @@ from array import array
 from collections.abc import Sequence
 
 from outrider.engine.kv_cache.block_pool import BlockPool, PageHash, extend_hashes
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.errors import ConfigError
+
+_OF_USE = 64  # tokens
+
+
+def longest_session(max_model_len: int, pools: KVPools, num_fed: int, num_taken: int = 0) -> int:
+    """Return the longest text that can be drafted for, with `num_fed` slots for guesses after it.
+
+    `num_taken` of the pages are of another use. Raises `ConfigError` if there is no room for one.
+    """
+    room = (pools.num_pages - num_taken) * pools.page_size - num_fed
+    if room < min(max_model_len, _OF_USE):
+        raise ConfigError(
+            f"{pools.num_pages} pages of {pools.page_size} tokens hold no session of use: "
+            "give the draft module more KV-cache memory."
+        )
+    return min(max_model_len, room)
 
 
 class PageCache:

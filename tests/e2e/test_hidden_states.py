@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
-from tests.support.checkpoints.tiny_heads import save_eagle, save_eagle3
+from tests.support.checkpoints.tiny_heads import save_dflash, save_eagle, save_eagle3
 from tests.support.checkpoints.tiny_pair import save_pair
 from tests.support.services.up import EVERY_ROUND, Up, complete, complete_all, running
 
@@ -28,18 +28,32 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("unit_pair"), eps=0.1, unit_embedding=True)
 
 
-@pytest.fixture(scope="module", params=["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
+_SAVE = {
+    "eagle": lambda folder, pair: save_eagle(folder, pair[1]),
+    "eagle3": lambda folder, pair: save_eagle3(folder, pair[0]),
+    "dflash": lambda folder, pair: save_dflash(folder, pair[0]),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "eagle",
+        "dflash",
+        pytest.param("dflash --in-process", marks=pytest.mark.slow),
+        pytest.param("eagle3", marks=pytest.mark.slow),
+    ],
+)
 def stack(
     request: pytest.FixtureRequest,
     pair: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Up]:
-    """One with a module that is often right, one with a module that is hardly ever."""
-    target, draft = pair
-    folder = tmp_path_factory.mktemp("heads") / request.param
-    head = save_eagle(folder, draft) if request.param == "eagle" else save_eagle3(folder, target)
-    method = ("--method", request.param, "--draft-model", head)
-    with running("--model", target, *method, *EVERY_ROUND) as up:
+    """One with a module that is often right, and some with modules that are hardly ever."""
+    method, *within = request.param.split()
+    head = _SAVE[method](tmp_path_factory.mktemp("heads") / method, pair)
+    flags = ("--method", method, "--draft-model", head, *EVERY_ROUND)
+    with running("--model", pair[0], *flags, beside=not within) as up:
         yield up
 
 

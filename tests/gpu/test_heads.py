@@ -13,16 +13,20 @@ if not torch.cuda.is_available():
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import one_shot_shapes, recurrent_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
+from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
+from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as made
 from tests.support.checkpoints import one_shot_drafts
 
@@ -32,35 +36,43 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 PAGE_SIZE, ROUNDS = 16, 8
 
 
-@pytest.fixture(params=["eagle", "eagle3"])
+@pytest.fixture(params=["eagle", "eagle3", "dflash"])
 def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(made, "_HEAD_DIM", 64)  # that every kernel has
     config = {**made.LLAMA, "head_dim": 64}
     made.save_target(tmp_path / "target")
     made.save_head(tmp_path / "eagle", made.eagle_tensors(), config)
     made.save_head(tmp_path / "eagle3", made.eagle3_tensors(), config)
+    slides = {"layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 32}
+    dflash = {**blocks.DFLASH, **slides, "head_dim": 64}
+    made.save_head(tmp_path / "dflash", blocks.dflash_tensors(head_dim=64), dflash)
     return str(request.param)
 
 
-def _load(kind: str, folder: Path, dtype: torch.dtype, device: torch.device) -> RecurrentHead:
-    load = load_eagle if kind == "eagle" else load_eagle3
-    return load(folder / kind, folder / "target", dtype, device)
+Head = RecurrentHead | BlockHead
+
+
+def _load(kind: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
+    loaders = {"eagle": load_eagle, "eagle3": load_eagle3, "dflash": load_dflash}
+    head: Head = loaders[kind](folder / kind, folder / "target", dtype, device)
+    return head
 
 
 def _drafts(
-    head: RecurrentHead,
+    head: Head,
     sampling: SamplingParams,
     tree_width: int,
     capture: LoopCapture | None = None,
 ) -> list[DraftTree]:
     """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
-    drafter = RecurrentDrafter(
-        head,
-        KVPools(65, PAGE_SIZE, head.dtype, head.device),
-        choose_backend(None, head.attention_traits(), head.device),
-        ProposerLimits(prefill_budget=40, tree_width=tree_width),
-        capture,
-    )
+    pools = KVPools(65, PAGE_SIZE, head.dtype, head.device)
+    backend = choose_backend(None, head.attention_traits(), head.device)
+    limits = ProposerLimits(prefill_budget=40, tree_width=tree_width)
+    drafter: CachedDrafter
+    if isinstance(head, BlockHead):
+        drafter = BlockDrafter(head, pools, backend, limits)
+    else:
+        drafter = RecurrentDrafter(head, pools, backend, limits, capture)
     proposer = RecurrentProposer(drafter, method="eagle", name="tiny")
     width = head.features.width
     lengths = {1: 60, 2: 9}
@@ -148,6 +160,7 @@ def test_captured_one_shot_drafts_equal_eager_drafts(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"], indirect=True)
 def test_captured_recurrent_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:

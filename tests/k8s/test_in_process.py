@@ -13,7 +13,7 @@ from outrider.drafting.building.config import (
     NgramConfig,
     SuffixConfig,
 )
-from outrider.methods import METHODS
+from outrider.methods import BLOCK_METHODS, METHODS
 from scorer_service import __main__ as scorer_main
 from tests.support.kubernetes import helm
 
@@ -50,6 +50,8 @@ def test_scorer_drafts_in_process_only_if_set() -> None:
     for method in METHODS:
         model = () if method in ("deterministic", "suffix", "ngram") else ("model=org/draft",)
         sets = [f"scorer.inProcess.{value}" for value in (f"method={method}", *model)]
+        if method in BLOCK_METHODS:  # else its config.json is looked up
+            sets.append("scorer.hiddenFeatures=2")
         (config,) = methods(*sets)
         assert config.name == method
 

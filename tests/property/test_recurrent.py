@@ -13,15 +13,19 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states import recurrent
+from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams, VerificationRule
+from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as made
 
 CPU = torch.device("cpu")
@@ -30,29 +34,36 @@ GREEDY = SamplingParams(temperature=0.0, seed=3)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, seed=9)
 
 
-def _load(kind: str, folder: Path) -> RecurrentHead:
+Head = RecurrentHead | BlockHead
+
+
+def _load(kind: str, folder: Path) -> Head:
     if not folder.exists():
         made.save_target(folder / "target")
         made.save_head(folder / "eagle", made.eagle_tensors(), made.LLAMA)
         made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
-    load = load_eagle if kind == "eagle" else load_eagle3
-    return load(folder / kind, folder / "target", torch.float64, CPU)
+        made.save_head(folder / "dflash", blocks.dflash_tensors(), blocks.DFLASH)
+    loaders = {"eagle": load_eagle, "eagle3": load_eagle3, "dflash": load_dflash}
+    head: Head = loaders[kind](folder / kind, folder / "target", torch.float64, CPU)
+    return head
 
 
 def _proposer(
-    head: RecurrentHead, num_pages: int, prefill_budget: int, tree_width: int = 4
+    head: Head, num_pages: int, prefill_budget: int, tree_width: int = 4
 ) -> RecurrentProposer:
-    drafter = RecurrentDrafter(
-        head,
-        KVPools(num_pages, PAGE_SIZE, head.dtype, CPU),
-        choose_backend(None, head.attention_traits(), CPU),
-        ProposerLimits(
-            max_sessions=4,
-            max_draft_tokens=6,
-            prefill_budget=prefill_budget,
-            tree_width=tree_width,
-        ),
+    pools = KVPools(num_pages, PAGE_SIZE, head.dtype, CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
+    limits = ProposerLimits(
+        max_sessions=4,
+        max_draft_tokens=6,
+        prefill_budget=prefill_budget,
+        tree_width=tree_width,
     )
+    drafter: CachedDrafter
+    if isinstance(head, BlockHead):
+        drafter = BlockDrafter(head, pools, backend, limits)
+    else:
+        drafter = RecurrentDrafter(head, pools, backend, limits)
     return RecurrentProposer(drafter, method="eagle3", name="tiny")
 
 
@@ -84,7 +95,7 @@ def _path(tree: DraftTree, node: int) -> list[int]:
     return path
 
 
-def _alone(head: RecurrentHead, session: _Session, wanted: int, tree_width: int) -> DraftTree:
+def _alone(head: Head, session: _Session, wanted: int, tree_width: int) -> DraftTree:
     """The draft of a proposer that sees nothing but the text and all its states, at once."""
     proposer = _proposer(head, 64, 1000, tree_width)
     width = head.features.width
@@ -94,7 +105,7 @@ def _alone(head: RecurrentHead, session: _Session, wanted: int, tree_width: int)
     return tree
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
@@ -262,8 +273,9 @@ def test_recurrent_proposer_with_text_of_one_token_drafts_nothing(tmp_path: Path
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 
 
-def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path) -> None:
-    head = _load("eagle3", tmp_path / "files")
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path, kind: str) -> None:
+    head = _load(kind, tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     for key, sampling in ((1, SAMPLED), (2, GREEDY)):

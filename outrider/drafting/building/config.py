@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from outrider.aux_layers import LAYER_METHODS
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.errors import ConfigError
@@ -156,8 +157,8 @@ class HeadConfig(ModelConfig):
     )
     project_features: bool | None = setting(
         None,
-        "eagle3: let the scorer apply the module's first product, so that it sends one state per "
-        "token instead of three; unset: on CUDA",
+        "eagle3, dflash: let the scorer apply the module's first product, so that it sends one "
+        "state per token instead of several; unset: on CUDA",
         type=bool,
     )
 
@@ -175,14 +176,15 @@ class HeadConfig(ModelConfig):
             )
         if self.tree_width < 1:
             raise ConfigError("--tree-width is at least 1.")
-        if self.project_features and self.name != "eagle3":
-            raise ConfigError("--project-features is for --method eagle3 alone.")
+        if self.project_features and self.name not in LAYER_METHODS:
+            known = ", ".join(sorted(LAYER_METHODS))
+            raise ConfigError(f"--project-features is for methods that read layers: {known}.")
 
     @property
     def projects_features(self) -> bool:
         """The scorer is asked to project features, where the module allows it."""
         asked = self.project_features
-        return self.name == "eagle3" and (self.device == "cuda" if asked is None else asked)
+        return self.name in LAYER_METHODS and (self.device == "cuda" if asked is None else asked)
 
 
 CONFIGS: Final[Mapping[str, type[MethodConfig]]] = {

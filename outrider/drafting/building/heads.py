@@ -13,14 +13,17 @@ from outrider.drafting.building.config import HeadConfig, Say
 from outrider.drafting.building.loops import loop_capture, one_shot_shapes, recurrent_shapes
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, load_masks, prepare_device
 from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer, ProposerLimits
@@ -82,15 +85,20 @@ def _build(
                 masks=load_masks(target, head.vocab_size, say),
                 capture=capture,
             )
-    module = _load_recurrent(method, folder, target, dtype, device)
+    module = _load_cached(method, folder, target, dtype, device)
     ops.tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(), device)
-    with _recurrent_capture(module, backend, limits, say) as capture:
-        pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
-        drafter = RecurrentDrafter(module, pools, backend, limits, capture)
+    drafter: CachedDrafter
+    if isinstance(module, BlockHead):
+        pools = KVPools(num_pages, PAGE_SIZE, dtype, device)
+        drafter = BlockDrafter(module, pools, backend, limits)
+    else:
+        with _recurrent_capture(module, backend, limits, say) as capture:
+            pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
+            drafter = RecurrentDrafter(module, pools, backend, limits, capture)
     masks = load_masks(target, module.vocab_size, say)
     return RecurrentProposer(drafter, method=method.name, name=method.model, masks=masks)
 
@@ -124,10 +132,12 @@ def _recurrent_capture(
     return loop_capture(shapes, head.device, say, sizes)
 
 
-def _load_recurrent(
+def _load_cached(
     method: HeadConfig, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
-) -> RecurrentHead:
+) -> RecurrentHead | BlockHead:
     where, longest = (folder, target, dtype, device), method.max_model_len
+    if method.name == "dflash":
+        return load_dflash(*where, max_model_len=longest, project=method.projects_features)
     if method.name == "mtp":
         return load_mtp(*where, max_model_len=longest)
     if method.name == "eagle":

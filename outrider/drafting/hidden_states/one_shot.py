@@ -17,14 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.draft_tree import DraftTree
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
+from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.hidden_states.trees import TargetDraws, max_trees
-from outrider.drafting.likeliest import draw_of_likeliest, possible
 from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import (
     DEFAULT_LIMITS,
@@ -38,7 +39,7 @@ from outrider.drafting.proposer import (
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.constraint import ConstraintEditor
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
+from outrider.engine.sampling.coupled import Lane
 from outrider.params import SamplingParams
 
 _MAX_MODEL_LEN = 2**20
@@ -111,6 +112,11 @@ class _Row:
     def features(self) -> Tensor:
         """Return the last known state: bfloat16 [1, width] on the host."""
         return self.state.rows(self.length - 2, self.length - 1)
+
+    def input(self) -> DraftInput:
+        follower = self.state.follower
+        last = RowSlice(follower.tokens[-1:], self.length - LEAD, (), 1)
+        return DraftInput(last, follower.wanted, follower.sampling, self.mask)
 
 
 class OneShotProposer(FeatureMethod):
@@ -198,37 +204,11 @@ class OneShotProposer(FeatureMethod):
         ]
 
     def _chain(self, rows: Sequence[_Row], lane: Lane) -> list[tuple[SessionKey, DraftTree]]:
-        """Draw token by token, with `Lane.DRAFT` also the distributions."""
-        states, tokens = self._inputs(rows)
-        states = self._head.begin(states)
-        wanted = [row.state.follower.wanted for row in rows]
-        drawn: list[list[int]] = [[] for _ in rows]
-        drawn_from: list[list[DraftProbs | None]] = [[] for _ in rows]
-        params = SamplingBatch.build(
-            [row.state.follower.sampling for row in rows],
-            [row.length for row in rows],
-            self._head.device,
-            [lane] * len(rows),
-        )
-        for depth in range(min(max(wanted), self._head.max_depth)):
-            states, logits = self._head.step(states, tokens, depth)
-            for i, row in enumerate(rows):
-                if row.mask is not None:
-                    row.mask.edit(logits[i : i + 1], ())
-            here = replace(params, position=params.position + depth)
-            if lane is Lane.DRAFT:
-                tokens, ids, probs = draw_of_likeliest(logits, here)
-                for at, *likeliest in zip(drawn_from, ids.tolist(), probs.tolist(), strict=True):
-                    at.append(possible(*likeliest))
-            else:
-                tokens = sample(logits, here)
-            for row, chain, token in zip(rows, drawn, tokens.tolist(), strict=True):
-                chain.append(token)
-                if row.mask is not None:
-                    row.mask.commit((token,))
+        inputs = [row.input() for row in rows]
+        drawn = guess_chains(self._head, *self._inputs(rows), inputs, lane)
         return [
-            (row.state.key, DraftTree.chain(row.length, chain[:count], probs[:count]))
-            for row, chain, probs, count in zip(rows, drawn, drawn_from, wanted, strict=True)
+            (row.state.key, DraftTree.chain(row.length, *chain))
+            for row, chain in zip(rows, drawn, strict=True)
         ]
 
     def _inputs(self, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:

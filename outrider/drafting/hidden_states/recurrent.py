@@ -1,10 +1,11 @@
-"""Draft with a module that reads the target's hidden states: EAGLE, EAGLE-3, MTP.
+"""Draft with a module that reads the target's hidden states and keeps keys and values.
 
-A round is one forward over the rows that became true since the last (`heads.base`), with the
-target's states, and some of a few rows per session with the module's own, which make a tree of
-guesses (`grow_trees`). Under rejection and within a constraint it makes chains. Rows of the second
-kind leave keys and values behind that the next round overwrites: accepted tokens are fed again with
-true states. Sessions of a round share its forwards, and long prompts take several rounds.
+A round feeds the rows that became true since the last (`heads.base`), with the target's states.
+EAGLE, EAGLE-3 and MTP then feed a few rows per session with the module's own, in several forwards
+(`grow_trees`); block drafters guess all tokens in one (`heads.block`). Under rejection and within a
+constraint the drafts are chains. Rows of guesses leave keys and values behind that the next round
+overwrites: accepted tokens are fed again with true states. Sessions of a round share its forwards,
+and long prompts take several rounds.
 
 The method does not draft ahead: the target has not computed the states that it would draft from.
 """
@@ -14,19 +15,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.forward import LEAD
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.heads.base import CachedHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
-from outrider.drafting.hidden_states.trees import max_trees
+from outrider.drafting.hidden_states.trees import Nodes, max_trees
 from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import (
     NO_PACE,
     DraftRound,
     Follower,
     Pace,
+    ProposerLimits,
     ProposerTraits,
     SessionKey,
     SessionStart,
@@ -80,12 +83,46 @@ class _HeadRow:
         )
 
 
+class CachedDrafter(Protocol):
+    """Drafts with a module over pages of its own. Methods take most tokens wanted first."""
+
+    @property
+    def head(self) -> CachedHead: ...
+
+    limits: ProposerLimits
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_draft_tokens: int
+
+    def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:
+        """Return the most slots past the true rows that a draft of `num_tokens` takes.
+
+        The largest draft of its round has `most`.
+        """
+        ...
+
+    def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        """Feed rows and draft a tree for each that wants one."""
+        ...
+
+    def sure_chains(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
+        """Feed rows and draft a chain for each that wants one, with confidences if it has them."""
+        ...
+
+    def sampled_chains(
+        self, rows: Sequence[DraftInput]
+    ) -> list[tuple[list[int], list[DraftProbs | None]]]:
+        """Draft chains, with noise of their own and distributions. All rows want drafts."""
+        ...
+
+
 class RecurrentProposer(FeatureMethod):
-    """Drafts with a `RecurrentDrafter`, batched over sessions: chains, or trees if it is wide."""
+    """Drafts with a `CachedDrafter`, batched over sessions: chains, or trees if it is wide."""
 
     def __init__(
         self,
-        drafter: RecurrentDrafter,
+        drafter: CachedDrafter,
         *,
         method: str,
         name: str,
@@ -98,7 +135,7 @@ class RecurrentProposer(FeatureMethod):
                 model=name,
                 vocab_size=head.vocab_size,
                 max_sessions=limits.max_sessions,
-                max_draft_tokens=limits.max_draft_tokens,
+                max_draft_tokens=drafter.max_draft_tokens,
                 max_model_len=drafter.max_model_len,
                 features=head.features,
             ),
@@ -157,9 +194,10 @@ class RecurrentProposer(FeatureMethod):
                 tree = DraftTree(row.length, tuple(tokens), tuple(parents))
                 done.drafts.append((row.state.key, tree))
         if chains:
-            drawn = self._drafter.chains([row.input() for row in chains])
-            for row, chain in zip(chains, drawn, strict=False):
-                done.drafts.append((row.state.key, DraftTree.chain(row.length, chain)))
+            drawn = self._drafter.sure_chains([row.input() for row in chains])
+            for row, (chain, sure) in zip(chains, drawn, strict=False):
+                tree = DraftTree.chain(row.length, chain, confidences=sure)
+                done.drafts.append((row.state.key, tree))
         if sampled:
             drawn_from = self._drafter.sampled_chains([row.input() for row in sampled])
             for row, (chain, probs) in zip(sampled, drawn_from, strict=True):
@@ -237,9 +275,7 @@ class RecurrentProposer(FeatureMethod):
         editor = state.mask.after(state.follower.tokens) if state.mask and wanted else None
         single = state.samples or editor is not None
         chain = self._tree_width == 1 or (single and wanted > 0)
-        num_guessed = 0
-        if wanted:
-            num_guessed = wanted - 1 if chain else self._drafter.max_fed_nodes(num_nodes)
+        num_guessed = self._drafter.num_fed(wanted, num_nodes, chain=chain) if wanted else 0
         cache = self._caches[state.key]
         return _HeadRow(state, cache, num_rows, wanted, editor, chain, num_guessed)
 

@@ -29,11 +29,11 @@ from outrider.drafting.hidden_states.grow_trees import (
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
 from outrider.drafting.proposer import ProposerLimits
+from outrider.drafting.session_pages import longest_session
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.sampling.coupled import SamplingBatch
-from outrider.errors import ConfigError
 
 
 class RecurrentDrafter:
@@ -57,14 +57,10 @@ class RecurrentDrafter:
         self.page_size = pools.page_size
         self.captured = capture is not None
         self.num_pages = pools.num_pages - self.captured
+        self.max_draft_tokens = limits.max_draft_tokens
         longest = min(head.max_model_len, limits.max_model_len or head.max_model_len)
-        room = self.num_pages * pools.page_size - self.max_fed_nodes(limits.max_draft_tokens)
-        if room < min(longest, 64):
-            raise ConfigError(
-                f"{pools.num_pages} pages of {pools.page_size} tokens hold no session of use: "
-                "give the draft module more KV-cache memory."
-            )
-        self.max_model_len = min(longest, room)
+        num_fed = self.num_fed(*[limits.max_draft_tokens] * 2, chain=False)
+        self.max_model_len = longest_session(longest, pools, num_fed, self.captured)
         self._backend = backend
         head.bind(pools)
         if capture is not None:
@@ -75,9 +71,18 @@ class RecurrentDrafter:
             self._features = FeatureRows(most, head.features.width, head.device)
             self._loops = CapturedLoops(capture, self._inputs, self._loop, _output_shape)
 
-    def max_fed_nodes(self, num_tokens: int) -> int:
-        """Return the most slots that a tree of so many nodes takes."""
-        return max_fed_nodes(num_tokens, self.limits.tree_width, captured=self.captured)
+    def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:
+        """Return the most slots past the true rows that a draft of `num_tokens` takes.
+
+        The largest draft of its round has `most`.
+        """
+        if chain:
+            return num_tokens - 1
+        return max_fed_nodes(most, self.limits.tree_width, captured=self.captured)
+
+    def sure_chains(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
+        """Draft as `chains`, without a word on how sure the tokens are."""
+        return [(chain, b"") for chain in self.chains(rows)]
 
     def chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
         """Draft as `draft_chains`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -109,6 +109,23 @@ def best_products(
             pushed += 1
             heapq.heappush(heap, (cost - log_probs[depth + 1][0], pushed, depth + 1, 0, node))
     return tokens, parents
+
+
+def guess_places(places: Iterable[Tensor], draws: TargetDraws, width: int) -> Tensor:
+    """Return the likeliest tokens of each place and their log probabilities.
+
+    `places` are logits [n, vocab] by depth, of tokens that do not depend on each other; the result
+    is int32 [n, 2, depth, width], floats as their bits.
+    """
+    found = [draws.likeliest(each[:, None], place, width) for place, each in enumerate(places)]
+    ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return torch.stack((ids.to(torch.int32), log_probs.view(torch.int32)), dim=1)
+
+
+def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+    """Return the best products of what `guess_places` returned, a tree per row."""
+    ids, log_probs = guesses[:, 0].tolist(), guesses[:, 1].view(np.float32).tolist()
+    return [best_products(*row) for row in zip(ids, log_probs, sizes, strict=True)]
 
 
 def best_nodes(

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from tests.support.checkpoints import block_checkpoints as block
 from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.checkpoints import mtp_checkpoints as mtp
 from tests.support.checkpoints import one_shot_checkpoints as one_shot
@@ -22,6 +24,7 @@ from tests.support.checkpoints import one_shot_checkpoints as one_shot
 LOADERS: Mapping[str, Callable[..., Any]] = {
     "eagle": load_eagle,
     "eagle3": load_eagle3,
+    "dflash": load_dflash,
     "mtp": load_mtp,
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
@@ -83,6 +86,15 @@ FORMATS: Mapping[str, ModuleFormat] = {
             _eagle,
             tensors=partial(eagle.eagle3_tensors, layer="layers.0.", embedding=True),
             **_SPECULATORS,
+        ),
+    ),
+    "DFlash": ModuleFormat(
+        "dflash", lambda root: _eagle(root, block.dflash_tensors, **block.DFLASH)
+    ),
+    "DFlash by speculators": ModuleFormat(
+        "dflash",
+        lambda root: _eagle(
+            root, partial(block.dflash_tensors, draft_vocab=40), **block.SPECULATORS
         ),
     ),
     "DeepSeek-V3's MTP layers": ModuleFormat("mtp", lambda root: mtp.deepseek().write(root)),

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as made
 
 
@@ -41,3 +42,13 @@ def save_eagle3(folder: Path, target: Path) -> Path:
     )
     llama = {**made.LLAMA, "hidden_size": config["hidden_size"], "max_position_embeddings": 512}
     return made.save_head(folder, tensors, llama)
+
+
+def save_dflash(folder: Path, target: Path) -> Path:
+    """A DFlash module of random weights: it is hardly ever right."""
+    config = json.loads((target / "config.json").read_text())
+    size, count = config["hidden_size"], config["num_hidden_layers"]
+    tensors = blocks.dflash_tensors(hidden=size, vocab_size=config["vocab_size"], draft_vocab=100)
+    group = {"target_layer_ids": [0, count // 2, count - 1], "mask_token_id": 7}
+    settings = {"hidden_size": size, "max_position_embeddings": 512, "dflash_config": group}
+    return made.save_head(folder, tensors, {**blocks.DFLASH, **settings})

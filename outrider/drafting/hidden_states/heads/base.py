@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -72,13 +73,8 @@ class BoundLayer(Protocol):
         ...
 
 
-class RecurrentHead:
-    """One draft module applied again and again: EAGLE, EAGLE-3, MTP.
-
-    Draft row p is the pair (token at p + 1, state at p), at position p of the module's own paged KV
-    cache; the row's output predicts the token at p + 2. The true rows of committed positions take
-    states from the target (`begin`). Rows past them take the module's own outputs (`feed_back`).
-    """
+class CachedHead:
+    """A draft module of decoder layers, with a paged KV cache of its own."""
 
     features: FeatureSpec
     """The states of the target that the module reads."""
@@ -119,6 +115,24 @@ class RecurrentHead:
         for layer in self._bound:
             layer.bind(pools)
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self._embedding).to(self.dtype)
+
+    def _project(self, weight: Tensor) -> None:
+        """Leave `weight` [hidden, captured width] to the scorer: `features` announces it."""
+        self.projection = weight.bfloat16().contiguous().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(self.projection).digest()
+        self.features = replace(self.features, projection_dim=len(weight), projection_sha256=digest)
+
+
+class RecurrentHead(CachedHead):
+    """One draft module applied again and again: EAGLE, EAGLE-3, MTP.
+
+    Draft row p is the pair (token at p + 1, state at p), at position p of the module's own paged KV
+    cache; the row's output predicts the token at p + 2. The true rows of committed positions take
+    states from the target (`begin`). Rows past them take the module's own outputs (`feed_back`).
+    """
+
     def begin(self, features: Tensor) -> Tensor:
         """Return true states as a row takes them: [n, features.width] to [n, state_size]."""
         return features.to(self.device, self.dtype)
@@ -141,9 +155,6 @@ class RecurrentHead:
     def logits(self, outputs: Tensor) -> Tensor:
         """Return logits over the target's vocabulary [m, vocab]; -inf for unknown tokens."""
         raise NotImplementedError
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self._embedding).to(self.dtype)
 
 
 class OneShotHead(Protocol):

@@ -6,8 +6,6 @@ the residual. The output before the last norm is the next row's state.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +19,6 @@ from outrider.drafting.hidden_states.heads.llama import LlamaHead, LlamaStack
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
-from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
 
@@ -70,7 +67,7 @@ class Eagle3Head(LlamaHead):
         project: bool,
     ) -> None:
         hidden, checkpoint = stack.shape.hidden_size, found.checkpoint
-        super().__init__(stack, place, _shared(found, "embed_tokens.weight", target, hidden))
+        super().__init__(stack, place, found.shared("embed_tokens.weight", target, hidden))
 
         def norm(name: str, size: int = hidden) -> Tensor:
             return place.put(checkpoint.tensor(name, size))
@@ -96,12 +93,10 @@ class Eagle3Head(LlamaHead):
         self._fc_bias = None if bias is None else place.put(bias)
         self._fc: Linear | None = None
         if project and self._whole_norm is None and self._part_norms is None:
-            self.projection = weight.bfloat16().contiguous().view(torch.uint8).numpy().tobytes()
-            digest = hashlib.sha256(self.projection).digest()
-            self.features = replace(self.features, projection_dim=hidden, projection_sha256=digest)
+            self._project(weight)
         else:
             self._fc = place.linear(weight, bias)
-        head = _shared(found, "lm_head.weight", target, hidden)
+        head = found.shared("lm_head.weight", target, hidden)
         ids = found.draft_vocabulary(len(head), target.vocab_size)
         self._target_ids = None if ids is None else ids.to(place.device)
         self._head = place.linear(head)
@@ -144,18 +139,3 @@ class Eagle3Head(LlamaHead):
         else:
             known = self._ops.norm_linear(outputs, self._norm, self._shape.eps, self._head)
         return spread(known, self._target_ids, self.vocab_size)
-
-
-def _shared(found: Eagle3Format, name: str, target: TargetTensors, hidden: int) -> Tensor:
-    """Return the checkpoint's embedding or head, or the target's where it fits the layers."""
-    is_embedding = name == "embed_tokens.weight"
-    own = found.name(name)
-    if own in found.checkpoint:
-        rows = target.vocab_size if is_embedding else len(found.checkpoint.stored(own))
-        return found.checkpoint.tensor(own, rows, hidden)
-    if hidden != target.hidden_size:
-        raise ConfigError(
-            f"{found.checkpoint.folder} holds no tensor {name}, which it needs: its layers are "
-            f"{hidden} wide, the target's {target.hidden_size}."
-        )
-    return target.embedding() if is_embedding else target.head()

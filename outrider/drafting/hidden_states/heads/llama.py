@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,10 +43,11 @@ class LlamaLayer:
         *,
         index: int,
         input_width: int,
+        window: int | None = None,
     ) -> None:
         """Read the tensors after `prefix`. Raises `ConfigError`.
 
-        Queries, keys and values are made of inputs `input_width` wide.
+        Queries, keys and values are made of inputs `input_width` wide. A query sees `window` keys.
         """
 
         def product(parts: Sequence[tuple[str, int]], width: int) -> Linear:
@@ -77,8 +79,14 @@ class LlamaLayer:
         self._gate_up = product([(f"{mlp}gate_proj", inner), (f"{mlp}up_proj", inner)], hidden)
         self._down = product([(f"{mlp}down_proj", hidden)], inner)
         self._ops, self._shape, self._index = place.ops, shape, index
-        self._params = AttentionParams(scaling=dim**-0.5)
+        self._params = AttentionParams(scaling=dim**-0.5, sliding_window=window)
         self._pool: LayerPool | None = None
+
+    @property
+    def pool(self) -> LayerPool:
+        """The layer's keys and values; `bind` comes first."""
+        assert self._pool is not None, "bind() comes first"
+        return self._pool
 
     def uses(self, input_norm: Tensor | None) -> tuple[Use, ...]:
         """Return the products; queries, keys and values are made with `input_norm`, or alone."""
@@ -106,11 +114,10 @@ class LlamaLayer:
         `gate` [n, heads * dim] multiplies the output of attention. With `rows` int64 [m] only these
         go on after attention: `gate` and the result are [m, ...].
         """
-        assert self._pool is not None, "bind() comes first"
         eps = self._shape.eps
         if self._qk_norm is not None:
             self._ops.qk_norm_(qkv, self._qk_norm, eps)
-        heads = self._ops.attend_new(qkv, rope, attention, self._pool, self._params).flatten(1)
+        heads = self._ops.attend_new(qkv, rope, attention, self.pool, self._params).flatten(1)
         if rows is not None:
             heads, residual = heads.index_select(0, rows), residual.index_select(0, rows)
         x = self._o.add(heads if gate is None else heads * gate, residual)
@@ -130,9 +137,11 @@ class LlamaStack:
         max_model_len: int | None,
         *,
         input_states: int = 1,
+        windows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Read one layer per prefix; the first one's input is `input_states` states wide.
 
+        `windows` are the keys that queries of sliding layers see, by layer.
         `settings` are those of a Llama config: where they are silent, Llama's defaults hold, also
         of `rope_theta`. Raises `ConfigError`.
         """
@@ -153,7 +162,15 @@ class LlamaStack:
         hidden = self.shape.hidden_size
         for i, prefix in enumerate(prefixes):
             width = hidden if i else input_states * hidden
-            layer = LlamaLayer(checkpoint, prefix, self.shape, place, index=i, input_width=width)
+            layer = LlamaLayer(
+                checkpoint,
+                prefix,
+                self.shape,
+                place,
+                index=i,
+                input_width=width,
+                window=windows.get(i),
+            )
             self.layers.append(layer)
             if i:
                 name = f"{prefix}input_layernorm.weight"

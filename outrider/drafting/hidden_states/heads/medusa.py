@@ -21,7 +21,12 @@ from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.hidden_states.heads.base import spread
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_products
+from outrider.drafting.hidden_states.trees import (
+    Nodes,
+    TargetDraws,
+    guess_places,
+    trees_of_places,
+)
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.engine.model.pack import pack_linear
@@ -80,13 +85,10 @@ class MedusaHead:
     ) -> Tensor:
         """int32 [n, 2, depth, width]: the likeliest tokens of each place, and their log probs."""
         logits = self._all_logits(self.begin(states), depth)
-        found = [draws.likeliest(each[:, None], place, width) for place, each in enumerate(logits)]
-        ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return torch.stack((ids.to(torch.int32), log_probs.view(torch.int32)), dim=1)
+        return guess_places(logits, draws, width)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
-        ids, log_probs = guesses[:, 0].tolist(), guesses[:, 1].view(np.float32).tolist()
-        return [best_products(*row) for row in zip(ids, log_probs, sizes, strict=True)]
+        return trees_of_places(guesses, sizes)
 
     def _all_logits(self, states: Tensor, num_heads: int) -> list[Tensor]:
         if len(set(map(id, self._lm_heads))) > 1:

@@ -1,0 +1,88 @@
+"""Attention of blocks whose tokens see one another, over backends that are causal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from outrider.drafting.graphs.batches import row_starts
+from outrider.engine.attention.base import AttentionBackend, AttentionParams, StepAttention
+from outrider.engine.attention.sdpa import SdpaAttention
+from outrider.engine.batch import PackedBatch
+from outrider.engine.kv_cache.pools import LayerPool
+from outrider.engine.tree_mask import TreeMask
+
+
+class BlockAttention:
+    """The attention of one forward over blocks, by kind of layer; each is made when it is used.
+
+    All rows of `batch` have the same number of tokens. Those of row i after its first `sizes[i]`
+    are padding, which nobody sees.
+    """
+
+    def __init__(self, batch: PackedBatch, sizes: Sequence[int], backend: AttentionBackend) -> None:
+        self._batch, self._sizes, self._backend = batch, sizes, backend
+
+    def of(self, *, causal: bool, window: int | None) -> StepAttention:
+        """Return the attention of layers that are causal or not, with a window or without."""
+        if causal:
+            return self.causal
+        return self._whole if window is None else self._windowed
+
+    @cached_property
+    def causal(self) -> StepAttention:
+        """A token sees those before it."""
+        return self._backend(self._batch)
+
+    @cached_property
+    def _whole(self) -> StepAttention:
+        return _WholeBlocks(self._batch, self._sizes, self._backend)
+
+    @cached_property
+    def _windowed(self) -> StepAttention:
+        # A mask of trees of which every node sees all; the window is wider than a block.
+        batch, width = self._batch, self._batch.query_lens[0]
+        seen = torch.tensor([(1 << size) - 1 for size in self._sizes]).to(batch.input_ids.device)
+        mask = TreeMask(batch.seq_lens - width, seen.repeat_interleave(width))
+        return SdpaAttention(replace(batch, trees=mask))
+
+
+class _WholeBlocks:
+    """Every token of a block sees all of it: to the backend, they are heads of its last token.
+
+    So keys are read once for the whole block, and no mask is needed.
+    """
+
+    def __init__(self, batch: PackedBatch, sizes: Sequence[int], backend: AttentionBackend) -> None:
+        self.batch = batch
+        rows, self._width = len(sizes), batch.query_lens[0]
+        device = batch.input_ids.device
+        lens = batch.seq_lens - self._width + torch.tensor(sizes, dtype=torch.int32).to(device)
+        contexts = zip(batch.context_lens, sizes, strict=True)
+        self._inner = backend(
+            PackedBatch(
+                input_ids=batch.input_ids[:rows],
+                positions=lens.long() - 1,
+                slot_mapping=batch.slot_mapping[:rows],
+                cu_seqlens_q=row_starts(rows, 1, device),
+                seq_lens=lens,
+                block_table=batch.block_table,
+                logits_index=torch.arange(rows, device=device),
+                query_lens=(1,) * rows,
+                context_lens=tuple([length - self._width + size for length, size in contexts]),
+                page_size=batch.page_size,
+            )
+        )
+
+    def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
+        tokens, kv_heads, group, dim = query.shape
+        rows = tokens // self._width
+        blocks = query.view(rows, self._width, kv_heads, group, dim).transpose(1, 2)
+        joined = blocks.reshape(rows, kv_heads, self._width * group, dim)
+        out = self._inner.attend(joined, pool, params)
+        out = out.view(rows, kv_heads, self._width, group, -1).transpose(1, 2)
+        return out.reshape(tokens, kv_heads, group, -1)

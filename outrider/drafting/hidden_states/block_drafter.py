@@ -1,0 +1,133 @@
+"""A round of a module that guesses a block at once: true rows and slots in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.draft_tree import DraftProbs
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.hidden_states.forward import LEAD
+from outrider.drafting.hidden_states.guesses import guess_chains
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, max_trees
+from outrider.drafting.proposer import ProposerLimits
+from outrider.drafting.session_pages import longest_session
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.sampling.coupled import Lane
+
+Chain = tuple[list[int], bytes]
+
+
+class BlockDrafter:
+    """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
+
+    All methods take rows with features, most tokens wanted first, and feed all of them. Drafts do
+    not depend on those beside them. Used from one thread.
+    """
+
+    def __init__(
+        self, head: BlockHead, pools: KVPools, backend: AttentionBackend, limits: ProposerLimits
+    ) -> None:
+        self.head = head
+        self.limits = limits
+        self.page_size, self.num_pages = pools.page_size, pools.num_pages
+        # A chain ends with the block; a tree may have more nodes.
+        self.max_draft_tokens = limits.max_draft_tokens
+        if limits.tree_width == 1:
+            self.max_draft_tokens = min(limits.max_draft_tokens, head.max_depth)
+        num_fed = head.num_slots(min(limits.max_draft_tokens, head.max_depth))
+        longest = min(head.max_model_len, limits.max_model_len or head.max_model_len)
+        self.max_model_len = longest_session(longest, pools, num_fed)
+        self._backend = backend
+        self._at_once = max_trees(max(limits.tree_width, head.max_depth), head.vocab_size)
+        head.bind(pools)
+
+    def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:  # noqa: ARG002
+        """Return the slots past the true rows in a round whose largest draft has `most` tokens."""
+        return self.head.num_slots(min(most, self.head.max_depth))
+
+    @torch.inference_mode()
+    def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        """Feed rows and return a tree for each that wants one."""
+        outputs = self._run(rows)
+        guessed = self._guesses(rows, outputs, self.limits.tree_width)
+        return [tree for tree, _ in guessed]
+
+    @torch.inference_mode()
+    def sure_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
+        """Feed rows and return a chain for each that wants one, with its tokens' confidences.
+
+        Of masked rows, which are drawn token by token, nothing is told.
+        """
+        outputs = self._run(rows)
+        ready = [row for row in rows if row.wanted]
+        masked = [i for i, row in enumerate(ready) if row.mask is not None]
+        free = [i for i, row in enumerate(ready) if row.mask is None]
+        chains: dict[int, Chain] = {}
+        for part, kind in ((free, False), (masked, True)):
+            if not part:
+                continue
+            assert outputs is not None
+            some = [ready[i] for i in part]
+            states = outputs if len(part) == len(ready) else outputs[part]
+            drawn: Iterator[Chain] = (
+                ((tokens, b"") for tokens, _ in self._drawn(some, states, Lane.SHARED))
+                if kind
+                else ((nodes[0], sure) for nodes, sure in self._guesses(some, states, 1))
+            )
+            chains.update(zip(part, drawn, strict=True))
+        return [chains[i] for i in range(len(ready))]
+
+    @torch.inference_mode()
+    def sampled_chains(
+        self, rows: Sequence[DraftInput]
+    ) -> list[tuple[list[int], list[DraftProbs | None]]]:
+        """Draft as `guess_chains` for rejection. All rows want drafts, and none is greedy."""
+        outputs = self._run(rows)
+        assert outputs is not None
+        return list(self._drawn(rows, outputs, Lane.DRAFT))
+
+    def _run(self, rows: Sequence[DraftInput]) -> Tensor | None:
+        outputs = self.head.run(rows, self._backend, self.page_size)
+        if outputs is None and self.head.device.type == "cuda":
+            torch.cuda.synchronize(self.head.device)  # the forward's time belongs to this round
+        return outputs
+
+    def _guesses(
+        self, rows: Sequence[DraftInput], outputs: Tensor | None, width: int
+    ) -> Iterator[tuple[Nodes, bytes]]:
+        """Yield the tree of each row that wants one, and the confidences of its first places."""
+        ready = [row for row in rows if row.wanted]
+        for start in range(0, len(ready), self._at_once):
+            assert outputs is not None
+            part = ready[start : start + self._at_once]
+            states, sizes = outputs[start : start + len(part)], [row.wanted for row in part]
+            lengths = [row.end + LEAD - 1 for row in part]
+            draws = TargetDraws.of([row.sampling for row in part], lengths, self.head.device)
+            depth = min(self.head.max_depth, max(sizes))
+            guesses = self.head.guess(
+                states, self._anchors(part), draws, depth, min(width, max(sizes))
+            )
+            on_host = guesses.cpu().numpy()
+            sure = [
+                each[:size]
+                for each, size in zip(self.head.confidences(on_host), sizes, strict=True)
+            ]
+            yield from zip(self.head.trees(on_host, sizes), sure, strict=True)
+
+    def _drawn(
+        self, rows: Sequence[DraftInput], outputs: Tensor, lane: Lane
+    ) -> Iterator[tuple[list[int], list[DraftProbs | None]]]:
+        for start in range(0, len(rows), self._at_once):
+            part = rows[start : start + self._at_once]
+            states = outputs[start : start + len(part)]
+            yield from guess_chains(self.head, states, self._anchors(part), part, lane)
+
+    def _anchors(self, rows: Sequence[DraftInput]) -> Tensor:
+        """Return the last committed token of each row: int64 [n] on the device."""
+        tokens = torch.tensor([row.slice.token_ids[-1] for row in rows])
+        return tokens.to(self.head.device, non_blocking=True)

@@ -1,0 +1,210 @@
+"""DFlash (z-lab): fills a block of mask tokens from the target's states in one forward.
+
+The target's states of a position, joined by one product and normed, are what every layer makes the
+position's keys and values of: the module's cache is a function of the target's states alone. A
+block is the last committed token followed by mask tokens; it attends to the cache and, in layers
+that are not causal, to all of itself. A slot's output guesses the token at its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.hidden_states.block_attention import BlockAttention
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.hidden_states.heads.base import HeadShape, Place, spread
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
+from outrider.drafting.hidden_states.heads.llama import LlamaStack
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import Use
+from outrider.features import FeatureSpec
+
+
+def load_dflash(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
+    project: bool = False,
+) -> DFlashHead:
+    """Read a checkpoint of z-lab or of `speculators`, and the rest of its target.
+
+    With `project` the scorer is to apply fc: one state is sent instead of several. Raises
+    `ConfigError` for tensors that are missing, of a wrong shape or unknown, and settings that do
+    not fit them.
+    """
+    found, target = DFlashFormat(folder), TargetTensors(target_folder)
+    place = Place.of(dtype, device)
+    stack = LlamaStack(
+        found.checkpoint,
+        found.layer_config,
+        found.layer_prefixes,
+        place,
+        max_model_len,
+        windows=found.windows,
+    )
+    expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
+    target.check_trained_for(folder, expected)
+    head = DFlashHead(found, target, stack, place, project=project)
+    found.checkpoint.check_all_taken()
+    return head
+
+
+class DFlashHead(BlockHead):
+    """A module of DFlash; `project` as of `load_dflash`."""
+
+    def __init__(
+        self,
+        found: DFlashFormat,
+        target: TargetTensors,
+        stack: LlamaStack,
+        place: Place,
+        *,
+        project: bool,
+    ) -> None:
+        hidden, checkpoint = stack.shape.hidden_size, found.checkpoint
+        embedding = found.shared("embed_tokens.weight", target, hidden)
+        super().__init__(stack.shape, place, stack.layers, embedding)
+
+        def norm(name: str) -> Tensor:
+            return place.put(checkpoint.tensor(name, hidden))
+
+        first = norm(f"{found.layer_prefixes[0]}input_layernorm.weight")
+        self._layers, self._norms = stack.layers, (first, *stack.norms)
+        self._windows, self._causal, self._rope = found.windows, found.causal, stack.rope
+        self._context_norm = norm(found.name("hidden_norm.weight"))
+        self._norm = norm(found.name("norm.weight"))
+        self._context = _Context(checkpoint, found.layer_prefixes, stack.shape, place)
+        self.max_depth, self._from_anchor = found.max_depth, found.from_anchor
+        self._mask_token = found.mask_token(self.vocab_size)
+        self._scale, self._multiplier = found.embedding_scale, found.output_multiplier
+        self._softcap = found.softcap
+        layers = found.layers(target)
+        self.features = FeatureSpec(hidden_size=target.hidden_size, layers=layers)
+        name = found.name("fc.weight")
+        weight = checkpoint.tensor(name, hidden, len(layers) * target.hidden_size)
+        self._fc: Linear | None = None
+        if project:
+            self._project(weight)
+        else:
+            self._fc = place.linear(weight)
+        head = found.shared("lm_head.weight", target, hidden)
+        ids = found.draft_vocabulary(len(head), target.vocab_size)
+        self._target_ids = None if ids is None else ids.to(place.device)
+        self._head = place.linear(head)
+        pairs = zip(self._norms, self._layers, strict=True)
+        self.uses = (
+            *(() if self._fc is None else (Use(self._fc, alone=True),)),
+            Use(self._context.product, alone=True),
+            *(use for norm, layer in pairs for use in layer.uses(norm)),
+            Use(self._head, self._norm),
+        )
+
+    def num_slots(self, depth: int) -> int:
+        return depth if self._from_anchor else depth + 1
+
+    def run(
+        self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
+    ) -> Tensor | None:
+        self._write_context(rows, page_size)
+        ready = [row for row in rows if row.wanted]
+        if not ready:
+            return None
+        sizes = [self.num_slots(min(row.wanted, self.max_depth)) for row in ready]
+        width = max(sizes)
+        masks = [self._mask_token] * (width - 1)
+        batch = pack(
+            [
+                RowSlice([row.slice.token_ids[-1], *masks], row.end, row.slice.block_table, 0)
+                for row in ready
+            ],
+            page_size,
+            self.device,
+        )
+        # Padding may reach past the last position.
+        batch = replace(batch, positions=batch.positions.clamp(max=self.max_model_len - 1))
+        outputs = self._run_block(batch, BlockAttention(batch, sizes, backend))
+        return outputs.view(len(ready), width, -1)[:, not self._from_anchor :]
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        outputs = outputs.contiguous()  # of a slot among others
+        known = self._ops.norm_linear(outputs, self._norm, self._shape.eps, self._head)
+        if self._multiplier != 1.0:
+            known = known * self._multiplier
+        if self._softcap:
+            known = torch.tanh(known / self._softcap) * self._softcap
+        return spread(known, self._target_ids, self.vocab_size)
+
+    def _write_context(self, rows: Sequence[DraftInput], page_size: int) -> None:
+        """Write keys and values of committed positions."""
+        batch = pack([row.slice for row in rows], page_size, self.device)
+        features = torch.cat([row.features for row in rows if row.features is not None])
+        x = features.to(self.device, non_blocking=True).to(self.dtype)
+        if self._fc is not None:
+            x = self._fc(x)
+        x = self._ops.rms_norm(x, self._context_norm, self._shape.eps)
+        keys, values = self._context(x, self._rope.index_select(0, batch.positions))
+        for layer, key, value in zip(self._layers, keys, values, strict=True):
+            layer.pool.write(batch.slot_mapping, key, value)
+
+    def _run_block(self, batch: PackedBatch, attention: BlockAttention) -> Tensor:
+        """Return the last layer's outputs of all tokens: [tokens, hidden]."""
+        ops, eps = self._ops, self._shape.eps
+        x = self._embed(batch.input_ids)
+        if self._scale != 1.0:
+            x = x * self._scale
+        rope = self._rope.index_select(0, batch.positions)
+        for i, (norm, layer) in enumerate(zip(self._norms, self._layers, strict=True)):
+            qkv = ops.norm_linear(x, norm, eps, layer.qkv)
+            of_layer = attention.of(causal=self._causal[i], window=self._windows.get(i))
+            x = layer(qkv, x, rope, of_layer)
+        return x
+
+
+class _Context:
+    """Makes keys and values of all layers from context rows, by one product.
+
+    The weights are a copy of those that make the blocks' own keys and values: a few hundredths of
+    the module's size.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefixes: Sequence[str], shape: HeadShape, place: Place
+    ) -> None:
+        width, dim = shape.num_kv_heads * shape.head_dim, shape.head_dim
+        names = [f"{prefix}self_attn.{kind}" for kind in "kv" for prefix in prefixes]
+        weights = [checkpoint.tensor(f"{n}_proj.weight", width, shape.hidden_size) for n in names]
+        bias: Tensor | None = None
+        if f"{names[0]}_proj.bias" in checkpoint:
+            bias = torch.cat([checkpoint.tensor(f"{n}_proj.bias", width) for n in names])
+        self.product = place.linear(torch.cat(weights), bias)
+        self._norms: Tensor | None = None  # [layers, 1, dim]
+        if f"{names[0]}_norm.weight" in checkpoint:
+            norms = [checkpoint.tensor(f"{n}_norm.weight", dim) for n in names[: len(prefixes)]]
+            self._norms = place.put(torch.stack(norms)[:, None])
+        self._num_layers, self._shape = len(prefixes), shape
+
+    def __call__(self, x: Tensor, rope: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Map context rows [n, hidden] to keys and values [n, kv_heads, dim], by layer.
+
+        `rope` are the positions' rows of the rotary table.
+        """
+        layers, heads, dim = self._num_layers, self._shape.num_kv_heads, self._shape.head_dim
+        keys, values = self.product(x).view(len(x), 2, layers, heads, dim).unbind(1)
+        if self._norms is not None:
+            keys = F.rms_norm(keys, (dim,), None, self._shape.eps) * self._norms
+        halves = keys.reshape(len(x), layers * heads, 2, dim // 2)
+        turned = halves * rope[:, 0:1] + halves.flip(2) * rope[:, 1:2]
+        return turned.view(len(x), layers, heads, dim).unbind(1), values.unbind(1)

@@ -1,0 +1,316 @@
+"""Block drafters, read from files as they are published, against their formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.aux_layers import states_read
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
+from outrider.drafting.proposer import ProposerLimits
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.attention.sdpa import SdpaAttention
+from outrider.engine.batch import RowSlice
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
+from outrider.errors import ConfigError
+from outrider.models.facts import drafting_method
+from outrider.params import SamplingParams
+from tests.support.checkpoints import block_checkpoints as made
+from tests.support.checkpoints import block_reference as reference
+from tests.support.checkpoints import eagle_checkpoints as eagle
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+TEXTS = ([5, 90, 17, 3, 88, 41, 2, 60, 33, 12, 7, 54], [9, 8, 7, 6], [61, 62, 63, 64, 65, 66, 67])
+PAGES = ([6, 1, 4, 0, 9], [2, 3, 11], [5, 7, 8, 10])  # in no order
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    folder: Path
+    embedding: Tensor
+    head: Tensor
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = eagle.save_target(tmp_path_factory.mktemp("block") / "target")
+    tensors = load_file(folder / "model.safetensors")
+    return Target(folder, tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])
+
+
+def _features(text: Sequence[int], width: int) -> Tensor:
+    return eagle.features(len(text) - 1, width, seed=len(text))
+
+
+def _inputs(
+    head: DFlashHead, wanted: Sequence[int], texts: Sequence[list[int]] = TEXTS
+) -> list[DraftInput]:
+    rows = zip(texts, PAGES, wanted, strict=False)
+    return [
+        DraftInput(
+            RowSlice(text[1:], 0, pages, 1),
+            count,
+            GREEDY,
+            features=_features(text, head.features.width),
+        )
+        for text, pages, count in rows
+    ]
+
+
+def _outputs(
+    head: DFlashHead, wanted: Sequence[int], backend: AttentionBackend | None = None
+) -> Tensor:
+    """The slots' outputs after `TEXTS`, of which each wants so many tokens: [rows, depth, ..]."""
+    head.bind(KVPools(12, PAGE_SIZE, head.dtype, CPU))
+    backend = backend or choose_backend(None, head.attention_traits(), CPU)
+    with torch.inference_mode():
+        outputs = head.run(_inputs(head, wanted), backend, PAGE_SIZE)
+    assert outputs is not None
+    return outputs
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What differs between the formats of DFlash."""
+
+    causal: Sequence[bool] = (False,) * made.NUM_LAYERS
+    windows: Sequence[int | None] = (None,) * made.NUM_LAYERS
+    output: Tensor | None = None  # layer, unless the target's
+    from_anchor: bool = False
+    ids: Tensor | None = None  # of the draft vocabulary
+
+    def logits(
+        self, text: list[int], count: int, tensors: Mapping[str, Tensor], target: Target
+    ) -> Tensor:
+        """What the formula says of `count` tokens after a text."""
+        block = [text[-1]] + [made.MASK_TOKEN] * (count - self.from_anchor)
+        outputs = reference.dflash(
+            tensors,
+            made.DFLASH,
+            _features(text, len(made.LAYERS) * eagle.HIDDEN_SIZE),
+            target.embedding[torch.tensor(block)],
+            causal=self.causal,
+            windows=self.windows,
+        )[not self.from_anchor :]
+        return outputs @ (target.head if self.output is None else self.output).double().T
+
+
+def _check(head: DFlashHead, tensors: Mapping[str, Tensor], target: Target, slots: Slots) -> None:
+    """The slots' logits are what the formula says, whatever the other rows want."""
+    wanted = (head.max_depth, 3, 1)
+    outputs = _outputs(head, wanted)
+    assert outputs.shape[:2] == (3, head.max_depth)
+    for text, count, found in zip(TEXTS, wanted, outputs, strict=True):
+        with torch.inference_mode():
+            known = head.logits(found[:count])
+        if slots.ids is not None:
+            others = torch.ones(eagle.VOCAB_SIZE, dtype=torch.bool)
+            others[slots.ids] = False
+            assert bool((known[:, others] == -torch.inf).all())
+            known = known[:, slots.ids]
+        expected = slots.logits(text, count, tensors, target)
+        torch.testing.assert_close(known.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("root", ["", "model."])
+def test_dflash_as_published_equals_the_formula(
+    tmp_path: Path, target: Target, root: str, dtype: torch.dtype
+) -> None:
+    tensors = made.dflash_tensors()
+    stored = {root + name: tensor for name, tensor in tensors.items()}
+    folder = eagle.save_head(tmp_path / "head", stored, made.DFLASH, eagle.save_safetensors)
+    head = load_dflash(folder, target.folder, dtype, CPU)
+    assert head.features.layers == made.LAYERS
+    assert head.max_depth == made.BLOCK_SIZE - 1
+    _check(head, tensors, target, Slots())
+
+
+def test_dflash_of_speculators_with_a_draft_vocabulary_equals_the_formula(
+    tmp_path: Path, target: Target
+) -> None:
+    tensors = made.dflash_tensors(draft_vocab=40)
+    config = {**made.SPECULATORS, "sample_from_anchor": True}
+    folder = eagle.save_head(tmp_path / "head", tensors, config, eagle.save_safetensors)
+    head = load_dflash(folder, target.folder, torch.float64, CPU)
+    assert head.features.layers == made.LAYERS
+    assert head.max_depth == made.BLOCK_SIZE, "the anchor's own slot guesses, too"
+    ids = tensors["d2t"] + torch.arange(40)
+    slots = Slots(output=tensors["lm_head.weight"], from_anchor=True, ids=ids)
+    _check(head, tensors, target, slots)
+
+
+@pytest.mark.parametrize(
+    ("settings", "causal"),
+    [
+        ({}, [True, False, True]),  # sliding layers are, unless something is said
+        ({"is_causal": False}, [False] * 3),
+        ({"causal": True}, [True] * 3),
+        ({"sliding_window_non_causal": True}, [False] * 3),
+    ],
+)
+def test_dflash_with_sliding_layers_equals_the_formula(
+    tmp_path: Path, target: Target, settings: Config, causal: list[bool]
+) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {**made.DFLASH, "layer_types": kinds, "sliding_window": 8, **settings}
+    tensors = made.dflash_tensors()
+    folder = eagle.save_head(tmp_path / "head", tensors, config)
+    head = load_dflash(folder, target.folder, torch.float64, CPU)
+    _check(head, tensors, target, Slots(causal, [8, None, 8]))
+
+
+def test_dflash_with_scaled_embedding_and_logits_equals_the_formula(
+    tmp_path: Path, target: Target
+) -> None:
+    tensors = made.dflash_tensors()
+    group = {**made.DFLASH["dflash_config"], "input_embedding_scale": 3.0}
+    group |= {"output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+    folder = eagle.save_head(tmp_path / "head", tensors, {**made.DFLASH, "dflash_config": group})
+    head = load_dflash(folder, target.folder, torch.float64, CPU)
+    outputs = _outputs(head, (2, 2, 2))
+    text = TEXTS[0]
+    tokens = torch.tensor([text[-1], made.MASK_TOKEN, made.MASK_TOKEN])
+    expected = reference.dflash(
+        tensors,
+        made.DFLASH,
+        _features(text, head.features.width),
+        target.embedding[tokens] * 3.0,
+        causal=[False] * 3,
+        windows=[None] * 3,
+    )[1:]
+    logits = torch.tanh(expected @ target.head.double().T * 0.5 / 2.0) * 2.0
+    with torch.inference_mode():
+        torch.testing.assert_close(head.logits(outputs[0]).double(), logits, rtol=1e-6, atol=1e-6)
+
+
+def test_dflash_attends_alike_with_every_backend(tmp_path: Path, target: Target) -> None:
+    tensors = made.dflash_tensors()
+    folder = eagle.save_head(tmp_path / "head", tensors, made.DFLASH)
+    found = []
+    for backend in (None, SdpaAttention):
+        head = load_dflash(folder, target.folder, torch.float32, CPU)
+        found.append(_outputs(head, (6, 3, 1), backend))
+    for i, count in enumerate((6, 3, 1)):
+        torch.testing.assert_close(found[0][i, :count], found[1][i, :count], rtol=1e-5, atol=1e-5)
+
+
+def test_dflash_with_projected_states_leaves_fc_to_the_scorer(
+    tmp_path: Path, target: Target
+) -> None:
+    tensors = made.dflash_tensors()
+    folder = eagle.save_head(tmp_path / "head", tensors, made.DFLASH)
+    whole, projected = (
+        load_dflash(folder, target.folder, torch.float64, CPU, project=each)
+        for each in (False, True)
+    )
+    assert projected.features.width == eagle.HIDDEN_SIZE
+    sent = torch.frombuffer(bytearray(projected.projection), dtype=torch.bfloat16)
+    matrix = sent.view(eagle.HIDDEN_SIZE, -1).double()
+    torch.testing.assert_close(matrix, tensors["fc.weight"].double(), rtol=1e-2, atol=1e-3)
+    text = TEXTS[0]
+    rows = _features(text, whole.features.width)
+    given = [rows, (rows.double() @ tensors["fc.weight"].double().T)]
+    found = []
+    for head, features in zip((whole, projected), given, strict=True):
+        head.bind(KVPools(12, PAGE_SIZE, head.dtype, CPU))
+        row = DraftInput(RowSlice(text[1:], 0, PAGES[0], 1), 4, GREEDY, features=features)
+        backend = choose_backend(None, head.attention_traits(), CPU)
+        with torch.inference_mode():
+            found.append(head.run([row], backend, PAGE_SIZE))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_block_drafts_are_the_best_products_of_the_slots(tmp_path: Path, target: Target) -> None:
+    folder = eagle.save_head(tmp_path / "head", made.dflash_tensors(), made.DFLASH)
+    head = load_dflash(folder, target.folder, torch.float64, CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
+    pools = KVPools(20, PAGE_SIZE, head.dtype, CPU)
+    drafter = BlockDrafter(head, pools, backend, ProposerLimits(max_draft_tokens=9, tree_width=4))
+    with torch.inference_mode():
+        outputs = head.run(_inputs(head, (6, 0, 0)), backend, PAGE_SIZE)
+        assert outputs is not None
+        log_probs = head.logits(outputs[0]).log_softmax(dim=-1)
+    best = log_probs.argmax(dim=-1).tolist()
+    ((chain, sure),) = drafter.sure_chains(_inputs(head, (6, 0, 0)))
+    assert chain == best
+    odds = [float(row.max().exp()) for row in log_probs]
+    expected = [128 + 16 * torch.tensor(p / (1 - p)).log().item() for p in odds]
+    assert list(sure) == [max(1, min(255, round(value))) for value in expected]
+    ((tokens, parents),) = drafter.trees(_inputs(head, (9, 0, 0)))
+    assert len(tokens) == 9
+    scores: list[float] = []
+    depths: list[int] = []
+    with torch.inference_mode():
+        outputs = head.run(_inputs(head, (9, 0, 0)), backend, PAGE_SIZE)
+        assert outputs is not None
+        log_probs = head.logits(outputs[0]).log_softmax(dim=-1)
+    for token, parent in zip(tokens, parents, strict=True):
+        depth = 0 if parent < 0 else depths[parent] + 1
+        before = 0.0 if parent < 0 else scores[parent]
+        depths.append(depth)
+        scores.append(before + float(log_probs[depth, token]))
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_dflash_that_does_not_fit_is_refused_by_name(tmp_path: Path, target: Target) -> None:
+    tensors, config = made.dflash_tensors(), made.DFLASH
+    group = config["dflash_config"]
+    cases: list[tuple[dict[str, Tensor | None], Config, str]] = [
+        ({"hidden_norm.weight": None}, {}, "no tensor hidden_norm.weight"),
+        ({"fc.weight": torch.zeros(32, 64)}, {}, r"fc.weight .* \[32, 64\]; \[32, 96\]"),
+        ({"layers.1.self_attn.k_norm.weight": None}, {}, "k_norm.weight"),
+        ({"layers.3.mlp.up_proj.weight": torch.zeros(48, 32)}, {}, "layers.3.mlp.up_proj.weight"),
+        ({"layers.0.attention_conv.base_kernel": torch.zeros(2)}, {}, "DFlash2 module"),
+        ({"markov_head.markov_w1.weight": torch.zeros(2)}, {}, "DSpark module"),
+        ({}, {"speculators_model_type": "eagle3"}, "a eagle3 module"),
+        ({}, {"dflash_config": {**group, "mask_token_id": 97}}, "mask_token_id 97"),
+        ({}, {"dflash_config": {**group, "mask_token_id": None}}, "mask_token_id"),
+        ({}, {"dflash_config": {"mask_token_id": 3}}, "target_layer_ids"),
+        ({}, {"dflash_config": {**group, "target_layer_ids": [1, 9]}}, "behind the last"),
+        ({}, {"dflash_config": {**group, "target_layer_ids": [4, 1]}}, "must rise"),
+        ({}, {"block_size": 1}, "block_size"),
+        ({}, {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({}, {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+        ({}, {"target_hidden_size": 64}, "states of 64"),
+    ]
+    for i, (change, settings, message) in enumerate(cases):
+        changed = {k: v for k, v in {**tensors, **change}.items() if v is not None}
+        folder = eagle.save_head(tmp_path / f"head{i}", changed, {**config, **settings})
+        with pytest.raises(ConfigError, match=message):
+            load_dflash(folder, target.folder, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "states"),
+    [
+        (made.DFLASH, "2,5,9"),
+        (made.SPECULATORS, "2,5,9"),
+        ({"architectures": ["DFlashDraftModel"], "target_layer_ids": [-1, 3]}, "0,4"),
+    ],
+)
+def test_states_of_dflash_are_those_that_config_json_names(
+    tmp_path: Path, config: Config, states: str
+) -> None:
+    folder = eagle.save_head(tmp_path / "head", {}, config)
+    assert drafting_method("head", folder) == "dflash"
+    assert states_read("dflash", str(folder)) == states
+
+
+def test_states_of_dflash_without_layers_are_refused(tmp_path: Path) -> None:
+    folder = eagle.save_head(tmp_path / "head", {}, {"architectures": ["DFlashDraftModel"]})
+    with pytest.raises(ConfigError, match=r"head names no layers .*target_layer_ids"):
+        states_read("dflash", str(folder))
