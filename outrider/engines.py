@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.models.files import read_json
+from outrider.models.quantization import FAMILIES, read_format
 
 AUTO, NATIVE, VLLM = "auto", "native", "vllm"
 ENGINES: Final = (AUTO, NATIVE, VLLM)
@@ -33,6 +34,7 @@ class Wanted:
     on_gpu: bool = False
     num_devices: int = 1
     quantised: bool = False
+    """In a format that the native engine does not read."""
 
     @classmethod
     def of(cls, folder: Path, *, on_gpu: bool, num_devices: int = 1) -> Wanted:
@@ -41,9 +43,18 @@ class Wanted:
         nested = config.get("text_config")
         if isinstance(nested, dict):
             config = config | nested
-        named = any((folder / name).is_file() for name in _QUANTISED)
-        quantised = named or isinstance(config.get("quantization_config"), dict)
+        quantised = any((folder / name).is_file() for name in _QUANTISED)
+        if isinstance(config.get("quantization_config"), dict):
+            quantised = not _reads(config)
         return cls(config, on_gpu, num_devices, quantised)
+
+
+def _reads(config: Mapping[str, Any]) -> bool:
+    """Return whether the native engine reads the weights of a quantised checkpoint."""
+    try:
+        return read_format(config) is not None and config.get("model_type") in FAMILIES
+    except ConfigError:
+        return False
 
 
 class Rule(NamedTuple):
@@ -57,7 +68,7 @@ class Rule(NamedTuple):
 
 RULES: Final = (
     Rule("A model over several devices", lambda w: w.num_devices > 1, native_serves=False),
-    Rule("A quantised checkpoint", lambda w: w.quantised, native_serves=False),
+    Rule("A checkpoint quantised in this way", lambda w: w.quantised, native_serves=False),
     Rule(
         "A model with other layers than attention over all keys or a window",
         lambda w: (

@@ -79,11 +79,16 @@ _METHODS: Final = {
 }
 """Their names of methods, beside the aliases that are known everywhere."""
 _DTYPES: Final = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DRAFT_QUANTIZATIONS: Final = {
+    **{name: name for name in ("int8", "none")},
+    # 8 bits of any kind are int8, which is nearer to 16; no text depends on it.
+    **dict.fromkeys(("weight_only_int8", "a8w8_fp8", "fp8", "fp8_per_block"), "int8"),
+}
 _DRAFT_QUANTIZATION: Final = Rule(
     "--draft-quantization",
-    values={"weight_only_int8": "int8", "int8": "int8", "none": "none"},
+    values=_DRAFT_QUANTIZATIONS,
     refusal="write --draft-quantization int8, or none: a draft has no other quantisation",
-    harmless=("weight_only_int8", "int8", "none"),
+    harmless=tuple(_DRAFT_QUANTIZATIONS),
 )
 _QUANTIZATIONS: Final = {
     **{name: name for name in ("int8", "fp8", "none")},

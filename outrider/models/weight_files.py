@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from outrider.errors import ConfigError
 from outrider.models.files import parse_json, read_json
+from outrider.models.quantization import FAMILIES, StoredFormat, read_format
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -21,10 +22,12 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SHARD: Final = re.compile(r"[^/\\*?\[\]\0]+\.safetensors")  # it is a pattern of downloads, too
 _NAMED = 4  # tensors that an error lists
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I8": 8}
 _OTHER_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack"})
 _ELSEWHERE = (
-    "This engine reads float32, float16 and bfloat16 weights; serve the checkpoint with vLLM "
-    "(--engine vllm; pip install 'outrider[vllm]'), or use one that is not quantised."
+    "This engine reads float32, float16 and bfloat16 weights, and 8 bits of some formats; serve "
+    "the checkpoint with vLLM (--engine vllm; pip install 'outrider[vllm]'), or use one that is "
+    "not quantised."
 )
 
 # Buffers that older versions of transformers saved and every version computes.
@@ -73,21 +76,76 @@ def check_folder(folder: Path) -> dict[str, StoredTensor]:
     a quantised checkpoint, tensors of a type that is no plain number.
     """
     check_is_folder(folder)
-    _refuse_quantised(folder)
+    stored = quantised_as(folder)
     tensors = read_headers(folder, _model_files(folder))
+    known = _FLOATS if stored is None else _FLOATS | {stored.dtype}
     odd = {
         name: tensor.dtype
         for name, tensor in tensors.items()
-        if tensor.dtype not in _FLOATS
+        if tensor.dtype not in known
         and not (COMPUTED.fullmatch(name) or PREDICTION.fullmatch(name))
     }
     if odd:
         dtype = next(iter(odd.values()))
         raise ConfigError(
-            f"{folder} holds tensors of type {dtype}, but its config.json names no quantisation: "
+            f"{folder} holds tensors of type {dtype}, but its config.json names "
+            f"{'no quantisation' if stored is None else f'weights of type {stored.dtype}'}: "
             f"{listed(odd)}. {_ELSEWHERE}"
         )
+    if stored is not None:
+        _check_scales(folder, stored, tensors)
     return tensors
+
+
+def quantised_as(folder: Path) -> StoredFormat | None:
+    """Return how the weights in a language model's folder are quantised; None: they are not.
+
+    Raises `ConfigError` for formats and families that this engine does not read.
+    """
+    fields = read_json(folder / "config.json")
+    named = None
+    try:
+        stored = read_format(fields)
+    except ConfigError as error:
+        named = error.message
+    else:
+        for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
+            if stored is None and (folder / name).is_file():
+                other = read_json(folder / name)
+                named = str(other.get("quant_method") or "by its config")
+        family = fields.get("model_type")
+        if stored is not None and family not in FAMILIES:
+            raise ConfigError(
+                f"{folder} is quantised ({stored.name}), which this engine reads for "
+                f"{', '.join(sorted(FAMILIES))}, not for {family}. {_ELSEWHERE}"
+            )
+    if named is not None:
+        raise ConfigError(f"{folder} is quantised ({named}). {_ELSEWHERE}")
+    return stored
+
+
+def _check_scales(folder: Path, stored: StoredFormat, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise `ConfigError` unless there are 8-bit weights, and scales that fit each of them."""
+    small = {name: tensor for name, tensor in tensors.items() if tensor.dtype == stored.dtype}
+    if not small:
+        raise ConfigError(
+            f"{folder} is quantised ({stored.name}) by its config.json, but no tensor in it is of "
+            f"type {stored.dtype}. {_ELSEWHERE}"
+        )
+    for name, tensor in small.items():
+        scale = name + stored.scale_suffix
+        if len(tensor.shape) != 2:
+            raise ConfigError(
+                f"{name} in {folder} has 8 bits, and is no matrix: {list(tensor.shape)}."
+            )
+        if scale not in tensors:
+            raise ConfigError(f"{folder} holds no tensor {scale}, the scales of {name}.")
+        fitting = stored.scale_shapes(*tensor.shape)
+        if tensors[scale].shape not in fitting:
+            raise ConfigError(
+                f"{scale} in {folder} is of shape {list(tensors[scale].shape)}; "
+                f"{list(fitting[0])} follows from {name}, {list(tensor.shape)}, and config.json."
+            )
 
 
 def read_headers(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -141,20 +199,6 @@ def shards(folder: Path) -> list[str]:
     return names
 
 
-def _refuse_quantised(folder: Path) -> None:
-    fields = read_json(folder / "config.json")
-    settings = fields.get("quantization_config")
-    for nested in ("text_config", "llm_config"):
-        if settings is None and isinstance(fields.get(nested), dict):
-            settings = fields[nested].get("quantization_config")
-    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
-        if settings is None and (folder / name).is_file():
-            settings = read_json(folder / name)
-    if settings is not None:
-        method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-        raise ConfigError(f"{folder} is quantised ({method or 'by its config'}). {_ELSEWHERE}")
-
-
 def _model_files(folder: Path) -> list[str]:
     """Return the files that transformers reads. Raises `ConfigError` if one is missing."""
     if (folder / WEIGHTS).is_file():
@@ -206,13 +250,13 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 def _place(entry: Mapping[str, Any]) -> tuple[int, int]:
     """Return where a tensor's bytes begin and end. Raises `ValueError`.
 
-    A tensor of floats has as many bytes as its numbers need.
+    A tensor has as many bytes as its numbers need.
     """
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, start)):
         raise ValueError(f"{dtype} {shape} at {start}")
-    if dtype in _FLOATS:
-        size = int(dtype.lstrip("BF")) // 8 * math.prod(shape)
+    if dtype in _BITS:
+        size = _BITS[dtype] // 8 * math.prod(shape)
         if end - start != size:
             raise ValueError(f"{end - start} bytes, not {size}")
     return start, end

@@ -23,6 +23,7 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.pools import HeadMajorPool, KVPools
 from outrider.engine.model.llama import fits
 from outrider.engine.sampling.coupled import seed_keys
+from outrider.models.weight_files import quantised_as
 
 _MAX_WEIGHTS = 64_000_000
 
@@ -41,6 +42,8 @@ class LlamaChains:
     def load(folder: Path, pools: KVPools, max_model_len: int) -> LlamaChains | None:
         """Read the checkpoint in `folder`; None if this class does not run it exactly."""
         config = AutoConfig.from_pretrained(folder)
+        if quantised_as(folder) is not None:  # these kernels read plain numbers
+            return None
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
         if not can_run(model, max_model_len) or pools.page_size % 4:

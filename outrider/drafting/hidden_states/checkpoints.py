@@ -12,10 +12,12 @@ from torch import Tensor
 
 from outrider.engine.model.checkpoint import is_finite, not_finite
 from outrider.engine.model.loader import read_text_config
+from outrider.engine.model.quantization import quantized_weight
 from outrider.errors import ConfigError
 from outrider.models.download import TRAINING_STATE
 from outrider.models.files import read_json
 from outrider.models.modules import EMBEDDINGS, HEADS, shared_files
+from outrider.models.quantization import StoredFormat, read_format
 from outrider.models.weight_files import (
     COMPUTED,
     check_is_folder,
@@ -25,7 +27,7 @@ from outrider.models.weight_files import (
     shards,
 )
 
-_SAFE, _SCALES = ".safetensors", "_scale_inv"
+_SAFE = ".safetensors"
 
 
 class TensorSource(Protocol):
@@ -77,7 +79,7 @@ class Checkpoint:
         return name in self.names
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return finite numbers; float8 is multiplied by its factors, to float32.
+        """Return finite numbers; those of 8 bits are multiplied by their scales, to float32.
 
         Raises `ConfigError` unless they are there in this shape, and for other quantisations.
         """
@@ -89,15 +91,21 @@ class Checkpoint:
     def _floats(self, stored: Tensor, name: str) -> Tensor:
         if stored.is_floating_point() and stored.dtype.itemsize > 1:
             return stored
-        block = self._block_size()
-        if stored.dtype is not torch.float8_e4m3fn or stored.dim() != 2 or block is None:
+        form = self._format()
+        kind = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+        if form is None or stored.dtype is not kind[form.dtype] or stored.dim() != 2:
             raise ConfigError(
                 f"{name} in {self.folder} is stored as {stored.dtype}, {stored.dim()}-dimensional: "
-                "a head is read from floating-point weights or from float8 (e4m3) matrices with "
-                "factors per block, which config.json announces as quantization_config."
+                "a head is read from floating-point weights, or from matrices of 8 bits with "
+                "scales, which config.json announces as quantization_config."
             )
-        rows, columns = -(-stored.shape[0] // block[0]), -(-stored.shape[1] // block[1])
-        return dequantise(stored, self.stored(name + _SCALES, rows, columns), block)
+        scales = self.stored(name + form.scale_suffix)
+        if tuple(scales.shape) not in (fitting := form.scale_shapes(*stored.shape)):
+            raise ConfigError(
+                f"{name}{form.scale_suffix} in {self.folder} is of shape {list(scales.shape)}; "
+                f"{list(fitting[0])} follows from {name} and config.json."
+            )
+        return quantized_weight(stored, scales, form).dequantise()
 
     def stored(self, name: str, *shape: int) -> Tensor:
         """Return a tensor as it is stored. Raises `ConfigError` unless it is there, so shaped."""
@@ -161,20 +169,15 @@ class Checkpoint:
             raise ConfigError(f"config.json in {self.folder}: {key} must be a group of settings.")
         return value or {}
 
-    def _block_size(self) -> tuple[int, int] | None:
-        """Return rows and columns of a block with one factor; None if nothing is quantised."""
-        config = self.group("quantization_config")
-        if not config:
-            return None
-        sizes = config.get("weight_block_size")
-        match sizes:
-            case [int(rows), int(columns)] if rows > 0 < columns:
-                if config.get("quant_method") == "fp8":
-                    return rows, columns
-        raise ConfigError(
-            f"config.json in {self.folder}: of quantised heads those are known with "
-            'quantization_config {"quant_method": "fp8", "weight_block_size": [128, 128]}.'
-        )
+    def _format(self) -> StoredFormat | None:
+        """Return how weights of 8 bits are stored; None if config.json announces nothing."""
+        try:
+            return read_format(self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"config.json in {self.folder}: its quantization_config ({error.message}) is not "
+                "known for heads; fp8 and compressed-tensors of 8 bits are."
+            ) from error
 
     def _files(self, preferred: str, *, shared_only: bool) -> list[str]:
         """Return the names of the files to read: safetensors, or else pickled ones."""
@@ -203,16 +206,6 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(f"{path} holds more than tensors by name: save it as safetensors.")
     return content
-
-
-def dequantise(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiply float8 weights [m, n] by a factor per block, as DeepSeek-V3's README_WEIGHTS says.
-
-    `factors` [m / block[0], n / block[1]], rounded up; the result is float32.
-    """
-    rows, columns = weight.shape
-    per_row = factors.float().repeat_interleave(block[1], 1)[:, :columns]
-    return weight.float() * per_row.repeat_interleave(block[0], 0)[:rows]
 
 
 class TargetTensors:

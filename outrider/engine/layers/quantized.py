@@ -64,6 +64,14 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
 
+    def is_finite(self) -> bool:
+        """Return whether no number and no scale is NaN or infinite."""
+        finite = bool(self.scales.isfinite().all())
+        if self.numbers.dtype is torch.float8_e4m3fn:  # it has NaN, of two signs
+            bits = torch.split(self.numbers.view(torch.uint8), _AT_ONCE)
+            finite = finite and not any(bool((part & 127 == 127).any()) for part in bits)
+        return finite
+
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight [out, in], multiplied in float32 and rounded once."""
         weight = torch.empty(self.shape, dtype=dtype, device=self.numbers.device)

@@ -19,7 +19,10 @@ from outrider.models.weight_files import COMPUTED, PREDICTION, StoredTensor, che
 
 _THREADS = 8  # one alone keeps up neither with a fast disk nor with the page cache
 _CHUNK_BYTES = 16 * 2**20
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8},
+}
 
 
 @dataclass(frozen=True, slots=True)

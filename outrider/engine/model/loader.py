@@ -26,7 +26,12 @@ from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.pack import prepack_linears
 from outrider.engine.model.paged_model import ModelInfo, PagedModel, Step
-from outrider.engine.model.quantization import check_quantizable, describe, read_rounded
+from outrider.engine.model.quantization import (
+    check_quantizable,
+    describe,
+    read_rounded,
+    read_stored,
+)
 from outrider.engine.model.selftest import check_against, eager_reference
 from outrider.engine.model.supported_models import (
     check_supported,
@@ -37,7 +42,7 @@ from outrider.engine.model.transformers_step import TransformersStep
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
 from outrider.models.eos import read_eos_token_ids
-from outrider.models.weight_files import check_folder
+from outrider.models.weight_files import check_folder, quantised_as
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +196,18 @@ def _read(
     reader: DeviceReader | None,
 ) -> nn.Module:
     config = check_config(folder)
+    stored = quantised_as(folder)
+    if stored is not None:
+        if quantization is not None:
+            raise ConfigError(
+                f"{folder} is quantised already ({stored.name}): leave --quantization out."
+            )
+        check_quantizable(config, f"{stored.name} weights", dtype, device)
+        reader = reader or DeviceReader(folder, device)
+        model = read_stored(folder, config, stored, dtype, reader)
+        check_finite(model, folder)
+        logger.info("%s", describe(model))
+        return model
     if quantization is not None:
         check_quantizable(config, f"--quantization {quantization}", dtype, device)
         model = read_rounded(folder, config, quantization, dtype, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,11 +17,10 @@ from outrider.engine.layers.quantized import QuantizedModule, QuantizedWeight
 from outrider.engine.model.checkpoint import is_finite, not_finite, read_model
 from outrider.engine.model.device_reader import DeviceReader
 from outrider.errors import ConfigError, UnsupportedModelError
+from outrider.models.quantization import FAMILIES, StoredFormat
 from outrider.models.weight_files import StoredTensor, check_folder
 
 DTYPES: Final = dict(zip(QUANTIZATIONS, (torch.int8, torch.float8_e4m3fn), strict=True))
-FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""The `model_type` of models whose linear layers may have 8 bits."""
 _LINEAR: Final = re.compile(
     r"(?:.*\.)?layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight"
 )
@@ -69,6 +69,42 @@ def read_rounded(
                 raise not_finite(folder, name)
             rounded[name] = _rounded(tensor, quantization)
     return assemble(folder, config, dtype, others, rounded)
+
+
+def read_stored(
+    folder: Path, config: Any, stored: StoredFormat, dtype: torch.dtype, reader: DeviceReader
+) -> nn.Module:
+    """Read a model whose files hold 8-bit weights in a format that `check_folder` accepted.
+
+    Raises `ConfigError` as `read_model` does, and for numbers that are not finite.
+    """
+    tensors = reader.tensors()
+    small = {name: t for name, t in tensors.items() if t.dtype in DTYPES.values()}
+    scales = {name: tensors.pop(name + stored.scale_suffix) for name in small}
+    for name in small:
+        del tensors[name]
+    quantized = {
+        name: quantized_weight(numbers, scales[name], stored) for name, numbers in small.items()
+    }
+    if bad := [name for name, weight in quantized.items() if not weight.is_finite()]:
+        raise not_finite(folder, *bad)
+    plain = copy.copy(config)  # transformers would quantise by itself
+    for holder in (plain, plain.get_text_config(decoder=True)):
+        if hasattr(holder, "quantization_config"):
+            del holder.quantization_config
+    return assemble(folder, plain, dtype, tensors, quantized)
+
+
+def quantized_weight(numbers: Tensor, scales: Tensor, stored: StoredFormat) -> QuantizedWeight:
+    """Return a stored weight [out, in] with its scales, which are of a shape that fits."""
+    rows, columns = numbers.shape
+    scales = scales.float()
+    if stored.strategy == "tensor":
+        scales = scales.reshape(1, 1).expand(rows, 1).contiguous()
+    block = stored.block if stored.strategy == "block" else (1, columns)
+    return QuantizedWeight(
+        numbers, scales.view(-1, 1) if scales.dim() < 2 else scales, block, stored.rounds_inputs
+    )
 
 
 def round_linears(model: nn.Module, quantization: str) -> None:

@@ -182,21 +182,22 @@ def paddle(ips: str, mode: str, quant: str, draft_quant: str) -> str:
     return PADDLE_MTP.format(ips=ips, mode=mode, quant=quant, draft_quant=draft_quant)
 
 
-INT8, FP8 = "weight_only_int8", "a8w8_fp8"
+INT4, INT8, FP8 = "weight_only_int4", "weight_only_int8", "a8w8_fp8"
 REFUSED = {
     MTP_PIPELINE: (
         "--quantization a8w8_fp8_wint4: write --quantization int8 or fp8",
-        "--mtp-quant a8w8_fp8: write --draft-quantization int8",
         "--cache-max-entry-count 0.5: write --gpu-memory-utilization",
     ),
     paddle(TWO_NODES, "dynamic", INT8, INT8): ("--ips",),
-    paddle(TWO_NODES, "dynamic", FP8, FP8): ("--ips", "--draft_model_quant_type a8w8_fp8: write"),
+    paddle(TWO_NODES, "dynamic", FP8, FP8): ("--ips",),
     paddle("", "dynamic", "weight_only_int4", INT8): ("--quant_type weight_only_int4: write",),
     paddle(TWO_NODES, "static", INT8, INT8): ("--mode static: leave it out", "--ips"),
-    paddle(TWO_NODES, "static", FP8, FP8): ("--mode static: leave it out", "--draft_model_quant"),
+    paddle(TWO_NODES, "static", FP8, FP8): ("--mode static: leave it out", "--ips"),
     PADDLE_EXPORT: ("--output_path /path/to/exported_model: leave it out", "--ips"),
     VLLM_MTP: ("--quantization ascend: write",),
-    RTP_VANILLA + " --sp_quantization FP8_PER_BLOCK": ("--sp_quantization FP8_PER_BLOCK: write",),
+    RTP_VANILLA + " --sp_quantization INT4": (
+        "--sp_quantization INT4: write --draft-quantization",
+    ),
     "vllm serve a/b --api-key x": ("--api-key: write the key into a file: --api-key-file",),
     "vllm serve a/b --speculative-config '{\"lookahead\": 1}'": ("lookahead is unknown; method,",),
     "vllm serve a/b --speculative-config ngram": ("takes a JSON object",),
@@ -250,6 +251,12 @@ def test_paddlenlp_command_without_quantisation_is_taken() -> None:
     assert any(note.startswith("--append_attn 1 is not needed") for note in notes)
 
 
+@pytest.mark.parametrize("theirs", ["FP8", "FP8_PER_BLOCK", "INT8"])
+def test_8_bits_of_a_draft_are_int8_by_any_name(theirs: str) -> None:
+    ours, _ = translate(["m", "--sp_quantization", theirs], {})
+    assert ours == ["m", "--draft-quantization", "int8"]
+
+
 def test_pipeline_of_eight_tokens_drafts_seven() -> None:
     ours, _ = translate(["m", "--mtp-path", "d", "--num-tokens", "8"], {})
     assert ours == ["m", "--draft-model", "d", "--method=mtp", "--num-speculative-tokens", "7"]
@@ -271,8 +278,8 @@ def test_variables_of_paddlenlp_container_count_like_flags() -> None:
     two_nodes = PADDLE_CONTAINER | {"MP_NUM": "16", "MP_NNODE": "2"}
     with pytest.raises(ConfigError, match="MP_NNODE 2: see"):
         translate(["/models"], two_nodes)
-    with pytest.raises(ConfigError, match="SPECULATE_MODEL_QUANT_TYPE a8w8_fp8: write --draft"):
-        translate(["/models"], PADDLE_CONTAINER | {"SPECULATE_MODEL_QUANT_TYPE": FP8})
+    with pytest.raises(ConfigError, match="SPECULATE_MODEL_QUANT_TYPE weight_only_int4"):
+        translate(["/models"], PADDLE_CONTAINER | {"SPECULATE_MODEL_QUANT_TYPE": INT4})
 
 
 def test_variables_of_rtp_llm_count_like_flags_and_less_than_them() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.drafting.hidden_states.checkpoints import dequantise
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.layers.quantized import QuantizedWeight
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from tests.support.checkpoints import mtp_reference as reference
@@ -173,7 +173,7 @@ def test_block_fp8_with_partial_blocks_multiplies_each_by_its_factor() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)
-    found = dequantise(weight, factors, (128, 128))
+    found = QuantizedWeight(weight, factors, (128, 128)).dequantise()
     assert found.dtype is torch.float32
     for i, j in [(0, 0), (127, 127), (128, 127), (127, 128), (199, 299), (130, 256)]:
         assert found[i, j] == weight[i, j].float() * factors[i // 128, j // 128]
