@@ -64,18 +64,24 @@ def _sliding_window(attention: Any) -> int | None:
 
 
 def _concatenated(dtype: torch.dtype, *modules: Any) -> Linear:
-    """Concatenate the outputs of layers with one input; 8-bit weights are taken from them."""
+    """Concatenate the outputs of layers with one input, and take their weights from them."""
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     small = [module for module in modules if isinstance(module, QuantizedModule)]
     if len(small) == len(modules):
         taken = [module.take() for module in small]
         joined = taken[0] if len(taken) == 1 else QuantizedWeight.concatenated(taken)
         return pack_quantized(joined, bias, dtype)
-    weights: list[Tensor] = [
-        module.take().dequantise(dtype) if isinstance(module, QuantizedModule) else module.weight
-        for module in modules
-    ]
+    weights = [_take(module, dtype) for module in modules]
     return pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+
+def _take(module: Any, dtype: torch.dtype) -> Tensor:
+    """Return a layer's weight, which the layer gives up, so that no second copy stays."""
+    if isinstance(module, QuantizedModule):
+        return module.take().dequantise(dtype)
+    weight: Tensor = module.weight
+    module.weight = None
+    return weight
 
 
 class FusedLlama:

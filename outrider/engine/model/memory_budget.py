@@ -6,6 +6,7 @@ memory of the other buckets is estimated from these. The KV cache gets the rest.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class DeviceMemory:
             )
 
     def used(self) -> int:
-        """Return the bytes in use, without those that the allocator caches."""
+        """Return the bytes in use, without garbage and without what the allocator caches."""
+        gc.collect()  # a loaded model's modules are in cycles
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return self._free - torch.cuda.mem_get_info(self._device)[0]

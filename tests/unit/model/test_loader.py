@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,14 @@ def test_build_paged_model_with_too_many_pages_on_cpu_raises_out_of_memory(name:
     model = random_model(ARCHITECTURES[name], torch.float32)
     with pytest.raises(torch.OutOfMemoryError):
         build_paged_model(model, ModelOptions(page_size=PAGE_SIZE, num_pages=10**10))
+
+
+def test_fused_step_keeps_no_second_copy_of_weights_that_it_packs() -> None:
+    model: Any = random_model(ARCHITECTURES["llama"], torch.float32)
+    layer = model.model.layers[0]
+    weights = [weakref.ref(each.weight) for each in (layer.self_attn.q_proj, layer.mlp.up_proj)]
+    build_paged_model(model, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    assert [weight() for weight in weights] == [None, None]
 
 
 def test_self_test_with_wrong_logits_refuses_model() -> None:
