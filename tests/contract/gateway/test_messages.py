@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from outrider.errors import InvalidRequestError, UnavailableError
 from outrider.v1 import common_pb2
-from tests.contract.test_gateway_tools import CALLS, PARSERS, THOUGHTS, thinking_model
+from tests.contract.gateway.test_tools import CALLS, PARSERS, THOUGHTS, thinking_model
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import Running, running_gateway, tokens
 

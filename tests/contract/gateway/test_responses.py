@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from outrider.errors import InvalidRequestError, UnavailableError
-from tests.contract.test_gateway_tools import CALLS, PARSERS, THOUGHTS
+from tests.contract.gateway.test_tools import CALLS, PARSERS, THOUGHTS
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import Running, running_gateway, tokens
 
