@@ -116,7 +116,7 @@ def _block(block: Block, *, whole: bool) -> dict[str, Any]:
     """Return a block as it begins, or as it is when the answer has ended."""
     text = block.text if whole else ""
     if block.kind == "text":
-        return {"type": "text", "text": text, "citations": None}
+        return {"type": "text", "text": text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": input_of(text)}

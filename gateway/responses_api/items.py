@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -11,6 +11,10 @@ from gateway.openai.request_objects import HARMLESS_IN_MESSAGES, Items, Strict, 
 from outrider.errors import InvalidRequestError
 
 _HARMLESS = HARMLESS_IN_MESSAGES | {"phase", "parsed", "logprobs", "prompt_cache_breakpoint"}
+
+
+OPAQUE: Final = "text:"
+"""Begins the `encrypted_content` of reasoning, which clients return unread: its plain text."""
 
 
 class _Noted(Strict):
@@ -93,8 +97,15 @@ class Reasoning(_Noted):
     encrypted_content: str | None = None
 
 
+class ItemReference(_Noted):
+    """An item that another server would have stored."""
+
+    type: Literal["item_reference"]
+
+
 Item = Annotated[
-    Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")
+    Message | FunctionCall | FunctionCallOutput | Reasoning | ItemReference,
+    Field(discriminator="type"),
 ]
 
 
@@ -125,6 +136,12 @@ def turns(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any
         elif isinstance(item, FunctionCallOutput):
             output = _text(item.output)
             made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        elif isinstance(item, ItemReference):
+            raise InvalidRequestError(
+                f"input.{number}: items are not stored, so item_reference is not supported. Send "
+                "the item itself; clients do so where store is false.",
+                param=f"input.{number}",
+            )
         else:
             _add_answer(made, item, f"input.{number}")
     return made
@@ -168,8 +185,11 @@ def _add_answer(
 
 
 def _reasoning(item: Reasoning, place: str) -> str:
-    texts = [part.text for part in item.content or item.summary or ()]
-    if not texts and item.encrypted_content is not None:
+    hidden, texts = item.encrypted_content, [each.text for each in item.content or ()]
+    if not texts and hidden is not None and hidden.startswith(OPAQUE):
+        return hidden.removeprefix(OPAQUE)
+    texts = texts or [part.text for part in item.summary or ()]
+    if not texts and hidden is not None:
         raise InvalidRequestError(
             f"{place}.encrypted_content cannot be read here: another server has encrypted it. "
             "Leave the item out.",

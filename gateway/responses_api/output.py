@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gateway.answers.blocks import Begun, Block, Ended, Grown, Step
+from gateway.responses_api.items import OPAQUE
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
@@ -14,12 +15,16 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 class Output:
     """Turns the steps of an answer into events, in the order of OpenAI's streams."""
 
-    def __init__(self, *, summarizes: bool) -> None:
-        """Tell reasoning as its own summary if `summarizes`."""
+    def __init__(self, *, summarizes: bool, returns: bool) -> None:
+        """Tell reasoning as its own summary if `summarizes`.
+
+        `returns`: have it in `encrypted_content`, too, from which clients return it.
+        """
         self.items: list[dict[str, Any]] = []
         """The items so far; one that still grows is as it began."""
         self._open: Block | None = None
         self._summarizes = summarizes
+        self._returns = returns
 
     def events(self, step: Step) -> Iterator[dict[str, Any]]:
         """Yield the events of a step, without their numbers."""
@@ -64,6 +69,8 @@ class Output:
         if block.kind == "call":
             item["arguments"] = block.text
         else:
+            if block.kind == "reasoning" and self._returns:
+                item["encrypted_content"] = OPAQUE + block.text
             item[self._parts_name(block)] = [self._part_of(block, block.text)]
         self.items[-1] = item
 

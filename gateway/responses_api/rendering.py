@@ -58,7 +58,7 @@ class ResponseRendering:
             "model": shaper.model,
             **_echoed(self._request, self._chat),
         }
-        output = Output(summarizes=self._request.summarizes)
+        output = Output(summarizes=self._request.summarizes, returns=self._request.returns)
         return _ResponseEvents(response, reader, output, tells=shaper.aux_info)
 
 

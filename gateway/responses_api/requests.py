@@ -25,6 +25,7 @@ NAMES: Final = {
 """Parameters of chats -> their names here."""
 
 _NO_LOGPROBS: Final = "message.output_text.logprobs"
+_ENCRYPTED: Final = "reasoning.encrypted_content"
 _UNSUPPORTED: Final = {
     "previous_response_id": "Responses are not stored: send the whole conversation as input.",
     "conversation": "Conversations are not stored: send the whole conversation as input.",
@@ -144,6 +145,11 @@ class ResponseRequest(BaseModel):
         """Tell whether reasoning is wanted as a summary."""
         config = self.reasoning or ReasoningConfig()
         return config.summary is not None or config.generate_summary is not None
+
+    @property
+    def returns(self) -> bool:
+        """Tell whether reasoning is wanted in the form in which clients return it."""
+        return _ENCRYPTED in (self.include or ())
 
     def chat(self) -> ChatRequest:
         """Return the request as a chat. Raises `InvalidRequestError`."""

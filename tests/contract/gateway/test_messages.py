@@ -101,7 +101,7 @@ async def test_text_comes_back_with_usage() -> None:
         "assistant",
         "default",
     )
-    assert message["content"] == [{"type": "text", "text": TEXT, "citations": None}]
+    assert message["content"] == [{"type": "text", "text": TEXT}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     assert message["usage"] == {
         "input_tokens": len(sent) - 1,

@@ -80,7 +80,8 @@ def accumulated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             name = "summary" if "summary" in kind else "content"
             assert event["part"] == items[-1][name][0]
         elif kind == "output_item.done":
-            assert event["item"] | {"status": "in_progress"} == items[-1]
+            said = {k: v for k, v in event["item"].items() if k != "encrypted_content"}
+            assert said | {"status": "in_progress"} == items[-1]
             items[-1] = event["item"]
         if "item_id" in event:
             assert event["item_id"] == items[event["output_index"]]["id"]
@@ -144,6 +145,14 @@ async def test_calls_and_reasoning_are_the_same_whole_and_streamed(
     assert len({call["call_id"] for call in calls}) == 2
     assert {item["status"] for item in whole["output"]} == {"completed"}
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": THOUGHTS}
+
+
+async def test_reasoning_is_where_clients_return_it_from_if_they_ask() -> None:
+    body = {**BODY, "include": ["reasoning.encrypted_content"]}
+    async with running_gateway(Script(tokens("<think>Hm.</think>Yes.")), **PARSERS) as gateway:
+        events = await events_of(gateway, body)
+        for item in ((await post(gateway, body)).json()["output"][0], accumulated(events)[0]):
+            assert item["encrypted_content"] == "text:Hm."
 
 
 async def test_official_stream_helper_accumulates_the_answer() -> None:
@@ -299,7 +308,7 @@ ITEM = {"role": "user", "content": "x"}
         ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"input": [{**ITEM, "content": [IMAGE]}]}, "input.0.content.0", "'input_image'"),
-        ({"input": [{"type": "item_reference", "id": "i"}]}, "input.0", "'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "input.0", "Send the item itself"),
         ({"input": [{"content": "x"}]}, "input.0.type", "missing"),
         ({"input": [{**ITEM, "extra": 1}]}, "input.0.extra", "Extra inputs"),
         ({"input": []}, "input", "at least 1"),

@@ -69,6 +69,13 @@ def test_items_of_one_answer_are_one_turn() -> None:
     ]
 
 
+def test_reasoning_comes_back_from_the_field_that_clients_do_not_read() -> None:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": "text:Hm."}
+    turn = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    assert messages(input=[item]) == [turn]
+    assert messages(input=[thought("Short.", place="summary") | item | {"content": None}]) == [turn]
+
+
 def test_text_is_a_message_of_the_user() -> None:
     assert messages(input="Hi") == [{"role": "user", "content": "Hi"}]
 
