@@ -59,7 +59,7 @@ _TAGS = frozenset(
         *("adaptive", "function", "allowed_tools"),
     }
 )
-"""Values of `type`, which pydantic makes part of a field's path."""
+"""Types of the objects in bodies of the Responses and Messages APIs."""
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Request)
@@ -70,7 +70,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
     Raises `InvalidRequestError` that names the parameter at fault.
     """
-    request = read(kind, body, _ALLOWED)
+    request = read(kind, body, _ALLOWED, tags=frozenset())
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
@@ -85,18 +85,23 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
 
 def read(
-    kind: type[M], body: bytes | Mapping[str, Any], allowed: Mapping[str, str] = _NO_ADVICE
+    kind: type[M],
+    body: bytes | Mapping[str, Any],
+    allowed: Mapping[str, str] = _NO_ADVICE,
+    *,
+    tags: frozenset[str] = _TAGS,
 ) -> M:
     """Read the fields that `kind` knows; `allowed` says what some may be.
 
-    Raises `InvalidRequestError` that names the field at fault.
+    `tags` are the types of objects that pydantic writes into a field's path. Raises
+    `InvalidRequestError` that names the field at fault.
     """
     try:
         if isinstance(body, bytes):
             return kind.model_validate_json(body)
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _invalid(error, allowed) from error
+        raise _invalid(error, allowed, tags) from error
 
 
 def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
@@ -111,9 +116,11 @@ def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
     return InvalidRequestError(said, param=name)
 
 
-def _invalid(error: ValidationError, advice: Mapping[str, str]) -> InvalidRequestError:
+def _invalid(
+    error: ValidationError, advice: Mapping[str, str], tags: frozenset[str]
+) -> InvalidRequestError:
     first = error.errors(include_url=False, include_input=False)[0]
-    where = [*_fields(first["loc"])]
+    where = [*_fields(first["loc"], tags)]
     if first["type"] == "json_invalid" or not where:
         return InvalidRequestError(f"The body is not a valid JSON object: {first['msg']}.")
     param = ".".join(where)
@@ -123,9 +130,9 @@ def _invalid(error: ValidationError, advice: Mapping[str, str]) -> InvalidReques
     if first["type"] == "union_tag_not_found":
         return InvalidRequestError(f"{param}.type is missing.", param=f"{param}.type")
     if first["type"] == "union_tag_invalid":
-        tags = first["ctx"]
+        found = first["ctx"]
         return InvalidRequestError(
-            f"{param}: the type {tags['tag']!r} is not supported; {tags['expected_tags']} are.",
+            f"{param}: the type {found['tag']!r} is not supported; {found['expected_tags']} are.",
             param=param,
         )
     if first["type"] == MUST_BE:
@@ -138,8 +145,8 @@ def _invalid(error: ValidationError, advice: Mapping[str, str]) -> InvalidReques
     return InvalidRequestError(f"{param}: {first['msg']}.", param=param)
 
 
-def _fields(path: tuple[int | str, ...]) -> Iterator[str]:
+def _fields(path: tuple[int | str, ...], tags: frozenset[str]) -> Iterator[str]:
     """Yield the names of a path's fields, without types in between."""
     for number, part in enumerate(path):
-        if part not in _TAGS or number in (0, len(path) - 1):
+        if part not in tags or number in (0, len(path) - 1):
             yield str(part)
