@@ -5,9 +5,10 @@ STAMP := .venv/.installed
 K8S_STAMP := .venv/k8s/.installed
 BROWSER_STAMP := .venv/.browser
 VLLM_STAMP := .venv/vllm/.installed
+CLIENTS_STAMP := .venv/clients/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-browser test-vllm picture check k8s dashboards models bench proto
+.PHONY: help demo test test-fast test-browser test-clients test-vllm picture check k8s dashboards models bench proto
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +34,9 @@ test-browser: $(BROWSER_STAMP) ## the page at / in a real browser; needs chromiu
 
 test-vllm: $(VLLM_STAMP) ## the plug-in inside vLLM's CPU build: ten minutes to install, once
 	OMP_NUM_THREADS=1 PYTHONPATH=. .venv/vllm/bin/python -m pytest -m vllm tests/vllm
+
+test-clients: $(CLIENTS_STAMP) ## real clients (openai, anthropic, LangChain, lm_eval, ...) in their own environments
+	$(BIN)/pytest -m clients tests/clients
 
 picture: $(BROWSER_STAMP) ## docs/images/playground.png, from a run of the embedded models
 	$(BIN)/python -m tests.support.playground_picture docs/images/playground.png
@@ -69,6 +73,11 @@ $(BROWSER_STAMP): pyproject.toml | $(STAMP)
 $(VLLM_STAMP): tests/vllm/install.sh
 	PYTHON=$(PYTHON) tests/vllm/install.sh $(CURDIR)/.venv/vllm
 	touch $(VLLM_STAMP)
+
+$(CLIENTS_STAMP): tests/clients/install.sh tests/clients/requirements.txt tests/clients/package.json | $(STAMP)
+	@echo "Installing real clients into .venv/clients: a few minutes, once."
+	PYTHON=$(PYTHON) tests/clients/install.sh $(CURDIR)/.venv/clients $(CURDIR)/.venv
+	touch $(CLIENTS_STAMP)
 
 $(K8S_STAMP): k8s/tools.sh k8s/requirements.txt | $(STAMP)
 	@echo "Installing helm, hadolint, checkov and validators into .venv/k8s, once."
