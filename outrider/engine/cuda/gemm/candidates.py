@@ -12,7 +12,7 @@ from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 _HOPPER = (HopperTiles(128, 100), HopperTiles(256, 100), HopperTiles(128, 264, 2))
 _MOST_ROWS: dict[Reads, int] = {"bf16": 160, "int8": 96, "fp8": 160}
 """Of x that `HopperTiles` are tried for."""
-MANY_ROWS = {512: 512, 1 << 20: 2048}
+MANY_ROWS = {256: 256, 512: 512, 1 << 20: 2048}
 """Further numbers of rows for weights of 8 bits -> how many are timed."""
 
 # By the largest number of rows of x.
@@ -55,8 +55,9 @@ def small_candidates(
         # Of more rows, sums and blocks in flight leave no room for another tile or program.
         tiles = (*_HOPPER, HopperTiles(128, 66)) if rows <= 96 else _HOPPER[:1]
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
-    if rows > 96 and rounds_inputs and by_row:
-        tilings += (Small(reads),)
+    if rows > 96 and by_row:
+        tilings += (Small("int8", 2),) if reads == "int8" else ()
+        tilings += (Small(reads),) if rounds_inputs else ()
     return _available(tilings)
 
 

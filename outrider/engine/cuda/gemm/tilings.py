@@ -126,9 +126,10 @@ class HopperTiles:
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """Rounds x to 8 bits, with a scale for each row, and multiplies by torch's library."""
+    """Multiplies 8 bits by torch's library; x has one plane of 8 bits, or for int8 two."""
 
     reads: Reads
+    planes: int = 1  # one alone is x rounded to 8 bits, with a scale for each row
 
     norms: ClassVar[bool] = True
 
@@ -137,14 +138,16 @@ class Small:
         return outputs % 16 == 0 and inner % 16 == 0
 
     def __call__(self, product: Product) -> None:
-        planes, units = _split(product, planes=1)
+        planes, units = _split(product, self.planes)
         out, scales = product.out, product.scales
         direct = not (product.gated or product.add)
         sums = out if direct else out.new_empty(len(out), len(product.weight))
         if self.reads == "int8":
-            whole = torch._int_mm(planes[0], product.weight.t())
+            whole = torch._int_mm(planes.flatten(0, 1), product.weight.t())
             grid = (len(sums), triton.cdiv(sums.shape[1], _BLOCK))
-            scale_kernel[grid](whole, units, scales, sums, sums.shape[1], _BLOCK, num_warps=4)
+            scale_kernel[grid](
+                *(whole, units, scales, sums, sums.shape[1], self.planes, _BLOCK), num_warps=4
+            )
         else:
             torch._scaled_mm(
                 planes[0],

@@ -292,11 +292,12 @@ def dequantise_kernel(
 
 @triton.jit
 def scale_kernel(
-    sums_ptr,  # int32 [rows, N]
+    sums_ptr,  # int32 [PLANES, rows, N]
     unit_ptr,  # float32 [rows]
     scale_ptr,  # float32 [N]
     out_ptr,  # [rows, N]
     N,
+    PLANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Multiply sums of int8 products with the scales of their row and column."""
@@ -304,5 +305,8 @@ def scale_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     sums = tl.load(sums_ptr + row * N + n, mask=inside, other=0).to(tl.float32)
+    if PLANES == 2:
+        low = sums_ptr + (tl.num_programs(0) + row) * N + n
+        sums = 256.0 * sums + tl.load(low, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scale_ptr + n, mask=inside, other=0.0) * tl.load(unit_ptr + row)
     tl.store(out_ptr + row * N + n, (sums * scale).to(out_ptr.dtype.element_ty), mask=inside)
