@@ -118,7 +118,7 @@ class Child:
 
     def cpu_seconds(self) -> float:
         """Return the user and system time of the process so far."""
-        return time.clock_gettime(~self.pid << 3 | 2)  # as clock_getcpuclockid(3) builds the id
+        return cpu_seconds(self.pid)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -135,6 +135,25 @@ class Child:
         """Return the end of the log, to be said after what went wrong."""
         lines = self.log_lines()[-_TAIL_LINES:]
         return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def process_tree(pid: int) -> list[int]:
+    """Return the ids of a process and of all below it."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += process_tree(int(child))
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the user and system time of a process so far."""
+    return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) builds the id
+
+
+def tree_cpu_seconds(pids: Sequence[int]) -> float:
+    """Return the time that several processes have used together."""
+    return sum(map(cpu_seconds, pids))
 
 
 class Worker:

@@ -211,9 +211,14 @@ class Driver:
                 async with asyncio.timeout(self._limits.timeout_s + _CONNECT_S):
                     await self._quiet.wait()
         seconds = now() - begun
+        await self.close()
+        return seconds
+
+    async def close(self) -> None:
+        """End what is under way at once, and all connections."""
+        self._again = lambda _: None
         for task in list(self._dials):
             task.cancel()
         for connection in list(self._open):
             connection.close()
         await asyncio.gather(*self._dials, return_exceptions=True)
-        return seconds

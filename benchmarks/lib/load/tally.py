@@ -22,6 +22,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self._counts = array("Q", bytes(8 * _BUCKETS))
+        self.begun = 0  # streams that have an event
         self.count = 0
 
     def add(self, seconds: float) -> None:
@@ -61,6 +62,7 @@ class Stream:
         """Count an event with text."""
         if self.first is None:
             self.first = at
+            gaps.begun += 1
         else:
             gaps.add(at - self.last)
         self.last = at

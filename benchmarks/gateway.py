@@ -1,0 +1,147 @@
+"""Measure what a gateway's processes spend on a message, and what its workers carry.
+
+    python -m benchmarks.gateway [--workers 1 2] [--beside FOLDER]
+
+A message is what one round of one request becomes on its way to the client. A scorer without a
+model makes a token of every stream each `--step-ms`. CPU time is the kernel's account of all the
+gateway's processes while every stream is under way; the scorer's and this generator's are told
+apart. `--beside` measures another checkout in the same run, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import uvloop
+
+from benchmarks.lib import report
+from benchmarks.lib.load.steady import Holding, grpc_streams, http_streams
+from benchmarks.lib.processes import REPO, Child, process_tree, stopping, tree_cpu_seconds
+from benchmarks.lib.program import arguments, guarded, say
+
+_START_S: Final = 240.0
+_SETTLE_S: Final = 2.0
+_FACES: Final[dict[str, Holding]] = {"http": http_streams, "grpc": grpc_streams}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = arguments("benchmarks.gateway", __doc__)
+    p.add_argument("--streams", type=int, default=500)
+    p.add_argument("--step-ms", type=float, default=100.0)
+    p.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--workers", type=int, nargs="+", default=[1])
+    p.add_argument("--faces", nargs="+", choices=tuple(_FACES), default=list(_FACES))
+    p.add_argument("--beside", type=Path, help="folder of another checkout; it has one process")
+    p.add_argument("--out", type=Path, default=Path("benchmarks/results/gateway"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if it measured, 2 if it could not."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    systems: list[tuple[str, Path, int]] = [(f"{n} workers", REPO, n) for n in args.workers]
+    if args.beside is not None:
+        systems.insert(0, ("beside", args.beside.resolve(), 0))
+    cells: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for number in range(args.rounds):
+        for face in args.faces:
+            for name, folder, workers in systems:
+                cell = _measure(args, face, folder, workers)
+                say(f"round {number}, {face}, {name}: {cell}")
+                cells.setdefault((face, name), []).append(cell)
+    rows: list[dict[str, Any]] = [
+        {"face": face, "system": name, **{key: _median(runs, key) for key in runs[0]}, "runs": runs}
+        for (face, name), runs in cells.items()
+    ]
+    facts, command = report.machine(), report.command("benchmarks.gateway")
+    columns = ("gateway_us", "messages_per_s", "gateway_cores", "scorer_us", "client_us")
+    body = [
+        [f"{row['face']}, {row['system']}", *(report.number(row[name], 1) for name in columns)]
+        for row in rows
+    ]
+    head = ["", "gateway µs/message", "messages/s", "gateway cores", "scorer µs", "client µs"]
+    text = "\n".join([*report.head("Gateway", command, facts), *report.table(head, body), ""])
+    print(text)
+    report.write({"setup": {**facts, "command": command}, "results": rows}, text, args.out)
+    return 0
+
+
+def _median(runs: Sequence[dict[str, float]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def _measure(args: argparse.Namespace, face: str, folder: Path, workers: int) -> dict[str, float]:
+    """Return the numbers of one gateway. Raises `ProcessError`."""
+    with TemporaryDirectory() as logs, stopping([]) as children:
+        scorer = _start(
+            children,
+            Path(logs),
+            folder,
+            "benchmarks.lib.streaming_scorer",
+            "--step-ms",
+            args.step_ms,
+        )
+        address = scorer.ready(_START_S)["grpc"]
+        gateway = _start(
+            children,
+            Path(logs),
+            folder,
+            "gateway",
+            "--scorer",
+            address,
+            "--max-in-flight",
+            2 * args.streams,
+            *(("--workers", workers) if workers else ()),
+        )
+        ready = gateway.ready(_START_S)
+        loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        with loop as runner:
+            return runner.run(_steady(args, _FACES[face], ready[face], (gateway.pid, scorer.pid)))
+
+
+async def _steady(
+    args: argparse.Namespace, hold: Holding, address: str, pids: tuple[int, int]
+) -> dict[str, float]:
+    trees = [process_tree(pid) for pid in pids]
+
+    def look(count: Any) -> list[float]:
+        used = [tree_cpu_seconds(tree) for tree in trees]
+        return [time.perf_counter(), count(), *used, time.process_time()]
+
+    async with hold(address, args.streams) as count:
+        await asyncio.sleep(_SETTLE_S)
+        before = look(count)
+        await asyncio.sleep(args.seconds)
+        after = look(count)
+    seconds, messages, gateway, scorer, client = (b - a for a, b in zip(before, after, strict=True))
+    return {
+        "gateway_us": gateway / messages * 1e6,
+        "messages_per_s": messages / seconds,
+        "gateway_cores": gateway / seconds,
+        "scorer_us": scorer / messages * 1e6,
+        "client_us": client / messages * 1e6,
+    }
+
+
+def _start(children: list[Child], logs: Path, folder: Path, module: str, *flags: object) -> Child:
+    command = [sys.executable, "-P", "-m", module, *map(str, flags)]
+    child = Child(module, command, logs, env={"PYTHONPATH": str(folder)})
+    children.append(child)
+    return child
+
+
+if __name__ == "__main__":
+    sys.exit(main())
