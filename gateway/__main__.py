@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import sys
 
 from gateway.config import GatewayConfig
@@ -17,6 +18,9 @@ from outrider.rpc.runtime import importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
 from outrider.signals import end_at_sigterm
 
+_GC_THRESHOLDS = (50_000, 20, 100)
+"""A thousand streams make and drop thousands of objects a step, hardly any in circles: by default,
+looking for those takes a seventh of a gateway's time."""
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayConfig)}
 
 
@@ -52,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         with importing():
             from gateway.service import Gateway
             from outrider.rpc.telemetry import configure
+        gc.set_threshold(*_GC_THRESHOLDS)
     except KeyboardInterrupt:  # they take a second; afterwards the loop has the signal
         return 130
     return run(

@@ -15,6 +15,7 @@ _SUMMED = (
     *("network_ms", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
     "hits_after_miss",
 )
+_ONE_PLAIN = (TokenKind.PLAIN,)
 
 
 class Account:
@@ -29,6 +30,7 @@ class Account:
         self._rule = rule
         self._total = common_pb2.AuxInfo(verification=rule.value, exact=True)
         self._seen = common_pb2.AuxInfo()
+        self._plain_rounds = 0  # of `_seen`, not yet added
         self._reported: common_pb2.AuxInfo | None = None
         self._positions: list[int] = []  # of every token: draft position if accepted, else -1
         self._cached_prompt_tokens: int | None = None
@@ -36,6 +38,10 @@ class Account:
 
     def observe(self, kinds: Sequence[TokenKind]) -> None:
         """One message of the scorer, with the kinds of its tokens: one round or several."""
+        if kinds == _ONE_PLAIN:  # by far the most common message without speculation
+            self._positions.append(-1)
+            self._plain_rounds += 1
+            return
         position = rounds = drafted = 0
         accepted_per_pos: list[int] = []
         for kind in kinds:
@@ -71,6 +77,9 @@ class Account:
 
     def end_segment(self) -> None:
         """No more will come from this scorer."""
+        self._seen.rounds += self._plain_rounds
+        self._seen.iter_count += self._plain_rounds
+        self._plain_rounds = 0
         segment = self._seen if self._reported is None else self._reported
         for name in _SUMMED:
             setattr(self._total, name, getattr(self._total, name) + getattr(segment, name))

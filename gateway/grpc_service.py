@@ -189,7 +189,7 @@ def _response(
     response = generation_pb2.GenerateResponse(
         request_id=request.request_id,
         text=chunk.text,
-        tokens=map(_token, chunk.tokens),
+        tokens=[_token(token) for token in chunk.tokens],
     )
     if chunk.ending is not None:
         response.finish_reason = FINISH_TO_PROTO[chunk.ending.reason]

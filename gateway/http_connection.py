@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from typing import Any, ClassVar, Final, cast
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Message, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+_BODY: Final = "outrider.http.response.piece"  # among the scope's extensions
 
 
 class PatientProtocol(H11Protocol):
@@ -23,6 +26,13 @@ class PatientProtocol(H11Protocol):
         self._pauses = 0
         self._waited_for = self._waits_for()
         self._timer = self.loop.call_later(self.patience_s, self._look)
+
+    def handle_events(self) -> None:
+        former = self.cycle
+        super().handle_events()
+        if (cycle := self.cycle) is not former and cycle.scope["http_version"] == "1.1":
+            scope: dict[str, Any] = cast(dict[str, Any], cycle.scope)
+            scope["extensions"] = {_BODY: cycle}  # before its task has its first turn
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -46,3 +56,26 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
         else:
             self._timer = self.loop.call_later(self.patience_s, self._look)
+
+
+def direct(scope: Scope, send: Send) -> Send:
+    """Return a `send` that writes the pieces of a body itself, if the server lets it.
+
+    The layers of ASGI and h11 between take as long for a piece as all else that a gateway does for
+    it. They get every other message, and the last piece.
+    """
+    cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_BODY)
+    if cycle is None:
+        return send
+    flow, write = cycle.flow, cycle.transport.write
+
+    async def sending(message: Message) -> None:
+        if not (message.get("more_body") and (piece := message["body"])):
+            await send(message)
+            return
+        if flow.write_paused and not cycle.disconnected:
+            await flow.drain()
+        if not cycle.disconnected:
+            write(b"%x\r\n%b\r\n" % (len(piece), piece))  # a chunk of RFC 9112, section 7.1
+
+    return sending

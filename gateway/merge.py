@@ -44,6 +44,8 @@ async def merged(
 
 def one_ahead(streams: Sequence[AsyncGenerator[T, None]]) -> list[AsyncGenerator[T, None]]:
     """Return the streams; all but the first begin once the first has yielded an item."""
+    if len(streams) == 1:
+        return list(streams)
     begun = asyncio.Event()
     return [_announced(streams[0], begun), *(_begun_after(begun, other) for other in streams[1:])]
 

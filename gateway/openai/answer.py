@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.generation import Chunk, Generator
+from gateway.http_connection import direct
 from gateway.openai.errors import public_error
 from gateway.openai.job import Job, gather, run_job
 from gateway.openai.rendering import EventStream, Rendering
@@ -57,6 +58,7 @@ class Answer(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         events = self._rendering.stream() if self._stream else None
+        send = direct(scope, send)
 
         async def start_stream() -> None:
             nonlocal started

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from google.protobuf.json_format import MessageToDict
 
 from gateway.generation import Chunk, Ending
 from gateway.openai.deltas import MessageReader, MessageReading, message_of
+from gateway.openai.frames import TextFrame
 from gateway.openai.logprobs import (
     FIRST,
     Spell,
@@ -25,6 +26,7 @@ from outrider.params import TokenIds
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2
 
+_CONTENT_ALONE = {"content"}
 DONE = b"data: [DONE]\n\n"
 Scores = tuple[TokenLogprobs, ...] | None
 """The logprobs of a prompt's tokens but the first."""
@@ -76,6 +78,7 @@ class Shaper:
     prompts: tuple[ScoredPrompt, ...] = ()  # if their logprobs are wanted
     top_prompt_logprobs: int | None = None  # if they are told under vLLM's name
     prompt_lens: tuple[int, ...] = ()  # of each completion, if every event tells the usage so far
+    _frames: dict[int, TextFrame] = field(default_factory=dict, init=False, compare=False)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
@@ -139,6 +142,9 @@ class Shaper:
 
     def piece(self, index: int, chunk: Chunk, shown: Shown, reader: MessageReader | None) -> bytes:
         """Return the event of a chunk behind what was `shown`; with nothing to tell, none."""
+        plain = not (self.spell or self.token_kinds or self.prompt_lens)
+        if plain and reader is None:
+            return self._text_event(index, chunk.text) if chunk.text else b""
         content: Any = {"content": chunk.text} if self.kind == "chat" else chunk.text
         told = bool(chunk.text)
         if reader is not None:
@@ -146,12 +152,24 @@ class Shaper:
                 [token.text for token in chunk.tokens], last=chunk.ending is not None
             )
             told = bool(content)
+            if plain and content.keys() == _CONTENT_ALONE:
+                return self._text_event(index, content["content"])
         if not told and not ((self.spell or self.token_kinds) and chunk.tokens):
             return b""
         logprobs = self._logprobs(chunk.tokens, shown.chars)
         choice = self._choice(index, content, None, logprobs)
         tokens = shown.tokens + len(chunk.tokens)
         return self._event({**choice, **self._tokens(chunk.tokens)}, tokens=tokens)
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return the event of a piece that is text alone."""
+        frame = self._frames.get(index)
+        if frame is None:
+            mark = TextFrame.mark()
+            content: Any = {"content": mark} if self.kind == "chat" else mark
+            frame = TextFrame.of(self._event(self._choice(index, content, None)))
+            self._frames[index] = frame
+        return frame.event(text)
 
     def end_of_choice(
         self, index: int, ending: Ending, endings: Sequence[Ending] | None, *, called: bool

@@ -118,3 +118,18 @@ async def test_connection_closed_within_body_logs_no_error(
         answer = await gateway.client.completions.create(model="default", prompt="x")
     assert answer.choices[0].text == "abc"
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_stream_to_client_of_http_1_0_has_no_chunks() -> None:
+    async with running_gateway(Script(tokens("hello world"))) as gateway:
+        for version, chunked in (("1.0", False), ("1.1", True)):
+            request = completion(stream=True).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+            request = request.replace(b"Host: x", b"Host: x\r\nConnection: close")
+            async with connected(gateway) as (reader, writer):
+                writer.write(request)
+                head, _, body = (await read_to_end(reader)).partition(b"\r\n\r\n")
+            assert (b"transfer-encoding: chunked" in head.lower()) == chunked
+            lines = body.splitlines()
+            assert (b"data: [DONE]" in lines, lines[0].startswith(b"data: ")) == (True, not chunked)
+            if chunked:
+                assert body.endswith(b"\r\n0\r\n\r\n")
