@@ -36,6 +36,11 @@ def trained_layers(count: int) -> tuple[int, int, int]:
     return low, middle, count - 1 if count < SHALLOW else high
 
 
+def spread_layers(count: int) -> tuple[int, ...]:
+    """Those of `count` that a block drafter is trained on here: four, evenly, up to the output."""
+    return tuple(sorted({min(2, count) + round(i * max(0, count - 2) / 3) for i in range(4)}))
+
+
 def states_read(method: str, module: str | None) -> str:
     """Return the `--hidden-features` that a scorer needs for a module.
 

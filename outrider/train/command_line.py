@@ -13,6 +13,7 @@ from outrider.flag_numbers import number, whole
 
 METHODS = {
     "eagle3": "one layer over three of the target's states (EAGLE-3)",
+    "dflash": "a few layers that fill a block of tokens from four of the target's states (DFlash)",
     "mtp": "a multi-token-prediction module in Qwen3.5's layout; embedding and head are shared",
     "medusa": "a residual block for each drafted position, before the target's head (Medusa-1)",
     "mlp_speculator": "IBM's recurrent MLP, its matrices shared by all positions",
@@ -22,6 +23,7 @@ _LAYER_SIZES = ("--intermediate-size", "--heads", "--kv-heads", "--head-dim")
 _SIZE_FLAGS = {
     "mlp_speculator": ("--inner-size",),
     "mtp": _LAYER_SIZES,
+    "dflash": _LAYER_SIZES,
     "eagle3": ("--hidden-size", *_LAYER_SIZES, "--draft-vocab-size"),
     "draft_model": ("--hidden-size", *_LAYER_SIZES),
 }
@@ -95,8 +97,8 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
         parser.add_argument(
             flag, type=_positive, help=f"default: the target's {of_target}".rstrip()
         )
-    if method == "draft_model":
-        _number(parser, "--num-layers", 2, "of the model")
+    if method in ("draft_model", "dflash"):
+        _number(parser, "--num-layers", 2, "decoder layers")
 
 
 def _positive(text: str) -> int:

@@ -148,11 +148,16 @@ class DecoderLayer(nn.Module):
         return out
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Apply rotary position embedding, halves convention, to `[..., length, head_dim]`."""
+def rotate(x: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
+    """Apply rotary position embedding, halves convention, to `[..., length, head_dim]`.
+
+    `positions [length]` are 0, 1, ... by default.
+    """
     length, dim = x.shape[-2:]
+    if positions is None:
+        positions = torch.arange(length, device=x.device)
     steps = torch.arange(0, dim, 2, dtype=torch.float32, device=x.device) / dim
-    angles = torch.outer(torch.arange(length, device=x.device).float(), theta**-steps)
+    angles = torch.outer(positions.float(), theta**-steps)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.cli.ports import free_port
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
@@ -26,6 +28,7 @@ from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
+from outrider.params import SamplingParams
 from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
 from outrider.train.files import round_module
@@ -50,6 +53,7 @@ METHODS = {
     "eagle3": "--hidden-size 32 --intermediate-size 48",
     "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --head-dim 16 "
     "--draft-vocab-size 128 --mantissa-bits 4",
+    "dflash": "--intermediate-size 48 --num-layers 2",
     "mtp": "--intermediate-size 48",
     "medusa": "",
     "mlp_speculator": "--inner-size 16",
@@ -133,6 +137,8 @@ def product_chain(
             state, logits = mlp.step(state, batch.token_ids[0, base + 1 + i : base + 2 + i], i)
             found.append(logits[0])
         return found
+    if case == "dflash":
+        return product_block(load_dflash(*where, torch.float32, CPU), batch, base)
     head: Any
     if case == "mtp":
         head, features = load_mtp(*where, torch.float32, CPU), batch.hidden[0]
@@ -155,6 +161,20 @@ def product_chain(
         output = feed(head.feed_back(output), base + step, base + step + 1, step)
         found.append(head.logits(output)[0])
     return found
+
+
+def product_block(head: DFlashHead, batch: TargetBatch, base: int) -> list[Tensor]:
+    """Logits of the slots after the token at base + 1."""
+    features = batch.layers[0, : base + 1].bfloat16()
+    assert head.features.width == features.shape[-1]
+    head.bind(KVPools(16, 4, torch.float32, CPU))
+    row = RowSlice(batch.token_ids[0, 1 : base + 2].tolist(), 0, list(range(1, 12)), 1)
+    given = DraftInput(row, STEPS, SamplingParams(temperature=0.0), features=features)
+    backend = choose_backend(None, head.attention_traits(), CPU)
+    with torch.inference_mode():
+        outputs = head.run([given], backend, 4)
+        assert outputs is not None
+        return list(head.logits(outputs[0]))
 
 
 def test_trained_head_when_loaded_computes_the_same_logits(

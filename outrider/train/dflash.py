@@ -1,0 +1,168 @@
+"""DFlash, in the layout of `z-lab/*-DFlash-*`: a block of tokens from the target's states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.aux_layers import spread_layers
+from outrider.train.head import Export, Head, layer_fields
+from outrider.train.layers import BlockShape, RMSNorm, SwiGLU, rotate, shift_rows
+from outrider.train.target import Target, TargetBatch
+
+
+class Blocks:
+    """Blocks of `width` tokens that begin at every row at once, and who sees whom.
+
+    The block of row p is the token at p + 1 and mask tokens after it. All of it sees the states of
+    rows up to p, and itself.
+    """
+
+    def __init__(self, length: int, width: int, device: torch.device) -> None:
+        row = torch.arange(length, device=device)
+        slot = torch.arange(width, device=device)
+        self.rows = row
+        self.positions = (row + 1 + slot[:, None]).flatten()  # of the tokens, slot by slot
+        of_query = row.repeat(width)[:, None]
+        seen = (row <= of_query, row.repeat(width) == of_query)
+        self.mask = torch.cat(seen, -1)  # [width * length, (1 + width) * length]
+
+
+class BlockAttention(nn.Module):
+    """Attention of blocks to the target's states and to themselves; queries and keys are normed."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.shape = shape
+        size, width = shape.hidden_size, shape.num_heads * shape.head_dim
+        self.q_proj = nn.Linear(size, width, bias=False)
+        self.k_proj = nn.Linear(size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(width, size, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+
+    def forward(self, x: Tensor, states: Tensor, blocks: Blocks) -> Tensor:
+        """Map tokens [rows, width * length, size]; `states` are [rows, length, size]."""
+        shape, rows = self.shape, len(x)
+        both = torch.cat((states, x), 1)
+        query = self.q_norm(self.q_proj(x).view(rows, x.shape[1], shape.num_heads, -1))
+        key = self.k_norm(self.k_proj(both).view(rows, both.shape[1], shape.num_kv_heads, -1))
+        value = self.v_proj(both).view(rows, both.shape[1], shape.num_kv_heads, -1)
+        positions = torch.cat((blocks.rows, blocks.positions))
+        query = rotate(query.transpose(1, 2), shape.rope_theta, blocks.positions)
+        key = rotate(key.transpose(1, 2), shape.rope_theta, positions)
+        group = shape.num_heads // shape.num_kv_heads
+        key = key.repeat_interleave(group, 1)
+        value = value.transpose(1, 2).repeat_interleave(group, 1)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=blocks.mask)
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(rows, x.shape[1], -1))
+        return out
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer of Qwen3 over blocks."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = BlockAttention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = SwiGLU(shape)
+
+    def forward(self, x: Tensor, states: Tensor, blocks: Blocks) -> Tensor:
+        y = x + self.self_attn(self.input_layernorm(x), states, blocks)
+        out: Tensor = y + self.mlp(self.post_attention_layernorm(y))
+        return out
+
+
+class DFlash(Head):
+    """A head with the target's embedding and output layer, over states of `spread_layers`.
+
+    Blocks of all lengths up to `num_steps` guesses are trained, since a round may want fewer.
+    `sample [rows, n]` are tokens from which the spread of states is measured.
+    """
+
+    state_scale: Tensor
+
+    def __init__(
+        self, target: Target, shape: BlockShape, num_layers: int, num_steps: int, sample: Tensor
+    ) -> None:
+        super().__init__()
+        config, size = target.config, shape.hidden_size
+        self.vocab_size, self.num_steps = int(config.vocab_size), num_steps
+        self.num_target_layers = int(config.num_hidden_layers)
+        self.max_positions = int(config.max_position_embeddings)
+        self.layers = spread_layers(self.num_target_layers)
+        self.shape = shape
+        self.shared_embedding, self.shared_head = target.embedding, target.head
+        self.mask_token = mask_token(getattr(config, "pad_token_id", None), target.embedding)
+        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, shape.norm_eps)
+        self.blocks = nn.ModuleList(BlockLayer(shape) for _ in range(num_layers))
+        self.norm = RMSNorm(size, shape.norm_eps)
+        states = target.read(sample, self.layers).layers
+        spread = states.float().pow(2).mean((0, 1)).view(len(self.layers), -1).mean(-1).sqrt()
+        # A power of two: dividing `fc` by it when it is written changes no mantissa.
+        scale = spread.log2().round().exp2().repeat_interleave(size)
+        self.register_buffer("state_scale", scale)
+
+    def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
+        """Yield what the slots guess; with gradients, those of shorter blocks as well."""
+        ids, dtype = batch.token_ids[:, 1:], self.fc.weight.dtype
+        rows, length = ids.shape
+        count = min(num_steps, self.num_steps)
+        if torch.is_grad_enabled():
+            count = block_length(batch.token_ids, count)
+        states = self.hidden_norm(self.fc((batch.layers[:, :-1] / self.state_scale).to(dtype)))
+        masks = ids.new_full((rows, count * length), self.mask_token)
+        x = F.embedding(torch.cat((ids, masks), 1), self.shared_embedding).to(dtype)
+        blocks = Blocks(length, count + 1, ids.device)
+        for layer in self.blocks:
+            x = layer(x, states, blocks)
+        slots = self.norm(x).view(rows, count + 1, length, -1)
+        for step in range(count):
+            guess = shift_rows(slots[:, step + 1], step)
+            yield F.linear(guess, self.shared_head.to(guess.dtype))
+
+    def export(self) -> Export:
+        """Return tensors and config as published DFlash checkpoints have them."""
+        tensors = {
+            name.replace("blocks.", "layers."): weight.detach()
+            for name, weight in self.named_parameters()
+        }
+        tensors["fc.weight"] = tensors["fc.weight"] / self.state_scale
+        config: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": len(self.blocks),
+            **layer_fields(self.shape, self.max_positions),
+            "layer_types": ["full_attention"] * len(self.blocks),
+            "tie_word_embeddings": False,
+            "vocab_size": self.vocab_size,
+            "num_target_layers": self.num_target_layers,
+            "block_size": self.num_steps + 1,
+            "dflash_config": {
+                "target_layer_ids": [layer - 1 for layer in self.layers],
+                "mask_token_id": self.mask_token,
+            },
+        }
+        return Export(tensors, config)
+
+
+def block_length(token_ids: Tensor, most: int) -> int:
+    """Return a length that the tokens decide, so that a resumed run draws the same."""
+    draw = int(token_ids.sum()) % (2 * most)
+    return most if draw >= most else draw + 1
+
+
+def mask_token(pad_token: Any, embedding: Tensor) -> int:
+    """Return the token that fills slots: padding, or the last one if that is embedded as zero."""
+    known = isinstance(pad_token, int) and 0 <= pad_token < len(embedding)
+    # Zeros would make all slots alike.
+    return int(pad_token) if known and bool(embedding[pad_token].any()) else len(embedding) - 1
