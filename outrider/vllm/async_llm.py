@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from outrider.errors import ConfigError
+from outrider.vllm.flags import check_hosting
 from outrider.vllm.stats import Load
 
 try:  # vLLM 0.23 raises ValueError
@@ -64,6 +65,8 @@ def build(argv: Sequence[str], load: Load) -> AsyncLLM:
     """Start vLLM by its own flags. Raises `ConfigError`, and what vLLM raises."""
     parser = AsyncEngineArgs.add_cli_args(_Parser())
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv)))
+    if (args.speculative_config or {}).get("method") == "custom_class":  # in any spelling
+        check_hosting(args.data_parallel_size, args.pipeline_parallel_size, args.nnodes)
     if args.speculative_config and hasattr(args, "per_request_spec_decode_metrics"):
         args.per_request_spec_decode_metrics = "detailed"
     factory: Any = lambda _config, engine_index: _LoadLogger(load, engine_index)  # noqa: E731

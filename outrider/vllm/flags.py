@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from math import prod
 from typing import Any, Final
 
@@ -29,6 +29,15 @@ SIZES: Final = frozenset(
     {"--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--nnodes"}
 )
 """Those among them that say nothing if they are 1."""
+
+_SHORT: Final = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
+"""vLLM's short names of them."""
 
 OWN_METHODS: Final = (
     *("ngram", "suffix", "draft_model", "eagle", "eagle3"),
@@ -72,9 +81,9 @@ def take_parallel_flags(args: dict[str, Any]) -> tuple[str, ...]:
 
 
 def num_devices(flags: Sequence[str]) -> int:
-    """Return over how many devices the flags of `PARALLEL_FLAGS` spread a model."""
+    """Return over how many devices flags in vLLM's words spread a model."""
     sizes = SIZES - {"--nnodes"}  # which the others are spread over
-    return prod(int(value) for flag, value in pairwise(flags) if flag in sizes and value.isdigit())
+    return prod(_size_of(flag, flags) for flag in sizes)
 
 
 def gives_speculation(flags: Sequence[str]) -> bool:
@@ -85,7 +94,45 @@ def gives_speculation(flags: Sequence[str]) -> bool:
 
 def node_rank(flags: Sequence[str]) -> int:
     """Return the number of this machine among those that share a model; the first is 0."""
-    return next((int(value) for flag, value in pairwise(flags) if flag == "--node-rank"), 0)
+    return _number("--node-rank", flags, 0)
+
+
+def _size_of(flag: str, flags: Sequence[str]) -> int:
+    return _number(flag, flags, 1)
+
+
+def _number(flag: str, flags: Sequence[str], otherwise: int) -> int:
+    """Return the last value of a flag in any of vLLM's spellings, if it is a number."""
+    value = ""
+    for word, after in zip_longest(flags, flags[1:], fillvalue=""):
+        name, equals, joined = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if _SHORT.get(name, name) == flag:
+            value = joined if equals else after
+    return int(value) if value.isascii() and value.isdigit() else otherwise
+
+
+def check_hosting(data: int, pipeline: int, nodes: int) -> None:
+    """Refuse ways to spread a model of which no worker could host a scorer's draft side.
+
+    Raises `ConfigError`.
+    """
+    without = (
+        "give --num-speculative-tokens 0, or vLLM's own --speculative-config after -- "
+        "(docs/vllm.md)."
+    )
+    if data > 1:
+        raise ConfigError(
+            "--data-parallel-size takes no proposers: start a scorer for each replica, or "
+            f"{without}"
+        )
+    if pipeline > 1 and nodes > 1:
+        raise ConfigError(
+            "--pipeline-parallel-size over several machines (--nnodes) takes no proposers: they "
+            "would have to dial the last stage's machine, not the scorer's. Spread the model by "
+            f"--tensor-parallel-size alone, or {without}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +172,11 @@ class VllmOptions:
         return self.num_speculative_tokens > 0 and not self.own_speculation
 
     def _hosting(self) -> list[str]:
-        if num_devices(("--data-parallel-size", self._given("--data-parallel-size"))) > 1:
-            raise ConfigError(
-                "--data-parallel-size takes no proposers: start a scorer for each replica, or give "
-                "--num-speculative-tokens 0, or vLLM's own --speculative-config after --."
-            )
+        check_hosting(
+            _size_of("--data-parallel-size", self.more),
+            _size_of("--pipeline-parallel-size", self.more),
+            _size_of("--nnodes", self.more),
+        )
         config = {
             "method": "custom_class",
             "model": "outrider.vllm.proposer.RemoteProposer",
@@ -141,9 +188,6 @@ class VllmOptions:
             *("--worker-cls", f"outrider.vllm.worker.{worker}"),
             *("--additional-config", json.dumps({"outrider": shlex.join(self.draft_flags)})),
         ]
-
-    def _given(self, flag: str) -> str:
-        return next((value for name, value in pairwise(self.more) if name == flag), "")
 
     def argv(self, folder: str, *, has_tokenizer: bool = True) -> list[str]:
         """Return vLLM's flags for a model's folder. Raises `ConfigError`."""

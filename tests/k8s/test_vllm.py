@@ -125,6 +125,12 @@ def test_groups_when_autoscaled_are_scaled_whole(engine: str) -> None:
         ("proposers.m.method=mtp,proposers.m.model=org/m", "which scorer.engine vllm does not"),
         ("scorer.inProcess.method=ngram", "scorer.inProcess is the native engine's"),
         ("scorer.resources.limits.nvidia\\.com/gpu=2", "its limit has to be nvidia.com/gpu: 4"),
+        (
+            "scorer.parallel.pipeline=2,scorer.parallel.tensor=2,scorer.parallel.nodes=2,"
+            "scorer.resources.requests.nvidia\\.com/gpu=2,"
+            "scorer.resources.limits.nvidia\\.com/gpu=2",
+            "proposers cannot reach a model whose pipeline spans nodes",
+        ),
         ("scorer.flags.enable-expert-parallel=true", "say it with scorer.parallel.expert"),
     ],
 )

@@ -55,6 +55,7 @@ def test_devices_are_those_of_all_kinds_of_parallelism() -> None:
     flags = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--node-rank", "5")
     assert (num_devices(flags), num_devices(())) == (6, 1)
     assert num_devices((*flags, "--nnodes", "2")) == 6
+    assert num_devices(("-tp=2", "-pp", "3", "--data_parallel_size", "2")) == 12
 
 
 def test_proposers_are_taken_where_nothing_else_speculates() -> None:
@@ -67,8 +68,35 @@ def test_proposers_are_taken_where_nothing_else_speculates() -> None:
     own = replace(hosting, more=("--speculative-config", "{}"))
     assert not own.takes_proposers
     assert "--worker-cls" not in own.argv("m")
-    with pytest.raises(ConfigError, match="--data-parallel-size takes no proposers"):
-        replace(hosting, more=("--data-parallel-size", "2")).argv("m")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data-parallel-size 2", "--data-parallel-size takes no proposers"),
+        ("--data_parallel_size=2", "--data-parallel-size takes no proposers"),
+        ("-dp 2", "--data-parallel-size takes no proposers"),
+        ("--pipeline-parallel-size 2 --nnodes 2", "would have to dial the last stage's machine"),
+        ("-pp=2 -tp 8 -n 2", "would have to dial the last stage's machine"),
+    ],
+)
+def test_ways_to_spread_a_model_that_no_proposer_could_reach_are_refused(
+    words: str, said: str
+) -> None:
+    more = tuple(words.split())
+    hosting = replace(OPTIONS, num_speculative_tokens=3, more=more)
+    with pytest.raises(ConfigError, match=said):
+        hosting.argv("m")
+    assert replace(hosting, num_speculative_tokens=0).argv("m")[-1] == more[-1]
+    assert replace(hosting, more=(*more, "-sc", "{}")).argv("m")
+
+
+@pytest.mark.parametrize(
+    "words", ["-pp 2", "-tp 8 -n 2", "-dp 1 -pp 2 --nnodes=1", "-pp 2 -n 2 -n 1", "-pp"]
+)
+def test_ways_to_spread_a_model_that_proposers_can_reach_are_taken(words: str) -> None:
+    hosting = replace(OPTIONS, num_speculative_tokens=3, more=tuple(words.split()))
+    assert "--worker-cls" in hosting.argv("m")
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "x"])
