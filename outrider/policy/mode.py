@@ -161,18 +161,14 @@ class ModeTrials:
         self._speeds[mode] = Speed(3.0 * self._trial_steps)
 
     def _judge(self, trial: Trial) -> None:
-        """End a trial that has taken long enough, or that is clearly lost.
-
-        A close one among drafts takes longer.
-        """
+        """End a trial that has taken long enough, or that is clearly lost."""
         tried, best = self._speeds[trial.mode], self._speeds[self.incumbent]
         drafts = trial.mode.drafts
         worth = WORTH if drafts else 1 / WORTH
         speedup = tried.value / best.value / worth if best.value else math.inf
-        close = drafts and self.incumbent.drafts and abs(speedup - 1.0) < WORTH - 1.0
         luck = 2.0 / math.sqrt(self._num_rows * trial.compared)  # of so many rounds
         lost = self.incumbent.drafts and speedup < 1.0 - luck
-        if lost or trial.compared >= (MOST_STEPS if close else self._trial_steps):
+        if lost or trial.compared >= self._trial_steps:
             # Drafts shorten no step: where they bring no tokens, less time was luck.
             self._end(trial, won=speedup > 1.0 and not (drafts and tried.tokens < tried.steps))
 

@@ -99,15 +99,9 @@ class Waiting:
         there is no second step.
         """
         awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
-        dues = [self._due(d, times, now) for d, times in awaited]
-        arrivals = sorted(dues)
+        arrivals = sorted([self._due(d, times, now) for d, times in awaited])
         if microbatch_step_s:
             return start_half_at(len(ready), arrivals, microbatch_step_s, now)
-        # A first block waits for its prompt's processing: only its own row waits for it.
-        known = [due for (d, _), due in zip(awaited, dues, strict=True) if d.awaited.blocks]
-        rows = [row.drafting for row in (*ready, *waiting)]
-        if known and not num_prefilling and all(d.waits and not d.runs_ahead for d in rows):
-            return max(known)
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
         going, num_waiting = len(ready) + num_prefilling, len(waiting)
         slowed = [times.contention_s for d, times in awaited if times and not d.runs_ahead]
