@@ -27,7 +27,7 @@ from gateway.openai.body import read_body
 from gateway.openai.errors import NotServedError, error_body, error_response, public_error
 from gateway.openai.job import Job, admit, make_job
 from gateway.openai.middleware import middleware, request_id
-from gateway.openai.parse import parse, read
+from gateway.openai.parse import parse, validated
 from gateway.openai.rendering import Choices, Rendering
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
@@ -118,18 +118,18 @@ class _OpenAI:
         return await self._answer(body, _choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = read(ResponseRequest, await self._read(request), ALLOWED)
+        body = validated(ResponseRequest, await self._read(request), ALLOWED)
         chat = body.chat()
         shape = partial(ResponseRendering, body, chat)
         with named(NAMES):
             return await self._answer(chat, shape, request, tenant, deadline)
 
     async def _messages(self, request: Request, tenant: str, deadline: float) -> Response:
-        chat = read(MessagesRequest, await self._read(request)).chat()
+        chat = validated(MessagesRequest, await self._read(request)).chat()
         return await self._answer(chat, MessageRendering, request, tenant, deadline)
 
     async def _count(self, request: Request, _tenant: str, _deadline: float) -> Response:
-        chat = read(CountRequest, await self._read(request)).chat()
+        chat = validated(CountRequest, await self._read(request)).chat()
         generator = self._generator
         generator.intake.check_model(chat.model)
         with admit(chat, generator):

@@ -70,7 +70,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
     Raises `InvalidRequestError` that names the parameter at fault.
     """
-    request = read(kind, body, _ALLOWED, tags=frozenset())
+    request = validated(kind, body, _ALLOWED, tags=frozenset())
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
@@ -84,7 +84,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
     return request
 
 
-def read(
+def validated(
     kind: type[M],
     body: bytes | Mapping[str, Any],
     allowed: Mapping[str, str] = _NO_ADVICE,

@@ -15,7 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.openai.answer import while_connected
 from gateway.openai.body import read_body
-from gateway.openai.parse import parse, read
+from gateway.openai.parse import parse, validated
 from gateway.openai.request_objects import UINT32, Items, Strict
 from gateway.openai.requests import ChatRequest, CompletionRequest
 
@@ -88,7 +88,7 @@ class TokenRoutes:
 
     async def _detokenize(self, request: Request, _tenant: str, _deadline: float) -> Response:
         generator = self._generator
-        body = read(Detokenize, await read_body(request, self._config.max_body_bytes))
+        body = validated(Detokenize, await read_body(request, self._config.max_body_bytes))
         generator.intake.check_model(body.model)
         with generator.admission.admitted(1):
             await self._known(request)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic_core import from_json
 
+from gateway.openai import answer as sending
 from outrider.errors import InvalidRequestError, UnavailableError
 from outrider.v1 import common_pb2
 from tests.contract.gateway.test_tools import CALLS, PARSERS, THOUGHTS, thinking_model
@@ -283,6 +284,17 @@ async def test_key_may_come_as_x_api_key(tmp_path: Path) -> None:
             assert answer.status_code == status
     assert answer.json()["error"]["type"] == "authentication_error"
     assert "x-api-key" in answer.json()["error"]["message"]
+
+
+async def test_thinking_that_is_not_shown_sends_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_SILENCE_S", 0.0)
+    text = "<think>\nWell, well.\n</think>\n\nYes."
+    async with running_gateway(Script(tokens(text)), **PARSERS) as gateway:
+        events = await events_of(gateway, BODY)
+    kinds = [event["type"] for event in events]
+    begun = kinds[kinds.index("message_start") :]
+    assert begun[: begun.index("content_block_start")].count("ping") > 1
+    assert accumulated(events)["content"] == [{"type": "text", "text": "Yes."}]
 
 
 async def test_stream_that_breaks_ends_with_an_error() -> None:

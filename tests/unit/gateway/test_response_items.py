@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.openai.parse import read
+from gateway.openai.parse import validated
 from gateway.responses_api.requests import ResponseRequest
 
 
 def messages(**body: Any) -> list[Any]:
-    return [*read(ResponseRequest, body).chat().conversation().messages]
+    return [*validated(ResponseRequest, body).chat().conversation().messages]
 
 
 def called(call_id: str, city: str) -> dict[str, Any]:
@@ -93,6 +93,6 @@ def test_allowed_tools_are_the_only_ones_offered() -> None:
     chosen = [{"type": "function", "name": name} for name in "ac"]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": chosen}
     body = {"input": "x", "tools": tools, "tool_choice": choice}
-    chat = read(ResponseRequest, body).chat()
+    chat = validated(ResponseRequest, body).chat()
     assert [*chat.offered()] == ["a", "c"]
     assert chat.choice().forced == ()
