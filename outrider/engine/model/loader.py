@@ -217,6 +217,8 @@ def _read(
     if device.type == "cuda":
         reader = reader or DeviceReader(folder, device)
         model = read_model(folder, config, dtype, reader.tensors())
+        # transformers warmed the allocator up with as much again, for tensors that it does not make.
+        torch.cuda.empty_cache()
         check_finite(model, folder)
         return model
     model = read_model(folder, config, dtype)
