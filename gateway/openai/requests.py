@@ -311,9 +311,10 @@ class ChatRequest(Request):
 
     def chat(self) -> Chat:
         """Return what is asked for. Raises `InvalidRequestError`."""
-        return Chat(
-            *(self.conversation(), self.choice(), *self.constraint()), self.thinking_token_budget
-        )
+        choice, constraint = self.choice(), self.constraint()
+        if choice.forced and self.structured_outputs is None:
+            constraint = None, ""  # response_format is about text, and a call has none
+        return Chat(*(self.conversation(), choice, *constraint), self.thinking_token_budget)
 
     def conversation(self) -> Conversation:
         """Return what the chat template is given. Raises `InvalidRequestError`."""

@@ -12,6 +12,7 @@ REQUEST: Any = {
     "model": "default",
     "max_tokens": 24,
     "messages": [{"role": "user", "content": "Write a function."}],
+    "extra_body": {"temperature": 0},  # which this client has no parameter for
 }
 TOOL: Any = {
     "name": "book",
@@ -20,14 +21,15 @@ TOOL: Any = {
         "type": "object",
         "properties": {"room": {"enum": ["red", "blue"]}},
         "required": ["room"],
+        "additionalProperties": False,
     },
 }
 
 
 @case
 def message() -> None:
-    whole = client.messages.create(**REQUEST, temperature=0, system="Be short.")
-    with client.messages.stream(**REQUEST, temperature=0, system="Be short.") as stream:
+    whole = client.messages.create(**REQUEST, system="Be short.")
+    with client.messages.stream(**REQUEST, system="Be short.") as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert whole.content[0].type == "text"
@@ -39,7 +41,9 @@ def message() -> None:
 @case
 def tools() -> None:
     answer = client.messages.create(
-        **REQUEST | {"max_tokens": 200}, tools=[TOOL], tool_choice={"type": "any"}
+        **REQUEST | {"max_tokens": 200},
+        tools=[TOOL],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )
     assert answer.stop_reason == "tool_use"
     calls = [block for block in answer.content if block.type == "tool_use"]

@@ -238,8 +238,13 @@ async def test_forced_call_constrains_even_a_model_that_knows_no_tools(
             await gateway.client.chat.completions.create(**body)
         with pytest.raises(openai.BadRequestError, match="no format of its own"):
             await gateway.client.chat.completions.create(
-                **body, tool_choice="required", response_format={"type": "json_object"}
+                **body, tool_choice=choice, extra_body={"structured_outputs": {"regex": "a"}}
             )
+        # OpenAI's format is about text, of which there is none; Instructor sends both.
+        await gateway.client.chat.completions.create(
+            **body, tool_choice=choice, response_format={"type": "json_object"}
+        )
+        assert gateway.scorer.requests[-1].constraint.grammar == grammar
 
 
 async def test_grpc_chat_answers_with_parts() -> None:
