@@ -6,6 +6,7 @@ No step's tokens follow from any of this, so it is done while the device works o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.draft_port import NewTokens
 from outrider.engine.sampling.prompt_logprobs import to_prompt_logprobs
@@ -18,8 +19,7 @@ from outrider.rounds import Round, token_kinds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
     """Tokens that a step committed to a row, and their round."""
 
     seq: Sequence

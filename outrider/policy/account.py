@@ -26,6 +26,9 @@ class DraftAccount:
         """Count a row that goes into a step with so many draft tokens."""
         d, c, current = row.drafting, row.counters, row.drafting.round
         c.iter_count += 1
+        if is_undrafted(row):
+            c.fallback_rounds += current.looked_at is not None and d.offered.limit > 0
+            return
         if (fate := draft_fate(row, drafted)) is not None:
             c.fates[fate] += 1
             self.counts.fates[d.proposer_id or "", fate] += 1
@@ -102,3 +105,8 @@ def draft_fate(row: Row, drafted: int) -> str | None:
     if d.awaited.no_guess_at == len(row.token_ids):
         return "none"
     return "wrong" if current.wrong else "late"
+
+
+def is_undrafted(row: Row) -> bool:
+    """Return whether nobody drafts for a row, and nothing is left of a draft."""
+    return row.draft is None and row.drafting.offered.proposer.proposer_id is None

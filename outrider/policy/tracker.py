@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.account import DraftAccount
+from outrider.policy.account import DraftAccount, is_undrafted
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.measurements import Delay, remember
@@ -149,6 +149,10 @@ class DraftTracker:
         may_wait = self.policy.may_wait
         for row in rows:
             current = row.drafting.round
+            if is_undrafted(row):
+                current.looked_at = now
+                ready.append(row)
+                continue
             lacks_draft = row.draft is None and _is_awaited(row)
             if current.looked_at is None:
                 current.looked_at, current.at_hand = now, row.draft is not None
@@ -185,6 +189,8 @@ class DraftTracker:
     def _count_launch(self, row: Row, drafted: int, now: float) -> bool:
         d, current = row.drafting, row.drafting.round
         self.account.launched(row, drafted, now)
+        if is_undrafted(row):
+            return False
         if current.looked_at is None:  # it processed its prompt, and missed nothing
             return False
         wanted = _is_awaited(row) or (current.at_hand and d.num_draft_tokens > 0)
@@ -232,6 +238,9 @@ class DraftTracker:
     def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
         """Note a row's commit; `wrong` says that its draft fell off the committed path."""
         d, awaited = row.drafting, row.drafting.awaited
+        if is_undrafted(row) and not (round_.drafted or wrong):  # `attach` begins the rest anew
+            d.round = CurrentRound(now)
+            return
         if d.round.looked_at is None or not awaited.asked:  # no draft was to come before
             awaited.since = now
         awaited.asked = d.num_draft_tokens > 0

@@ -217,7 +217,7 @@ def _read(
     if device.type == "cuda":
         reader = reader or DeviceReader(folder, device)
         model = read_model(folder, config, dtype, reader.tensors())
-        # transformers warmed the allocator up with as much again, for tensors that it does not make.
+        # transformers warmed the allocator up with as much, for tensors that it does not make.
         torch.cuda.empty_cache()
         check_finite(model, folder)
         return model
