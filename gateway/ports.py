@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -24,6 +25,13 @@ def bind(host: str, port: int, *, share: bool = False) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def allow_connections() -> None:
+    """Let this process open as many files as its user may: the usual 1,024 are few clients."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # where the system's own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
 from gateway.http_api import create_app
 from gateway.http_connection import PatientProtocol
-from gateway.ports import bind, readable
+from gateway.ports import allow_connections, bind, readable
 from gateway.scorer_load import ScorerLoad
 from gateway.scorers import ScorerPool
 from gateway.workers.worker import Membership
@@ -32,6 +32,7 @@ from outrider.rpc.tasks import in_thread
 from outrider.rpc.telemetry import METRIC_PREFIX, Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
 
+_BACKLOG = 4096  # what Linux allows by default
 _FORCE_S = 1  # for what the grace's end has ended to be sent; whole seconds: uvicorn's type
 _GRPC_SERVICE = "outrider.v1.GenerationService"
 
@@ -59,6 +60,7 @@ class Gateway:
         config = self._config
         api_keys = ApiKeys.load(config.api_key_file)
         tokenizer = await asyncio.wrap_future(in_thread(lambda: _tokenizer(config.model)))
+        allow_connections()
         shares = config.worker is not None
         self._socket = bind(config.host, config.http_port, share=shares)
         shown, shared = self._telemetry.registry, None
@@ -106,7 +108,7 @@ class Gateway:
             )
         )
         with readable(config.host, config.http_port):
-            self._socket.listen(2048)  # from here on nobody is refused
+            self._socket.listen(_BACKLOG)  # from here on nobody is refused
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
         http_port = self._socket.getsockname()[1]
         if config.hold_timeout_s is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 import uuid
@@ -107,7 +108,7 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         how=_reading(body, plan),
         top_prompt_logprobs=body.prompt_logprobs,
         echoes=echoes,
-        prompts=_scored_prompts(body, work[::per_prompt], generator, echoed=bool(echoes)),
+        prompts=await _scored_prompts(body, work[::per_prompt], generator, echoed=bool(echoes)),
     )
     names = {} if plan.constraint is None else {plan.constraint.kind.value: plan.param}
     return Job(work=tuple(work), shaper=shaper, names=names, scores_only=body.scores_only)
@@ -152,7 +153,7 @@ def _reading(body: Request, plan: Plan) -> MessageReading | None:
     return MessageReading(plan.reading, with_reasoning=body.include_reasoning is not False)
 
 
-def _scored_prompts(
+async def _scored_prompts(
     body: Request, firsts: Sequence[GenerationRequest], generator: Generator, *, echoed: bool
 ) -> tuple[ScoredPrompt, ...]:
     """Return the tokens of prompts whose logprobs are told, or nothing.
@@ -167,7 +168,10 @@ def _scored_prompts(
         token_ids = request.prompt_token_ids
         texts: tuple[str, ...] = ()
         if echoed:
-            texts = tuple(map(tokenizer.detokenizer().push, token_ids))
+            push = tokenizer.detokenizer().push  # a thread, as for `Intake.encode`
+            texts = await asyncio.to_thread(
+                lambda ids, push: tuple(map(push, ids)), token_ids, push
+            )
         prompts.append(ScoredPrompt(token_ids, texts, tokenizer.token_bytes))
     return tuple(prompts)
 
@@ -191,12 +195,12 @@ async def _prompts(
             token_ids.append(known)
         else:
             token_ids.append(await intake.encode(prompt, "prompt"))
-    echoes = tuple(
-        prompt if isinstance(prompt, str) else generator.tokenizer.decode(prompt)
-        for prompt in prompts
-        if body.echo
-    )
-    return token_ids, echoes, ends
+    echoes: list[str] = []
+    for prompt in prompts if body.echo else ():
+        if not isinstance(prompt, str):
+            prompt = await asyncio.to_thread(generator.tokenizer.decode, prompt)
+        echoes.append(prompt)
+    return token_ids, tuple(echoes), ends
 
 
 async def _work(
