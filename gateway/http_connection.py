@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any, ClassVar, Final, cast
 
 from starlette.types import Message, Scope, Send
@@ -32,7 +33,8 @@ class PatientProtocol(H11Protocol):
         super().handle_events()
         if (cycle := self.cycle) is not former and cycle.scope["http_version"] == "1.1":
             scope: dict[str, Any] = cast(dict[str, Any], cycle.scope)
-            scope["extensions"] = {_BODY: cycle}  # before its task has its first turn
+            # Before its task has its first turn; weak, since it has the scope.
+            scope["extensions"] = {_BODY: weakref.ref(cycle)}
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -64,7 +66,7 @@ def direct(scope: Scope, send: Send) -> Send:
     The layers of ASGI and h11 between take as long for a piece as all else that a gateway does for
     it. They get every other message, and the last piece.
     """
-    cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_BODY)
+    cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_BODY, lambda: None)()
     if cycle is None:
         return send
     flow, write = cycle.flow, cycle.transport.write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from gateway.http_connection import PatientProtocol
 from tests.support.services.fake_scorer import Script
@@ -133,3 +135,22 @@ async def test_stream_to_client_of_http_1_0_has_no_chunks() -> None:
             assert (b"data: [DONE]" in lines, lines[0].startswith(b"data: ")) == (True, not chunked)
             if chunked:
                 assert body.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_streams_that_ended_are_not_left_to_the_garbage_collector() -> None:
+    def alive() -> int:
+        return sum(isinstance(each, RequestResponseCycle) for each in gc.get_objects())
+
+    async with running_gateway(Script(tokens("hello world"))) as gateway:
+        gc.collect()
+        before = alive()
+        gc.disable()  # it would find circles at last
+        try:
+            async with connected(gateway) as (reader, writer):
+                for _ in range(5):
+                    writer.write(completion(stream=True))
+                    async with asyncio.timeout(DEADLINE_S):
+                        await reader.readuntil(b"\r\n0\r\n\r\n")
+                await until(lambda: alive() <= before + 1)  # the connection has its last one
+        finally:
+            gc.enable()
