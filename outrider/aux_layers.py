@@ -53,7 +53,7 @@ def states_read(method: str, module: str | None) -> str:
         folder = resolve_model(None, method)
     else:
         folder = Path(module).expanduser()
-    if method in BLOCK_METHODS:
+    if method in ("dspark", "dflash"):
         if module is not None and find_local(module, method) is None:
             folder = resolve_model(module, method, tokenizer_only=True)
         config = read_json(folder / "config.json")

@@ -6,12 +6,12 @@ import argparse
 from typing import Final
 
 METHODS: Final = (
-    *("deterministic", "suffix", "dflash", "eagle3", "mtp", "eagle"),
+    *("deterministic", "suffix", "dspark", "dflash", "peagle", "eagle3", "mtp", "eagle"),
     *("draft_model", "medusa", "mlp_speculator", "ngram"),
 )
 """Methods a proposer may name in Hello; the order in which they are preferred."""
 
-BLOCK_METHODS: Final = ("dflash",)
+BLOCK_METHODS: Final = ("dspark", "dflash", "peagle")
 """Those whose module guesses all tokens of a draft in one forward."""
 
 HIDDEN_STATE_METHODS: Final = (

@@ -21,7 +21,7 @@ _MTP_TARGETS: Final = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "Qwen"),
 }
 """model_type of targets that bring such a module -> its format."""
-_HEADS: Final = ("dflash", "eagle3", "eagle", "medusa", "mlp_speculator", "mtp")
+_HEADS: Final = ("dspark", "dflash", "peagle", "eagle3", "eagle", "medusa", "mlp_speculator", "mtp")
 """Methods whose checkpoints are known by their config.json or name; more special ones first."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
+from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
@@ -36,7 +39,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 PAGE_SIZE, ROUNDS = 16, 8
 
 
-@pytest.fixture(params=["eagle", "eagle3", "dflash"])
+@pytest.fixture(params=["eagle", "eagle3", "dflash", "dspark", "peagle"])
 def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(made, "_HEAD_DIM", 64)  # that every kernel has
     config = {**made.LLAMA, "head_dim": 64}
@@ -46,6 +49,11 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     slides = {"layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 32}
     dflash = {**blocks.DFLASH, **slides, "head_dim": 64}
     made.save_head(tmp_path / "dflash", blocks.dflash_tensors(head_dim=64), dflash)
+    dspark = {**blocks.DSPARK, "head_dim": 64}
+    made.save_head(tmp_path / "dspark", blocks.dspark_tensors(head_dim=64), dspark)
+    layers = {**blocks.PEAGLE["transformer_layer_config"], "head_dim": 64}
+    peagle = {**blocks.PEAGLE, "transformer_layer_config": layers}
+    made.save_head(tmp_path / "peagle", blocks.peagle_tensors(), peagle)
     return str(request.param)
 
 
@@ -53,7 +61,10 @@ Head = RecurrentHead | BlockHead
 
 
 def _load(kind: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
-    loaders = {"eagle": load_eagle, "eagle3": load_eagle3, "dflash": load_dflash}
+    loaders: dict[str, Callable[..., Head]] = {
+        **{"eagle": load_eagle, "eagle3": load_eagle3, "peagle": load_peagle},
+        **{"dflash": load_dflash, "dspark": load_dspark},
+    }
     head: Head = loaders[kind](folder / kind, folder / "target", dtype, device)
     return head
 

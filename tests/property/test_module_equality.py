@@ -42,6 +42,31 @@ def _dflash() -> tuple[eagle.Tensors, Mapping[str, Any]]:
     )
 
 
+def _dspark() -> tuple[eagle.Tensors, Mapping[str, Any]]:
+    settings = {
+        "target_layer_ids": [i - 1 for i in CAPTURED.layers],
+        "mask_token_id": VOCAB - 1,
+    }
+    return (
+        blocks.dspark_tensors(hidden=SIZE, vocab_size=VOCAB),
+        {**blocks.DSPARK, **_SIZES, **settings},
+    )
+
+
+def _peagle() -> tuple[eagle.Tensors, Mapping[str, Any]]:
+    layers = {"eagle_aux_hidden_state_layer_ids": list(CAPTURED.layers)}
+    settings = {**blocks.PEAGLE["transformer_layer_config"], **_SIZES}
+    return (
+        blocks.peagle_tensors(hidden=SIZE, vocab_size=VOCAB, draft_vocab=None),
+        {
+            **blocks.PEAGLE,
+            **layers,
+            "mask_token_id": VOCAB - 1,
+            "transformer_layer_config": settings,
+        },
+    )
+
+
 def _eagle3() -> tuple[eagle.Tensors, Mapping[str, Any]]:
     tensors = eagle.eagle3_tensors(
         hidden_size=SIZE, target_hidden=SIZE, vocab_size=VOCAB, draft_vocab=None
@@ -52,6 +77,8 @@ def _eagle3() -> tuple[eagle.Tensors, Mapping[str, Any]]:
 
 MODULES: Mapping[str, Callable[[], tuple[eagle.Tensors, Mapping[str, Any]]]] = {
     "dflash": _dflash,
+    "dspark": _dspark,
+    "peagle": _peagle,
     "eagle3": _eagle3,
 }
 

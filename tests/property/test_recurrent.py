@@ -4,7 +4,7 @@ of what was drafted before and rejected, of pages that are shared, nor of sessio
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,10 @@ from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
+from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
@@ -43,7 +45,12 @@ def _load(kind: str, folder: Path) -> Head:
         made.save_head(folder / "eagle", made.eagle_tensors(), made.LLAMA)
         made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
         made.save_head(folder / "dflash", blocks.dflash_tensors(), blocks.DFLASH)
-    loaders = {"eagle": load_eagle, "eagle3": load_eagle3, "dflash": load_dflash}
+        made.save_head(folder / "dspark", blocks.dspark_tensors(), blocks.DSPARK)
+        made.save_head(folder / "peagle", blocks.peagle_tensors(), blocks.PEAGLE)
+    loaders: dict[str, Callable[..., Head]] = {
+        **{"eagle": load_eagle, "eagle3": load_eagle3, "peagle": load_peagle},
+        **{"dflash": load_dflash, "dspark": load_dspark},
+    }
     head: Head = loaders[kind](folder / kind, folder / "target", torch.float64, CPU)
     return head
 
@@ -105,7 +112,7 @@ def _alone(head: Head, session: _Session, wanted: int, tree_width: int) -> Draft
     return tree
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "peagle"])
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
@@ -273,7 +280,7 @@ def test_recurrent_proposer_with_text_of_one_token_drafts_nothing(tmp_path: Path
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "peagle"])
 def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path, kind: str) -> None:
     head = _load(kind, tmp_path / "files")
     proposer = _proposer(head, 32, 100)

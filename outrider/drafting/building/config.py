@@ -157,8 +157,8 @@ class HeadConfig(ModelConfig):
     )
     project_features: bool | None = setting(
         None,
-        "eagle3, dflash: let the scorer apply the module's first product, so that it sends one "
-        "state per token instead of several; unset: on CUDA",
+        "methods that read layers: let the scorer apply the module's first product, so that it "
+        "sends one state per token instead of several; unset: on CUDA",
         type=bool,
     )
 

@@ -17,11 +17,13 @@ from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
+from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
@@ -38,6 +40,11 @@ from outrider.models.tokenizer import hash_if_any
 _ONE_SHOT: Mapping[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
+}
+_BLOCK: Mapping[str, Callable[..., BlockHead]] = {
+    "dflash": load_dflash,
+    "dspark": load_dspark,
+    "peagle": load_peagle,
 }
 
 
@@ -136,8 +143,9 @@ def _load_cached(
     method: HeadConfig, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
 ) -> RecurrentHead | BlockHead:
     where, longest = (folder, target, dtype, device), method.max_model_len
-    if method.name == "dflash":
-        return load_dflash(*where, max_model_len=longest, project=method.projects_features)
+    if method.name in _BLOCK:
+        load = _BLOCK[method.name]
+        return load(*where, max_model_len=longest, project=method.projects_features)
     if method.name == "mtp":
         return load_mtp(*where, max_model_len=longest)
     if method.name == "eagle":

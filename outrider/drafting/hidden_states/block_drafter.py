@@ -100,7 +100,7 @@ class BlockDrafter:
     def _guesses(
         self, rows: Sequence[DraftInput], outputs: Tensor | None, width: int
     ) -> Iterator[tuple[Nodes, bytes]]:
-        """Yield the tree of each row that wants one, and the confidences of its first places."""
+        """Yield the tree of each row that wants one; of chains also the tokens' confidences."""
         ready = [row for row in rows if row.wanted]
         for start in range(0, len(ready), self._at_once):
             assert outputs is not None
@@ -113,11 +113,15 @@ class BlockDrafter:
                 states, self._anchors(part), draws, depth, min(width, max(sizes))
             )
             on_host = guesses.cpu().numpy()
+            trees = self.head.trees(on_host, sizes)
+            if width > 1:
+                yield from ((tree, b"") for tree in trees)
+                continue
             sure = [
                 each[:size]
                 for each, size in zip(self.head.confidences(on_host), sizes, strict=True)
             ]
-            yield from zip(self.head.trees(on_host, sizes), sure, strict=True)
+            yield from zip(trees, sure, strict=True)
 
     def _drawn(
         self, rows: Sequence[DraftInput], outputs: Tensor, lane: Lane

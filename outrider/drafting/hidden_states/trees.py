@@ -122,6 +122,41 @@ def guess_places(places: Iterable[Tensor], draws: TargetDraws, width: int) -> Te
     return torch.stack((ids.to(torch.int32), log_probs.view(torch.int32)), dim=1)
 
 
+def guess_paths(
+    step: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    states: Tensor,
+    tokens: Tensor,
+    draws: TargetDraws,
+    depth: int,
+    width: int,
+) -> Tensor:
+    """Follow paths in a beam: int32 [n, 3, nodes], the tokens, parents and scores of all.
+
+    `step(states [m, ...], tokens [m], place)` returns the next states and logits [m, vocab] of what
+    follows the tokens; it begins with the texts' last, int64 [n].
+    """
+    n = len(tokens)
+    last, paths = tokens, tokens.new_zeros(n, 1, dtype=torch.float)
+    ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
+    nodes: list[Tensor] = []  # [n, 3, new] by depth
+    num_nodes = 0
+    for place in range(depth):
+        states, logits = step(states, last, place)
+        found, log_probs = draws.likeliest(logits.view(n, -1, logits.shape[-1]), place, width)
+        scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
+        found, count = found.flatten(1), found.shape[-1]
+        parents = ends.repeat_interleave(count, dim=1)
+        ints = (found.to(torch.int32), parents.to(torch.int32), scores.view(torch.int32))
+        nodes.append(torch.stack(ints, dim=1))
+        paths, best = scores.topk(min(width, scores.shape[1]), dim=-1)
+        ends = best + num_nodes
+        num_nodes += scores.shape[1]
+        last = found.gather(1, best).flatten()
+        rows = torch.arange(n, device=tokens.device)[:, None] * (scores.shape[1] // count)
+        states = states[(rows + best // count).flatten()]
+    return torch.cat(nodes, dim=2)
+
+
 def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
     """Return the best products of what `guess_places` returned, a tree per row."""
     ids, log_probs = guesses[:, 0].tolist(), guesses[:, 1].view(np.float32).tolist()

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.checkpoints import eagle_checkpoints as eagle
 
 NUM_LAYERS = 3
+RANK = 6
 BLOCK_SIZE = 7
 LAYERS = (2, 5, 9)  # states that the module reads, of a target of 9 layers: 9 is the last's output
 MASK_TOKEN = 96
@@ -78,3 +79,63 @@ def dflash_tensors(
         tensors["d2t"] = known - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, known, True)
     return tensors
+
+
+DSPARK: dict[str, Any] = {
+    **{key: value for key, value in DFLASH.items() if key != "dflash_config"},
+    **DFLASH["dflash_config"],
+    "architectures": ["Qwen3DSparkModel"],
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+
+
+def dspark_tensors(
+    *, draft_vocab: int | None = None, gated: bool = False, **sizes: int
+) -> eagle.Tensors:
+    """As DeepSpec saves it, with an embedding and an output layer of its own."""
+    tensors = dflash_tensors(draft_vocab=draft_vocab, **sizes)
+    generator = torch.Generator().manual_seed(12)
+    hidden = len(tensors["norm.weight"])
+    vocab_size = sizes.get("vocab_size", eagle.VOCAB_SIZE)
+    shapes = {
+        "embed_tokens.weight": (vocab_size, hidden),
+        "markov_head.markov_w1.weight": (vocab_size, RANK),
+        "markov_head.markov_w2.weight": (draft_vocab or vocab_size, RANK),
+        "confidence_head.proj.weight": (1, hidden + RANK),
+        "confidence_head.proj.bias": (1,),
+    }
+    if draft_vocab is None:
+        shapes["lm_head.weight"] = (vocab_size, hidden)
+    if gated:
+        shapes["markov_head.gate_proj.weight"] = (RANK, hidden + RANK)
+        shapes["markov_head.gate_proj.bias"] = (RANK,)
+    return tensors | {
+        name: torch.randn(*shape, generator=generator) * 0.5 for name, shape in shapes.items()
+    }
+
+
+PEAGLE: dict[str, Any] = {
+    "architectures": ["PEagleSpeculator"],
+    "speculators_model_type": "peagle",
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 6],
+    "mask_token_id": MASK_TOKEN,
+    "transformer_layer_config": {**eagle.LLAMA, "num_hidden_layers": 2},
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]},
+}
+
+
+def peagle_tensors(*, hidden: int = eagle.HIDDEN_SIZE, **sizes: Any) -> eagle.Tensors:
+    """As `speculators` saves it: EAGLE-3's tensors, and the state of slots."""
+    tensors = eagle.eagle3_tensors(
+        layer="layers.0.",
+        num_layers=2,
+        embedding=True,
+        hidden_size=hidden,
+        target_hidden=hidden,
+        **sizes,
+    )
+    generator = torch.Generator().manual_seed(13)
+    return tensors | {"mask_hidden": torch.randn(1, 1, 3 * hidden, generator=generator)}

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
+from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from tests.support.checkpoints import block_checkpoints as block
 from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.checkpoints import mtp_checkpoints as mtp
@@ -25,6 +27,8 @@ LOADERS: Mapping[str, Callable[..., Any]] = {
     "eagle": load_eagle,
     "eagle3": load_eagle3,
     "dflash": load_dflash,
+    "dspark": load_dspark,
+    "peagle": load_peagle,
     "mtp": load_mtp,
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
@@ -96,6 +100,10 @@ FORMATS: Mapping[str, ModuleFormat] = {
         lambda root: _eagle(
             root, partial(block.dflash_tensors, draft_vocab=40), **block.SPECULATORS
         ),
+    ),
+    "DSpark": ModuleFormat("dspark", partial(_eagle, tensors=block.dspark_tensors, **block.DSPARK)),
+    "P-EAGLE": ModuleFormat(
+        "peagle", partial(_eagle, tensors=block.peagle_tensors, **block.PEAGLE)
     ),
     "DeepSeek-V3's MTP layers": ModuleFormat("mtp", lambda root: mtp.deepseek().write(root)),
     "DeepSeek-V3's MTP layer, exported": ModuleFormat(

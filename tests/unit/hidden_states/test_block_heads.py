@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,24 @@ from torch import Tensor
 from outrider.aux_layers import states_read
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
+from outrider.drafting.hidden_states.heads.dspark import load_dspark
+from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.sdpa import SdpaAttention
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
+from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.models.facts import drafting_method
 from outrider.params import SamplingParams
 from tests.support.checkpoints import block_checkpoints as made
 from tests.support.checkpoints import block_reference as reference
 from tests.support.checkpoints import eagle_checkpoints as eagle
+from tests.support.checkpoints.eagle_reference import eagle3 as eagle3_formula
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -80,6 +85,13 @@ def _outputs(
         outputs = head.run(_inputs(head, wanted), backend, PAGE_SIZE)
     assert outputs is not None
     return outputs
+
+
+def _drafter(head: BlockHead, tree_width: int = 4) -> BlockDrafter:
+    pools = KVPools(20, PAGE_SIZE, head.dtype, CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
+    limits = ProposerLimits(max_draft_tokens=9, tree_width=tree_width)
+    return BlockDrafter(head, pools, backend, limits)
 
 
 @dataclass(frozen=True)
@@ -238,8 +250,7 @@ def test_block_drafts_are_the_best_products_of_the_slots(tmp_path: Path, target:
     folder = eagle.save_head(tmp_path / "head", made.dflash_tensors(), made.DFLASH)
     head = load_dflash(folder, target.folder, torch.float64, CPU)
     backend = choose_backend(None, head.attention_traits(), CPU)
-    pools = KVPools(20, PAGE_SIZE, head.dtype, CPU)
-    drafter = BlockDrafter(head, pools, backend, ProposerLimits(max_draft_tokens=9, tree_width=4))
+    drafter = _drafter(head)
     with torch.inference_mode():
         outputs = head.run(_inputs(head, (6, 0, 0)), backend, PAGE_SIZE)
         assert outputs is not None
@@ -314,3 +325,160 @@ def test_states_of_dflash_without_layers_are_refused(tmp_path: Path) -> None:
     folder = eagle.save_head(tmp_path / "head", {}, {"architectures": ["DFlashDraftModel"]})
     with pytest.raises(ConfigError, match=r"head names no layers .*target_layer_ids"):
         states_read("dflash", str(folder))
+
+
+def _dspark_path(
+    tensors: Mapping[str, Tensor], text: list[int], count: int, params: SamplingParams
+) -> tuple[list[int], list[float], list[Tensor]]:
+    """A DSpark chain by the formula, with its confidences and the logits it was drawn from."""
+    t = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    block = torch.tensor([text[-1]] + [made.MASK_TOKEN] * (count - 1))
+    hidden = reference.dflash(
+        tensors,
+        made.DFLASH,
+        _features(text, len(made.LAYERS) * eagle.HIDDEN_SIZE),
+        tensors["embed_tokens.weight"][block],
+        causal=[False] * made.NUM_LAYERS,
+        windows=[None] * made.NUM_LAYERS,
+    )
+    last, chain, sure, seen = text[-1], [], [], []
+    for slot in range(count):
+        before = t["markov_head.markov_w1.weight"][last]
+        both = torch.cat((hidden[slot], before))
+        gated = before
+        if "markov_head.gate_proj.weight" in t:
+            gate = t["markov_head.gate_proj.weight"] @ both + t["markov_head.gate_proj.bias"]
+            gated = torch.sigmoid(gate) * before
+        known = t["lm_head.weight"] @ hidden[slot] + t["markov_head.markov_w2.weight"] @ gated
+        logits = known
+        if "d2t" in t:
+            logits = torch.full((eagle.VOCAB_SIZE,), -torch.inf, dtype=torch.float64)
+            logits[t["d2t"] + torch.arange(len(t["d2t"]))] = known
+        draw = SamplingBatch.build([params], [len(text) + slot], CPU)
+        last = int(sample(logits[None].float(), draw)[0])
+        odds = t["confidence_head.proj.weight"][0] @ both + t["confidence_head.proj.bias"][0]
+        chain.append(last)
+        sure.append(float(odds))
+        seen.append(logits)
+    return chain, sure, seen
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_dspark_draws_left_to_right_as_the_formula_says(
+    tmp_path: Path, target: Target, draft_vocab: int | None, gated: bool, temperature: float
+) -> None:
+    tensors = made.dspark_tensors(draft_vocab=draft_vocab, gated=gated)
+    config = {**made.DSPARK, "markov_head_type": "gated" if gated else "vanilla"}
+    folder = eagle.save_head(tmp_path / "head", tensors, config)
+    assert states_read("dspark", str(folder)) == "2,5,9"
+    head = load_dspark(folder, target.folder, torch.float64, CPU)
+    assert head.max_depth == made.BLOCK_SIZE
+    params = SamplingParams(temperature=temperature, seed=8)
+    rows = [replace(row, sampling=params) for row in _inputs(head, (7, 4, 1))]
+    drafter = _drafter(head, tree_width=3)
+    chains = drafter.sure_chains(rows)
+    trees = drafter.trees(rows)
+    for text, row, (chain, told), (tokens, parents) in zip(TEXTS, rows, chains, trees, strict=True):
+        expected, odds, seen = _dspark_path(tensors, text, row.wanted, params)
+        assert chain == expected
+        assert list(told) == [max(1, min(255, round(128 + 16 * each))) for each in odds]
+        assert len(tokens) == row.wanted
+        assert tokens[0] == expected[0]  # the likeliest node
+        if temperature == 0.0:
+            assert parents[0] == -1
+            top = seen[0].topk(3).indices.tolist()
+            assert {t for t, p in zip(tokens, parents, strict=True) if p == -1} <= set(top)
+
+
+def test_dspark_without_markov_head_and_confidence_is_dflash_from_the_anchor(
+    tmp_path: Path, target: Target
+) -> None:
+    tensors = made.dflash_tensors()
+    config = {**made.DSPARK, "markov_rank": 0, "enable_confidence_head": False}
+    folder = eagle.save_head(tmp_path / "head", tensors, config)
+    head = load_dspark(folder, target.folder, torch.float64, CPU)
+    _check(head, tensors, target, Slots(from_anchor=True))
+    ((chain, told),) = _drafter(head).sure_chains(_inputs(head, (5, 0, 0)))
+    assert len(chain) == len(told) == 5
+
+
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+def test_peagle_equals_the_formula(
+    tmp_path: Path, target: Target, draft_vocab: int | None, project: bool
+) -> None:
+    tensors = made.peagle_tensors(draft_vocab=draft_vocab)
+    folder = eagle.save_head(tmp_path / "head", tensors, made.PEAGLE)
+    assert drafting_method("head", folder) == "peagle"
+    assert states_read("peagle", str(folder)) == "2,4,6"
+    head = load_peagle(folder, target.folder, torch.float64, CPU, project=project)
+    assert head.max_depth == 6
+    head.bind(KVPools(12, PAGE_SIZE, head.dtype, CPU))
+    fc = tensors["fc.weight"].double()
+    whole = [eagle.features(len(text) - 1, 96, seed=len(text)).double() for text in TEXTS]
+    wanted = (6, 3, 0)
+    rows = []
+    for text, features, pages, count in zip(TEXTS, whole, PAGES, wanted, strict=True):
+        given = features @ fc.T if project else features
+        rows.append(DraftInput(RowSlice(text[1:], 0, pages, 1), count, GREEDY, features=given))
+    backend = choose_backend(None, head.attention_traits(), CPU)
+    with torch.inference_mode():
+        outputs = head.run(rows, backend, PAGE_SIZE)
+        assert outputs is not None
+        assert outputs.shape[:2] == (2, 6)
+    run = eagle3_formula(
+        tensors,
+        tensors["embed_tokens.weight"],
+        tensors["lm_head.weight"],
+        {**eagle.LLAMA, "num_hidden_layers": 2},
+        layer="layers.0.",
+    )
+    mask = (tensors["mask_hidden"][0].double() @ fc.T).expand(5, -1)
+    for text, features, count, found in zip(TEXTS, whole, wanted, outputs, strict=False):
+        tokens = torch.tensor(text[1:] + [made.MASK_TOKEN] * (count - 1))
+        states = torch.cat((features @ fc.T, mask[: count - 1]))
+        expected = torch.stack([logits for logits, _ in run(tokens, states)[-count:]])
+        with torch.inference_mode():
+            logits = head.logits(found[:count]).double()
+        if draft_vocab:
+            logits = logits[:, tensors["d2t"] + torch.arange(draft_vocab)]
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_block_modules_of_another_kind_are_refused_by_name(tmp_path: Path, target: Target) -> None:
+    stores: dict[str, tuple[eagle.Tensors, Config]] = {
+        "dflash": (made.dflash_tensors(), made.DFLASH),
+        "dspark": (made.dspark_tensors(), made.DSPARK),
+        "peagle": (made.peagle_tensors(), made.PEAGLE),
+    }
+    names = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "peagle"}
+    loaders: dict[str, Any] = {"dflash": load_dflash, "dspark": load_dspark, "peagle": load_peagle}
+    for kind, (tensors, config) in stores.items():
+        folder = eagle.save_head(tmp_path / kind, tensors, config)
+        for method, load in loaders.items():
+            if method == kind:
+                load(folder, target.folder, torch.float32, CPU)
+            elif method != "peagle":
+                with pytest.raises(ConfigError, match=f"holds a {names[kind]} module"):
+                    load(folder, target.folder, torch.float32, CPU)
+            else:
+                with pytest.raises(ConfigError, match="not an P-EAGLE module"):
+                    load(folder, target.folder, torch.float32, CPU)
+    cases: list[tuple[str, dict[str, Tensor | None], Config, str]] = [
+        ("dspark", {}, {"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
+        ("dspark", {"markov_head.markov_w2.weight": torch.zeros(3, 6)}, {}, r"\[3, 6\]; \[97, 6\]"),
+        ("dspark", {"confidence_head.proj.weight": torch.zeros(1, 5)}, {}, r"\[1, 5\]; \[1, 38\]"),
+        ("dspark", {"confidence_head.other": torch.zeros(1)}, {}, "confidence_head.other"),
+        ("peagle", {"mask_hidden": torch.zeros(1, 1, 64)}, {}, "mask_hidden .* has 64 values; 96"),
+        ("peagle", {"mask_hidden": None}, {}, "no tensor mask_hidden"),
+        ("peagle", {}, {"mask_token_id": None}, "mask_token_id None"),
+        ("peagle", {}, {"para_depths": 0}, "0 tokens at once"),
+    ]
+    for i, (kind, change, settings, message) in enumerate(cases):
+        tensors, config = stores[kind]
+        changed = {k: v for k, v in {**tensors, **change}.items() if v is not None}
+        folder = eagle.save_head(tmp_path / f"case{i}", changed, {**config, **settings})
+        with pytest.raises(ConfigError, match=message):
+            loaders[kind](folder, target.folder, torch.float32, CPU)

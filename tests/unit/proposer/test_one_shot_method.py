@@ -93,7 +93,7 @@ def test_one_shot_method_drafts_chains_and_trees(folders: dict[str, Path]) -> No
 
 
 def test_one_shot_method_without_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ngram reads no hidden states of the target; eagle3, "):
+    with pytest.raises(ConfigError, match="ngram reads no hidden states of the target; dspark, "):
         HeadConfig(name="ngram")
 
 

@@ -126,7 +126,7 @@ volumeMounts:
 {{- define "outrider.module" -}}
 {{- $found := list -}}
 {{- range $method := splitList "," .values.method -}}
-{{- if has $method (list "dflash" "eagle3" "mtp" "eagle" "medusa" "mlp_speculator") }}{{ $found = append $found $method }}{{ end -}}
+{{- if has $method (list "dspark" "dflash" "peagle" "eagle3" "mtp" "eagle" "medusa" "mlp_speculator") }}{{ $found = append $found $method }}{{ end -}}
 {{- end -}}
 {{- join "," $found -}}
 {{- end -}}
@@ -134,7 +134,7 @@ volumeMounts:
 {{/* What they read of these states, for --hidden-features: eagle3 or final, or nothing where only the
      module's config.json tells. Arguments: values. */}}
 {{- define "outrider.states" -}}
-{{- with include "outrider.module" . }}{{ if ne . "dflash" }}{{ ternary "eagle3" "final" (eq . "eagle3") }}{{ end }}{{ end -}}
+{{- with include "outrider.module" . }}{{ if not (has . (list "dspark" "dflash")) }}{{ ternary "eagle3" "final" (has . (list "eagle3" "peagle")) }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{/* A pool's methods that have weights, likewise: --model can name those of one. */}}

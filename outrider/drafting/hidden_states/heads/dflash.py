@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +46,29 @@ def load_dflash(
     `ConfigError` for tensors that are missing, of a wrong shape or unknown, and settings that do
     not fit them.
     """
-    found, target = DFlashFormat(folder), TargetTensors(target_folder)
-    place = Place.of(dtype, device)
+    return read_block_head(
+        DFlashHead,
+        DFlashFormat(folder),
+        TargetTensors(target_folder),
+        Place.of(dtype, device),
+        max_model_len=max_model_len,
+        project=project,
+    )
+
+
+B = TypeVar("B", bound="DFlashHead")
+
+
+def read_block_head(
+    kind: type[B],
+    found: DFlashFormat,
+    target: TargetTensors,
+    place: Place,
+    *,
+    max_model_len: int | None,
+    project: bool,
+) -> B:
+    """Read all of a checkpoint. Raises `ConfigError`."""
     stack = LlamaStack(
         found.checkpoint,
         found.layer_config,
@@ -56,8 +78,8 @@ def load_dflash(
         windows=found.windows,
     )
     expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
-    target.check_trained_for(folder, expected)
-    head = DFlashHead(found, target, stack, place, project=project)
+    target.check_trained_for(found.checkpoint.folder, expected)
+    head = kind(found, target, stack, place, project=project)
     found.checkpoint.check_all_taken()
     return head
 
@@ -103,7 +125,7 @@ class DFlashHead(BlockHead):
         head = found.shared("lm_head.weight", target, hidden)
         ids = found.draft_vocabulary(len(head), target.vocab_size)
         self._target_ids = None if ids is None else ids.to(place.device)
-        self._head = place.linear(head)
+        self._head, self._num_known = place.linear(head), len(head)
         pairs = zip(self._norms, self._layers, strict=True)
         self.uses = (
             *(() if self._fc is None else (Use(self._fc, alone=True),)),
@@ -139,13 +161,17 @@ class DFlashHead(BlockHead):
         return outputs.view(len(ready), width, -1)[:, not self._from_anchor :]
 
     def logits(self, outputs: Tensor) -> Tensor:
+        return spread(self._known_logits(outputs), self._target_ids, self.vocab_size)
+
+    def _known_logits(self, outputs: Tensor) -> Tensor:
+        """Return logits of the tokens that the module knows: [m, known]."""
         outputs = outputs.contiguous()  # of a slot among others
         known = self._ops.norm_linear(outputs, self._norm, self._shape.eps, self._head)
         if self._multiplier != 1.0:
             known = known * self._multiplier
         if self._softcap:
             known = torch.tanh(known / self._softcap) * self._softcap
-        return spread(known, self._target_ids, self.vocab_size)
+        return known
 
     def _write_context(self, rows: Sequence[DraftInput], page_size: int) -> None:
         """Write keys and values of committed positions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.aux_layers import INPUT_KEY, OUTPUT_KEY, block_layers, block_setting
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
@@ -11,27 +11,31 @@ from outrider.drafting.hidden_states.heads.format import HeadFormat
 from outrider.errors import ConfigError
 
 _DEFAULT_BLOCK = {"speculators": 8, "z-lab": 16}
-_OTHERS = {
+_MARKS = {
     "attention_conv": "DFlash2",
     "candidate_selector": "DFlash2",
     "prefix_gru": "Domino",
     "markov_head": "DSpark",
+    "confidence_head": "DSpark",
 }
 """Parts of tensors' names -> the kind of module that has them."""
+_SAID = {"dflash2": "DFlash2", "dspark": "DSpark", "dflash": "DFlash"}
+"""Parts of what config.json calls the module -> its kind."""
 
 
 class DFlashFormat(HeadFormat):
     """A checkpoint of a DFlash module. Raises `ConfigError`, naming what does not fit."""
 
+    kind: ClassVar[str] = "DFlash"
+    samples_from_anchor: ClassVar[bool] = False
+    """Where config.json does not say, the anchor's own slot guesses, too."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         config = self.checkpoint.config
-        kind = config.get("speculators_model_type", "dflash")
-        for part, other in _OTHERS.items():
-            if any(part in name for name in self.checkpoint.names):
-                kind = other
-        if kind != "dflash":
-            raise ConfigError(f"{folder} holds a {kind} module, not a DFlash module.")
+        kind = self._kind(str(config.get("speculators_model_type", config.get("architectures"))))
+        if kind != self.kind:
+            raise ConfigError(f"{folder} holds a {kind} module, not a {self.kind} module.")
         if (folder / "mask_embedding.pt").exists():
             raise ConfigError(
                 f"{folder}: mask_embedding.pt, an embedding of its own for the mask "
@@ -39,7 +43,7 @@ class DFlashFormat(HeadFormat):
             )
         origin = "speculators" if "speculators_model_type" in config else "z-lab"
         self.block_size = self._whole("block_size", _DEFAULT_BLOCK[origin], least=2)
-        self.from_anchor = self._flag("sample_from_anchor")
+        self.from_anchor = bool(self._setting("sample_from_anchor", self.samples_from_anchor))
         count = self.num_layers(1)
         self.layer_prefixes = [f"{self.root}layers.{i}." for i in range(count)]
         self.windows, self.causal = self._attention(count)
@@ -72,6 +76,13 @@ class DFlashFormat(HeadFormat):
                 f"of the target, which has {target.num_layers}."
             )
         return found
+
+    def _kind(self, said: str) -> str:
+        """Return the kind of the module, by its tensors or else by what config.json says."""
+        for part, kind in _MARKS.items():
+            if any(part in name for name in self.checkpoint.names):
+                return kind
+        return next((kind for part, kind in _SAID.items() if part in said.lower()), said)
 
     def _attention(self, count: int) -> tuple[dict[int, int], list[bool]]:
         """Return the windows of sliding layers, and which layers are causal."""

@@ -37,8 +37,27 @@ def load_eagle3(
     instead of three. Raises `ConfigError` for tensors that are missing, of a wrong shape or
     unknown, and settings that do not fit them.
     """
-    found, target = Eagle3Format(folder), TargetTensors(target_folder)
-    place = Place.of(dtype, device)
+    return read_eagle3(
+        Eagle3Format(folder),
+        target_folder,
+        dtype,
+        device,
+        max_model_len=max_model_len,
+        project=project,
+    )
+
+
+def read_eagle3(
+    found: Eagle3Format,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None,
+    project: bool,
+) -> Eagle3Head:
+    """Read all of a checkpoint. Raises `ConfigError`."""
+    target, place = TargetTensors(target_folder), Place.of(dtype, device)
     stack = LlamaStack(
         found.checkpoint,
         found.layer_config,
@@ -48,7 +67,7 @@ def load_eagle3(
         input_states=2,
     )
     expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
-    target.check_trained_for(folder, expected)
+    target.check_trained_for(found.checkpoint.folder, expected)
     head = Eagle3Head(found, target, stack, place, project=project)
     found.checkpoint.check_all_taken()
     return head

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from outrider.aux_layers import KEY, aux_layers, default_layers
 from outrider.drafting.hidden_states.heads.format import HeadFormat
 from outrider.errors import ConfigError
 
+_NAMES = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+
 
 class Eagle3Format(HeadFormat):
     """A checkpoint as its authors publish it (`yuhuili/EAGLE3-*`), or as `speculators` does."""
+
+    kind: ClassVar[str] = "eagle3"  # as `speculators` calls it
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         names, root = self.checkpoint.names, self.root
         kind = self.checkpoint.config.get("speculators_model_type", "eagle3")
-        if kind != "eagle3":
+        if kind != self.kind:
             raise ConfigError(
-                f"{folder} holds a speculator of type {kind!r}, not an EAGLE-3 module."
+                f"{folder} holds a speculator of type {kind!r}, not an {_NAMES[self.kind]} module."
             )
         first = "midlayer." if any(n.startswith(f"{root}midlayer.") for n in names) else "layers.0."
         later = [f"layers.{i}." for i in range(1, self.num_layers(1))]

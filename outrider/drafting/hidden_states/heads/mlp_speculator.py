@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, guess_paths
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.engine.model.pack import pack_linear
@@ -83,27 +83,8 @@ class MlpSpeculatorHead:
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
-        """int32 [n, 3, nodes]: tokens, parents and scores of all that the beam looked at."""
-        n = len(tokens)
-        states, last, paths = self.begin(states), tokens, tokens.new_zeros(n, 1, dtype=torch.float)
-        ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
-        nodes: list[Tensor] = []  # [n, 3, new] by depth
-        num_nodes = 0
-        for step in range(depth):
-            states, logits = self.step(states, last, step)
-            found, log_probs = draws.likeliest(logits.view(n, -1, self.vocab_size), step, width)
-            scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
-            found, count = found.flatten(1), found.shape[-1]
-            parents = ends.repeat_interleave(count, dim=1)
-            ints = (found.to(torch.int32), parents.to(torch.int32), scores.view(torch.int32))
-            nodes.append(torch.stack(ints, dim=1))
-            paths, best = scores.topk(min(width, scores.shape[1]), dim=-1)
-            ends = best + num_nodes
-            num_nodes += scores.shape[1]
-            last = found.gather(1, best).flatten()
-            rows = torch.arange(n, device=self.device)[:, None] * (scores.shape[1] // count)
-            states = states[(rows + best // count).flatten()]
-        return torch.cat(nodes, dim=2)
+        """Return what `guess_paths` does."""
+        return guess_paths(self.step, self.begin(states), tokens, draws, depth, width)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
         return [

@@ -1,0 +1,177 @@
+"""DSpark (DeepSpec): DFlash whose slots know the token before, and how sure they are.
+
+A slot's logits get a bias of low rank by the token before it, so the tokens of a path are chosen
+left to right, without another forward. The anchor's own slot guesses the first token, unless
+config.json says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.confidence import confidences_of_log_probs
+from outrider.drafting.hidden_states.checkpoints import TargetTensors
+from outrider.drafting.hidden_states.heads.base import Place, spread
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead, read_block_head
+from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
+from outrider.drafting.hidden_states.heads.llama import LlamaStack
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, guess_paths
+from outrider.errors import ConfigError
+
+_TYPES = ("vanilla", "gated")
+
+
+def load_dspark(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
+    project: bool = False,
+) -> DSparkHead:
+    """Read a checkpoint of DeepSpec or of `speculators`, as `load_dflash`."""
+    return read_block_head(
+        DSparkHead,
+        DSparkFormat(folder),
+        TargetTensors(target_folder),
+        Place.of(dtype, device),
+        max_model_len=max_model_len,
+        project=project,
+    )
+
+
+class DSparkFormat(DFlashFormat):
+    """A checkpoint of a DSpark module. Raises `ConfigError`, naming what does not fit."""
+
+    kind: ClassVar[str] = "DSpark"
+    samples_from_anchor: ClassVar[bool] = True
+
+
+class DSparkHead(DFlashHead):
+    """A module of DSpark; `project` as of `load_dflash`."""
+
+    def __init__(
+        self,
+        found: DFlashFormat,
+        target: TargetTensors,
+        stack: LlamaStack,
+        place: Place,
+        *,
+        project: bool,
+    ) -> None:
+        super().__init__(found, target, stack, place, project=project)
+        self._before = _markov(found, place, self.vocab_size, self._num_known)
+        self._confidence: tuple[Tensor, Tensor] | None = None
+        name = found.name("confidence_head.proj.weight")
+        if name in found.checkpoint:
+            hidden, rank = stack.shape.hidden_size, self._before.rank if self._before else 0
+            width = found.checkpoint.stored(name).shape[-1]
+            width = width if width in (hidden, hidden + rank) else hidden + rank
+            bias = found.checkpoint.tensor(found.name("confidence_head.proj.bias"), 1)
+            weight = found.checkpoint.tensor(name, 1, width)
+            self._confidence = place.put(weight), place.put(bias)
+
+    def guess(
+        self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
+    ) -> Tensor:
+        """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
+        rows = torch.arange(len(states), device=self.device)
+        normed, known = self._slots(states[:, :depth])
+
+        def step(row: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
+            return row, self._biased(normed[row, place], known[row, place], last)
+
+        guesses = guess_paths(step, rows, tokens, draws, depth, width)
+        if width > 1 or self._confidence is None:
+            return guesses
+        before = torch.cat((tokens[:, None], guesses[:, 0, :-1].long()), dim=1)
+        sure = self._log_confidence(normed, before).float().view(torch.int32)
+        return torch.cat((guesses, sure[:, None]), dim=1)
+
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+        return [
+            best_nodes(tokens, parents, scores.view(np.float32), size)
+            for (tokens, parents, scores, *_), size in zip(guesses, sizes, strict=True)
+        ]
+
+    def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
+        if guesses.shape[1] == 4:
+            return [confidences_of_log_probs(row.view(np.float32)) for row in guesses[:, 3].copy()]
+        scores = guesses[:, 2].copy().view(np.float32)
+        steps = np.diff(scores, axis=1, prepend=np.float32(0))
+        return [confidences_of_log_probs(np.minimum(row, 0)) for row in steps]
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        normed, known = self._slots(states[:, depth : depth + 1])
+        return states, self._biased(normed[:, 0], known[:, 0], tokens)
+
+    def _slots(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normed outputs and logits without bias: [n, depth, hidden], [n, depth, known]."""
+        rows, depth, _ = outputs.shape
+        flat = outputs.reshape(rows * depth, -1)
+        normed = self._ops.rms_norm(flat, self._norm, self._shape.eps)
+        return normed.view(rows, depth, -1), self._known_logits(flat).view(rows, depth, -1)
+
+    def _biased(self, normed: Tensor, known: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits [m, vocab] of slots that follow `tokens` [m]."""
+        if self._before is not None:
+            known = known + self._before(tokens, normed)
+        return spread(known, self._target_ids, self.vocab_size)
+
+    def _log_confidence(self, normed: Tensor, before: Tensor) -> Tensor:
+        """Return log P(accepted, given that those before are) [n, depth]."""
+        assert self._confidence is not None
+        weight, bias = self._confidence
+        if weight.shape[-1] > normed.shape[-1]:
+            assert self._before is not None
+            normed = torch.cat((normed, F.embedding(before, self._before.embedding)), dim=-1)
+        return F.logsigmoid(F.linear(normed, weight, bias))[..., 0]
+
+
+class _Markov:
+    """The bias of a slot's logits by the token before: a product of low rank, perhaps gated."""
+
+    def __init__(
+        self, embedding: Tensor, product: Callable[[Tensor], Tensor], gate: Any | None
+    ) -> None:
+        self.embedding, self._product, self._gate = embedding, product, gate
+        self.rank = embedding.shape[1]
+
+    def __call__(self, tokens: Tensor, normed: Tensor) -> Tensor:
+        """Map tokens [m] and the slots' outputs [m, hidden] to biases [m, known]."""
+        before = F.embedding(tokens, self.embedding)
+        if self._gate is not None:
+            before = torch.sigmoid(self._gate(torch.cat((normed, before), dim=-1))) * before
+        return self._product(before)
+
+
+def _markov(found: DFlashFormat, place: Place, vocab_size: int, num_known: int) -> _Markov | None:
+    checkpoint, config = found.checkpoint, found.checkpoint.config
+    name = found.name("markov_head.markov_w1.weight")
+    if name not in checkpoint:
+        return None
+    kind = str(config.get("markov_head_type", "vanilla")).lower()
+    if kind not in _TYPES:
+        raise ConfigError(
+            f"config.json in {checkpoint.folder}: markov_head_type {kind!r} is not supported; "
+            f"known are {' and '.join(_TYPES)}."
+        )
+    rank = checkpoint.stored(name).shape[-1]
+    embedding = place.put(checkpoint.tensor(name, vocab_size, rank))
+    product = checkpoint.tensor(found.name("markov_head.markov_w2.weight"), num_known, rank)
+    gate = None
+    if kind == "gated":
+        width = rank + found.checkpoint.stored(found.name("norm.weight")).shape[0]
+        weight = checkpoint.tensor(found.name("markov_head.gate_proj.weight"), rank, width)
+        bias = checkpoint.tensor(found.name("markov_head.gate_proj.bias"), rank)
+        gate = place.linear(weight, bias)
+    return _Markov(embedding, place.linear(product), gate)
