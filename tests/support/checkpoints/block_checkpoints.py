@@ -15,7 +15,7 @@ RANK = 6
 BLOCK_SIZE = 7
 LAYERS = (2, 5, 9)  # states that the module reads, of a target of 9 layers: 9 is the last's output
 MASK_TOKEN = 96
-_HEADS, _KV_HEADS, _INNER = 4, 2, 48
+_HEADS, _INNER = 4, 48
 DFLASH: dict[str, Any] = {
     **eagle.LLAMA,
     "architectures": ["DFlashDraftModel"],
@@ -47,6 +47,7 @@ def dflash_tensors(
     hidden: int = eagle.HIDDEN_SIZE,
     vocab_size: int = eagle.VOCAB_SIZE,
     head_dim: int = 8,
+    kv_heads: int = 2,
 ) -> eagle.Tensors:
     """As `z-lab/*-DFlash-*`; with `draft_vocab` an output layer and maps as `speculators` saves."""
     generator = torch.Generator().manual_seed(11)
@@ -62,8 +63,8 @@ def dflash_tensors(
     for i in range(NUM_LAYERS):
         shapes = {
             "self_attn.q_proj": (_HEADS * head_dim, hidden),
-            "self_attn.k_proj": (_KV_HEADS * head_dim, hidden),
-            "self_attn.v_proj": (_KV_HEADS * head_dim, hidden),
+            "self_attn.k_proj": (kv_heads * head_dim, hidden),
+            "self_attn.v_proj": (kv_heads * head_dim, hidden),
             "self_attn.o_proj": (hidden, _HEADS * head_dim),
             "mlp.gate_proj": (_INNER, hidden),
             "mlp.up_proj": (_INNER, hidden),

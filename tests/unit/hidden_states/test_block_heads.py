@@ -209,15 +209,22 @@ def test_dflash_with_scaled_embedding_and_logits_equals_the_formula(
         torch.testing.assert_close(head.logits(outputs[0]).double(), logits, rtol=1e-6, atol=1e-6)
 
 
-def test_dflash_attends_alike_with_every_backend(tmp_path: Path, target: Target) -> None:
-    tensors = made.dflash_tensors()
-    folder = eagle.save_head(tmp_path / "head", tensors, made.DFLASH)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dflash_attends_alike_with_every_backend(
+    tmp_path: Path, target: Target, kv_heads: int, dtype: torch.dtype
+) -> None:
+    tensors = made.dflash_tensors(kv_heads=kv_heads, head_dim=32)
+    config = {**made.DFLASH, "num_key_value_heads": kv_heads, "head_dim": 32}
+    folder = eagle.save_head(tmp_path / "head", tensors, config)
     found = []
     for backend in (None, SdpaAttention):
-        head = load_dflash(folder, target.folder, torch.float32, CPU)
+        head = load_dflash(folder, target.folder, dtype, CPU)
         found.append(_outputs(head, (6, 3, 1), backend))
+    tight = 1e-5 if dtype is torch.float32 else 0.05
     for i, count in enumerate((6, 3, 1)):
-        torch.testing.assert_close(found[0][i, :count], found[1][i, :count], rtol=1e-5, atol=1e-5)
+        parts = [each[i, :count] for each in found]
+        torch.testing.assert_close(*parts, rtol=tight, atol=tight)
 
 
 def test_dflash_with_projected_states_leaves_fc_to_the_scorer(
