@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.building.loops import one_shot_shapes, recurrent_shapes
+from outrider.drafting.building.loops import block_shapes, one_shot_shapes, recurrent_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
@@ -81,7 +81,7 @@ def _drafts(
     limits = ProposerLimits(prefill_budget=40, tree_width=tree_width)
     drafter: CachedDrafter
     if isinstance(head, BlockHead):
-        drafter = BlockDrafter(head, pools, backend, limits)
+        drafter = BlockDrafter(head, pools, backend, limits, capture)
     else:
         drafter = RecurrentDrafter(head, pools, backend, limits, capture)
     proposer = RecurrentProposer(drafter, method="eagle", name="tiny")
@@ -171,15 +171,20 @@ def test_captured_one_shot_drafts_equal_eager_drafts(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"], indirect=True)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark"], indirect=True)
 def test_captured_recurrent_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:
     """But for near ties: products round by the shape of a batch."""
     shapes = recurrent_shapes(max_rows=4, max_draft_tokens=6, width=tree_width)
+    head = _load(kind, tmp_path, dtype, CUDA)
+    if isinstance(head, BlockHead):
+        assert head.capturable
+        limits, slots = (6, head.max_depth), head.num_slots
+        shapes = block_shapes(max_rows=4, limits=limits, width=tree_width, num_slots=slots)
     counted = Counted()
     capture = LoopCapture(shapes, counted, triton_sampler())
-    eager = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width)
+    eager = _drafts(head, sampling, tree_width)
     found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, capture)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.8 * len(same)

@@ -10,11 +10,16 @@ from pathlib import Path
 import torch
 
 from outrider.drafting.building.config import HeadConfig, Say
-from outrider.drafting.building.loops import loop_capture, one_shot_shapes, recurrent_shapes
+from outrider.drafting.building.loops import (
+    block_shapes,
+    loop_capture,
+    one_shot_shapes,
+    recurrent_shapes,
+)
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, load_masks, prepare_device
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
-from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
+from outrider.drafting.hidden_states.heads.base import CachedHead, OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.dspark import load_dspark
@@ -100,8 +105,9 @@ def _build(
     backend = choose_backend(method.attention_backend, module.attention_traits(), device)
     drafter: CachedDrafter
     if isinstance(module, BlockHead):
-        pools = KVPools(num_pages, PAGE_SIZE, dtype, device)
-        drafter = BlockDrafter(module, pools, backend, limits)
+        with _block_capture(module, backend, limits, say) as capture:
+            pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
+            drafter = BlockDrafter(module, pools, backend, limits, capture)
     else:
         with _recurrent_capture(module, backend, limits, say) as capture:
             pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
@@ -120,13 +126,39 @@ def _one_shot_capture(
     return loop_capture(shapes, head.device, say, (type(head), head.vocab_size, head.features))
 
 
+def _block_capture(
+    head: BlockHead, backend: AttentionBackend, limits: ProposerLimits, say: Say
+) -> AbstractContextManager[LoopCapture | None]:
+    if not _can_capture(head, backend, say):
+        return nullcontext()
+    at_once = max_trees(max(limits.tree_width, head.max_depth), head.vocab_size)
+    shapes = block_shapes(
+        max_rows=min(limits.max_sessions, at_once),
+        limits=(limits.max_draft_tokens, head.max_depth),
+        width=limits.tree_width,
+        num_slots=head.num_slots,
+    )
+    return loop_capture(shapes, head.device, say, _sizes(head))
+
+
+def _can_capture(head: CachedHead, backend: AttentionBackend, say: Say) -> bool:
+    if head.device.type != "cuda":
+        return False
+    if not (head.capturable and is_capturable(backend)):
+        say("CUDA graphs cannot capture this module or its attention: drafts run eagerly")
+        return False
+    return True
+
+
+def _sizes(head: CachedHead) -> tuple[object, ...]:
+    """Return what tells modules with other kernels apart."""
+    return (type(head), head.vocab_size, head.dtype, *head.kv_layers, head.features)
+
+
 def _recurrent_capture(
     head: RecurrentHead, backend: AttentionBackend, limits: ProposerLimits, say: Say
 ) -> AbstractContextManager[LoopCapture | None]:
-    if head.device.type != "cuda":
-        return nullcontext()
-    if not (head.capturable and is_capturable(backend)):
-        say("CUDA graphs cannot capture this module or its attention: drafts run eagerly")
+    if not _can_capture(head, backend, say):
         return nullcontext()
     width = limits.tree_width
     at_once = limits.max_sessions if width == 1 else max_trees(width, head.vocab_size)
@@ -135,8 +167,7 @@ def _recurrent_capture(
         max_draft_tokens=limits.max_draft_tokens,
         width=width,
     )
-    sizes = (type(head), head.vocab_size, head.dtype, *head.kv_layers, head.features)
-    return loop_capture(shapes, head.device, say, sizes)
+    return loop_capture(shapes, head.device, say, _sizes(head))
 
 
 def _load_cached(

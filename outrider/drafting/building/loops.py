@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,8 @@ _FEW_ROWS = (4, 32, 128)
 """Rows of loops that are seldom needed: long catch-ups, and rows with cuts."""
 _CATCH_UP, _LONG_CATCH_UP = 2, 16
 """Tokens after most rounds, and after rounds without a draft."""
+_BLOCKS = (4, 8)
+"""Draft tokens of loops that feed fewer slots than a whole block."""
 _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
 """Draft tokens. With candidates one less is fed: the last token's place is known without it."""
 
@@ -77,6 +79,29 @@ def recurrent_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) ->
     ]
     long = max(_LONG_CATCH_UP, max_draft_tokens + 2)
     return shapes + [LoopShape(n, long, max_draft_tokens, width=width) for n in few]
+
+
+def block_shapes(
+    *, max_rows: int, limits: tuple[int, int], width: int, num_slots: Callable[[int], int]
+) -> list[LoopShape]:
+    """Return the loops of a module that guesses blocks.
+
+    `limits` are the most draft tokens of a round and of a block; `num_slots` tells how many slots
+    so many of a block take.
+    """
+    most, depth = limits
+    lengths = [*(k for k in _BLOCKS if k < min(most, depth)), most]
+    fed = {k: min(k, depth) for k in lengths}
+    few = _up_to(max_rows, _FEW_ROWS)
+    shapes = [
+        LoopShape(n, fed[k] + 1, k, cut=cut, width=width, slots=num_slots(fed[k]))
+        for k in lengths
+        for cut, sizes in ((False, _up_to(max_rows, _ROWS)), (True, few))
+        for n in sizes
+    ]
+    long = max(_LONG_CATCH_UP, fed[most] + 2)
+    slots = num_slots(fed[most])
+    return shapes + [LoopShape(n, long, most, width=width, slots=slots) for n in few]
 
 
 def one_shot_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:

@@ -80,6 +80,17 @@ class LoopBatches:
             trees=TreeMask(self.seq_lens[0] - 1, visible.flatten()),
         )
 
+    def block(self, tokens: Tensor) -> PackedBatch:
+        """Return the batch that feeds blocks of tokens [rows, width], each token a position."""
+        width = tokens.shape[1]
+        return self._batch(
+            tokens.flatten(),
+            self.fed[:width].t().flatten(),
+            self.slots[:width].t().flatten(),
+            width - 1,
+            width,
+        )
+
     def _batch(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, last: int, width: int
     ) -> PackedBatch:

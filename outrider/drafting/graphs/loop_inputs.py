@@ -45,16 +45,19 @@ class LoopShape:
     fanout: int = 0  # candidates per place; 0: none, and the last draft token is not fed
     cut: bool = False  # some row has top_k, top_p or min_p, and candidates or trees are made
     width: int = 1  # nodes that a step feeds per row: more than 1 for trees
+    slots: int = 0  # of a block, which one forward feeds past the catch-up; 0: there are steps
 
     @property
     def num_steps(self) -> int:
-        """Forwards of one token after the catch-up."""
+        """Forwards after the catch-up."""
+        if self.slots:
+            return 1
         return self.num_tokens if self.fanout else self.num_tokens - 1
 
     @property
     def num_fed(self) -> int:
-        """Slots per row that the steps write."""
-        return self.num_steps * self.width
+        """Slots per row that the forwards after the catch-up write."""
+        return self.slots or self.num_steps * self.width
 
     @property
     def cost(self) -> tuple[int, int, int, bool]:
@@ -109,12 +112,12 @@ class LoopInputs:
         self._ints = self._staging.array("ints")
         self._device = self._staging.device("ints")
         # Constants are made here, because all work of a loop adds to the time of its launch.
-        most = max(max(s.rows * s.width, s.query_len, 1 + s.num_fed) for s in shapes)
+        most = max(max(s.rows * max(s.width, s.slots), s.query_len, 1 + s.num_fed) for s in shapes)
         self._numbers = torch.arange(max(most, self._table_width), device=device)
         self._starts = {
             (shape.rows, each): row_starts(shape.rows, each, device)
             for shape in shapes
-            for each in (shape.query_len, shape.width)
+            for each in (shape.query_len, shape.width, 1, *([shape.slots] if shape.slots else []))
         }
         # By the parameters' id, valid while they are kept: a hash takes longer than a whole row.
         self._columns: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}

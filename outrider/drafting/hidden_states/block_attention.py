@@ -61,7 +61,9 @@ class _WholeBlocks:
         self.batch = batch
         rows, self._width = len(sizes), batch.query_lens[0]
         device = batch.input_ids.device
-        lens = batch.seq_lens - self._width + torch.tensor(sizes, dtype=torch.int32).to(device)
+        lens = batch.seq_lens
+        if any(size < self._width for size in sizes):
+            lens = lens - self._width + torch.tensor(sizes, dtype=torch.int32).to(device)
         contexts = zip(batch.context_lens, sizes, strict=True)
         self._inner = backend(
             PackedBatch(
@@ -75,6 +77,7 @@ class _WholeBlocks:
                 query_lens=(1,) * rows,
                 context_lens=tuple([length - self._width + size for length, size in contexts]),
                 page_size=batch.page_size,
+                recorded=batch.recorded,
             )
         )
 

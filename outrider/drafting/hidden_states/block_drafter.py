@@ -1,21 +1,31 @@
-"""A round of a module that guesses a block at once: true rows and slots in one forward."""
+"""A round of a module that guesses a block at once: true rows and slots in one forward.
+
+On a GPU it is one captured loop. What no loop holds (masked rows, those under rejection, prompts)
+runs eagerly. A loop has one number of slots, so its rows get guesses of as many, of which they take
+what they want.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.drafters import DraftInput
-from outrider.drafting.hidden_states.forward import LEAD
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
+from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, max_trees
 from outrider.drafting.proposer import ProposerLimits
 from outrider.drafting.session_pages import longest_session
 from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.sampling.coupled import Lane
 
@@ -30,32 +40,52 @@ class BlockDrafter:
     """
 
     def __init__(
-        self, head: BlockHead, pools: KVPools, backend: AttentionBackend, limits: ProposerLimits
+        self,
+        head: BlockHead,
+        pools: KVPools,
+        backend: AttentionBackend,
+        limits: ProposerLimits,
+        capture: LoopCapture | None = None,
     ) -> None:
+        """With `capture` loops of `block_shapes` are captured now; they take the last page."""
         self.head = head
         self.limits = limits
-        self.page_size, self.num_pages = pools.page_size, pools.num_pages
+        self.page_size = pools.page_size
+        self.num_pages = pools.num_pages - (capture is not None)
         # A chain ends with the block; a tree may have more nodes.
         self.max_draft_tokens = limits.max_draft_tokens
         if limits.tree_width == 1:
             self.max_draft_tokens = min(limits.max_draft_tokens, head.max_depth)
         num_fed = head.num_slots(min(limits.max_draft_tokens, head.max_depth))
         longest = min(head.max_model_len, limits.max_model_len or head.max_model_len)
-        self.max_model_len = longest_session(longest, pools, num_fed)
+        self.max_model_len = longest_session(longest, pools, num_fed, capture is not None)
         self._backend = backend
         self._at_once = max_trees(max(limits.tree_width, head.max_depth), head.vocab_size)
         head.bind(pools)
+        self._loops: CapturedLoops | None = None
+        self._depths = [head.max_depth]
+        if capture is not None:
+            layout = PageLayout(self.max_model_len, self.page_size, self.num_pages, head.device)
+            self._sampler = capture.sampler
+            self._inputs = LoopInputs(capture.shapes, layout, LEAD)
+            most = max(shape.rows * shape.query_len for shape in capture.shapes)
+            self._features = FeatureRows(most, head.features.width, head.device)
+            self._depths = sorted({self._depth(shape.num_tokens) for shape in capture.shapes})
+            self._loops = CapturedLoops(capture, self._inputs, self._loop, self._output_shape)
 
     def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:  # noqa: ARG002
         """Return the slots past the true rows in a round whose largest draft has `most` tokens."""
-        return self.head.num_slots(min(most, self.head.max_depth))
+        depth = self._depth(most)
+        if self._loops is not None:  # which may have more
+            depth = next((each for each in self._depths if each >= depth), depth)
+        return self.head.num_slots(depth)
 
     @torch.inference_mode()
     def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
         """Feed rows and return a tree for each that wants one."""
-        outputs = self._run(rows)
-        guessed = self._guesses(rows, outputs, self.limits.tree_width)
-        return [tree for tree, _ in guessed]
+        if self._loops is None:
+            return self._eager_trees(rows)
+        return self._loops.drafts(rows, self.head.trees, self._eager_trees, self._load)
 
     @torch.inference_mode()
     def sure_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
@@ -63,6 +93,15 @@ class BlockDrafter:
 
         Of masked rows, which are drawn token by token, nothing is told.
         """
+        if self._loops is None or self.limits.tree_width > 1:
+            return self._eager_chains(rows)
+        return self._loops.drafts(rows, self._read_chains, self._eager_chains, self._load)
+
+    def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        outputs = self._run(rows)
+        return [tree for tree, _ in self._guesses(rows, outputs, self.limits.tree_width)]
+
+    def _eager_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
         outputs = self._run(rows)
         ready = [row for row in rows if row.wanted]
         masked = [i for i, row in enumerate(ready) if row.mask is not None]
@@ -108,20 +147,40 @@ class BlockDrafter:
             states, sizes = outputs[start : start + len(part)], [row.wanted for row in part]
             lengths = [row.end + LEAD - 1 for row in part]
             draws = TargetDraws.of([row.sampling for row in part], lengths, self.head.device)
-            depth = min(self.head.max_depth, max(sizes))
-            guesses = self.head.guess(
-                states, self._anchors(part), draws, depth, min(width, max(sizes))
-            )
+            depth, widest = self._depth(max(sizes)), min(width, max(sizes))
+            guesses = self.head.guess(states, self._anchors(part), draws, depth, widest)
             on_host = guesses.cpu().numpy()
-            trees = self.head.trees(on_host, sizes)
             if width > 1:
-                yield from ((tree, b"") for tree in trees)
-                continue
-            sure = [
-                each[:size]
-                for each, size in zip(self.head.confidences(on_host), sizes, strict=True)
-            ]
-            yield from zip(trees, sure, strict=True)
+                yield from ((tree, b"") for tree in self.head.trees(on_host, sizes))
+            else:
+                chains = self._read_chains(on_host, sizes)
+                yield from (((tokens, []), sure) for tokens, sure in chains)
+
+    def _read_chains(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Chain]:
+        """Return each row's first tokens of guesses of width 1, with their confidences."""
+        trees, sure = self.head.trees(guesses, sizes), self.head.confidences(guesses)
+        return [(nodes[0], told[: len(nodes[0])]) for nodes, told in zip(trees, sure, strict=True)]
+
+    def _depth(self, num_tokens: int) -> int:
+        return min(num_tokens, self.head.max_depth)
+
+    def _load(self, rows: Sequence[DraftInput]) -> None:
+        self._features.fill([row.features for row in rows if row.features is not None])
+
+    def _loop(self, shape: LoopShape) -> Tensor:
+        """Run a loop and return what the head's trees are chosen from: int32 [rows, ...]."""
+        rows = self._inputs.rows(shape)
+        batches = self._inputs.batches(shape, rows)
+        self.head.write(self._features.spread(batches.catch_up), batches.catch_up)
+        tokens = rows.tokens.gather(1, rows.last[:, None])[:, 0]
+        outputs = self.head.outputs(tokens, batches, self._backend)
+        draws = TargetDraws(rows.sampling, self._sampler.noised)
+        return self.head.guess(outputs, tokens, draws, outputs.shape[1], shape.width)
+
+    def _output_shape(self, shape: LoopShape) -> tuple[int, ...]:
+        self._inputs.fill(shape, (), ())
+        with torch.inference_mode():
+            return tuple(self._loop(shape).shape)
 
     def _drawn(
         self, rows: Sequence[DraftInput], outputs: Tensor, lane: Lane

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from outrider.drafting.confidence import confidences_of_log_probs
 from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.heads.base import CachedHead
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, guess_places, trees_of_places
 from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.batch import PackedBatch
 
 
 class BlockHead(CachedHead):
@@ -26,6 +28,7 @@ class BlockHead(CachedHead):
 
     max_depth: int
     """Tokens that a block foresees."""
+    capturable = False
 
     def num_slots(self, depth: int) -> int:
         """Return the slots past the true rows that `depth` guesses take."""
@@ -39,6 +42,17 @@ class BlockHead(CachedHead):
         The result is [n, depth, width], and `depth` the most tokens that one wants, or `max_depth`.
         Rows do not affect each other. None: none wants any.
         """
+        raise NotImplementedError
+
+    def write(self, features: Tensor, batch: PackedBatch) -> None:
+        """Write the rows of a catch-up, which may be captured, as may `outputs`.
+
+        Modules that cannot be captured have neither.
+        """
+        raise NotImplementedError
+
+    def outputs(self, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend) -> Tensor:
+        """Run blocks after the last tokens, int64 [n], of a catch-up: as `run`."""
         raise NotImplementedError
 
     def logits(self, outputs: Tensor) -> Tensor:

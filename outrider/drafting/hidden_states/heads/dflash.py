@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.block_attention import BlockAttention
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.hidden_states.heads.base import HeadShape, Place, spread
@@ -113,6 +114,8 @@ class DFlashHead(BlockHead):
         self._mask_token = found.mask_token(self.vocab_size)
         self._scale, self._multiplier = found.embedding_scale, found.output_multiplier
         self._softcap = found.softcap
+        # What sees the whole block within a window is computed with a mask that waits.
+        self.capturable = all(self._causal[i] for i in self._windows)
         layers = found.layers(target)
         self.features = FeatureSpec(hidden_size=target.hidden_size, layers=layers)
         name = found.name("fc.weight")
@@ -140,7 +143,9 @@ class DFlashHead(BlockHead):
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:
-        self._write_context(rows, page_size)
+        features = torch.cat([row.features for row in rows if row.features is not None])
+        context = pack([row.slice for row in rows], page_size, self.device)
+        self.write(features.to(self.device, non_blocking=True), context)
         ready = [row for row in rows if row.wanted]
         if not ready:
             return None
@@ -157,8 +162,13 @@ class DFlashHead(BlockHead):
         )
         # Padding may reach past the last position.
         batch = replace(batch, positions=batch.positions.clamp(max=self.max_model_len - 1))
-        outputs = self._run_block(batch, BlockAttention(batch, sizes, backend))
-        return outputs.view(len(ready), width, -1)[:, not self._from_anchor :]
+        return self._run_block(batch, BlockAttention(batch, sizes, backend))
+
+    def outputs(self, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend) -> Tensor:
+        width = len(batches.fed)
+        masks = tokens.new_full((len(tokens), width - 1), self._mask_token)
+        batch = batches.block(torch.cat((tokens[:, None], masks), dim=1))
+        return self._run_block(batch, BlockAttention(batch, [width] * len(tokens), backend))
 
     def logits(self, outputs: Tensor) -> Tensor:
         return spread(self._known_logits(outputs), self._target_ids, self.vocab_size)
@@ -173,11 +183,8 @@ class DFlashHead(BlockHead):
             known = torch.tanh(known / self._softcap) * self._softcap
         return known
 
-    def _write_context(self, rows: Sequence[DraftInput], page_size: int) -> None:
-        """Write keys and values of committed positions."""
-        batch = pack([row.slice for row in rows], page_size, self.device)
-        features = torch.cat([row.features for row in rows if row.features is not None])
-        x = features.to(self.device, non_blocking=True).to(self.dtype)
+    def write(self, features: Tensor, batch: PackedBatch) -> None:
+        x = features.to(self.dtype)
         if self._fc is not None:
             x = self._fc(x)
         x = self._ops.rms_norm(x, self._context_norm, self._shape.eps)
@@ -186,7 +193,7 @@ class DFlashHead(BlockHead):
             layer.pool.write(batch.slot_mapping, key, value)
 
     def _run_block(self, batch: PackedBatch, attention: BlockAttention) -> Tensor:
-        """Return the last layer's outputs of all tokens: [tokens, hidden]."""
+        """Return the last layer's outputs of the slots that guess: [rows, depth, hidden]."""
         ops, eps = self._ops, self._shape.eps
         x = self._embed(batch.input_ids)
         if self._scale != 1.0:
@@ -196,7 +203,8 @@ class DFlashHead(BlockHead):
             qkv = ops.norm_linear(x, norm, eps, layer.qkv)
             of_layer = attention.of(causal=self._causal[i], window=self._windows.get(i))
             x = layer(qkv, x, rope, of_layer)
-        return x
+        width = batch.query_lens[0]
+        return x.view(-1, width, x.shape[-1])[:, not self._from_anchor :]
 
 
 class _Context:
