@@ -89,7 +89,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 generation_pb2.Model(
                     id=name, max_model_len=pool.max_model_len, vocab_size=pool.vocab_size
                 )
-                for name in (config.served_model_name, *config.served_model_aliases)
+                for name in (*config.model_names, *pool.adapters)
             ]
         )
 
@@ -153,6 +153,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ),
                 tenant=tenant,
                 stream_interval=request.stream_interval,
+                adapter=intake.adapter_of(intake.check_model(request.model)),
             ),
         )
         return work, plan.reading

@@ -166,12 +166,15 @@ class _OpenAI:
             return Answer(generator, job, shape(job), deadline, places.pop_all(), stream=stream)
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
-        cards = [self._model_card(name) for name in self._config.model_names]
+        cards = [self._model_card(name) for name in self._names()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request, _tenant: str, _deadline: float) -> Response:
         name = self._generator.intake.check_model(request.path_params["model"])
         return JSONResponse(self._model_card(name))
+
+    def _names(self) -> tuple[str, ...]:
+        return (*self._config.model_names, *self._generator.pool.adapters)
 
     def _model_card(self, name: str) -> dict[str, object]:
         return {

@@ -76,6 +76,7 @@ class Settings:
     marks: tuple[str, ...] = ()  # special tokens that are part of the text
     thinking: ThinkingBudget | None = None
     stream_interval: int = 0  # tokens wanted at a time, but for the first; 0: each round's
+    adapter: str = ""  # of the model; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +115,22 @@ class Intake:
 
         Raises `ModelNotFoundError`.
         """
-        names = self._config.model_names
+        names = (*self._config.model_names, *self._pool.adapters)
         if name in names:
             return str(name)
         if name not in (None, "", "default"):
+            if not self._pool.max_model_len:  # nobody has told which adapters there are
+                return str(name)
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {' and '.join(map(repr, names))} "
                 f"{'is' if len(names) == 1 else 'are'}. {NO_ADAPTERS}"
             )
         return names[0]
+
+    def adapter_of(self, model: str) -> str:
+        """Return the adapter that a served name stands for; empty: the model itself."""
+        own = model in self._config.model_names
+        return "" if own or model not in self._pool.adapters else model
 
     def default_seed(self) -> int:
         """Return a seed for a request without one; 63 bits, so that any client can send it back."""

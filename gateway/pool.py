@@ -47,6 +47,11 @@ class Pool(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Return the adapters that every scorer known so far has."""
+        ...
+
     async def known(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until `max_model_len` and `vocab_size` are known.
 

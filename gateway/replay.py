@@ -165,6 +165,7 @@ def _continuation(
         num_resumed_tokens=request.num_resumed + done,
         tenant=request.tenant,
         stream_interval=min(request.stream_interval, most),
+        adapter=request.adapter,
     )
 
 

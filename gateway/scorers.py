@@ -97,6 +97,12 @@ class ScorerPool:
         known = [s.info.vocab_size for s in self.scorers if s.info.vocab_size]
         return min(known, default=self._last_info.vocab_size)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        known = [s.info for s in self.scorers if s.info.vocab_size] or [self._last_info]
+        first, *others = [info.adapters for info in known]
+        return tuple(name for name in first if all(name in other for other in others))
+
     async def known(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until a scorer has told its sizes.
 

@@ -39,6 +39,7 @@ class Request:
     num_resumed_tokens: int = 0  # last tokens of the prompt that an earlier run generated
     tenant: str = ""
     stream_interval: int = 0  # tokens per message to the client, after the first
+    adapter: str = ""  # of the model, by its name; empty: none
 
     def __post_init__(self) -> None:
         require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
@@ -224,10 +225,17 @@ class EngineInfo:
     max_waiting: int
     num_speculative_tokens: int
     features: FeatureSpec | None = None  # hidden states that are captured
+    adapters: tuple[str, ...] = ()  # names that requests may ask for
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError` or `PromptTooLongError` if the request cannot be served."""
         prompt = request.prompt_token_ids
+        if request.adapter and request.adapter not in self.adapters:
+            raise InvalidRequestError(
+                f"There is no adapter {request.adapter!r} here; start the scorer with --engine "
+                f"vllm -- --enable-lora --lora-modules {request.adapter}=FOLDER.",
+                param="model",
+            )
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise InvalidRequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
         if any(token >= self.vocab_size for token, _ in request.sampling.logit_bias):

@@ -180,6 +180,7 @@ def _request_from_proto(
         num_resumed_tokens=message.num_resumed_tokens,
         tenant=message.tenant,
         stream_interval=message.stream_interval,
+        adapter=message.adapter,
     )
 
 

@@ -98,6 +98,8 @@ class ServedModel:
     """The advice for who needs hidden states where none are captured."""
     device: str = ""
     """The device's name, as proposers name theirs. Empty: several devices, or unknown."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters that requests may ask for."""
     drafted_elsewhere: bool = False
     """Proposers attach to another process, which is the engine's."""
 

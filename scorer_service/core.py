@@ -122,6 +122,7 @@ class ScorerCore:
             num_speculative_tokens=info.num_speculative_tokens,
             page_size=info.page_size,
             features=info.features,
+            adapters=info.adapters,
             device=device_id(options.device),
             drafted_elsewhere=options.engine == VLLM,
         )

@@ -161,4 +161,5 @@ def _info(
         features=features_to_proto(served.features),
         proposers=proposers,
         steps_version=STEPS_VERSION,
+        adapters=served.adapters,
     )

@@ -234,6 +234,7 @@ async def _work(
         prompt_logprobs=body.wanted_prompt_logprobs(),
         tenant=tenant,
         stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
+        adapter=intake.adapter_of(intake.check_model(body.model)),
     )
     limits = body.limits()
     if not limits.ignore_eos:

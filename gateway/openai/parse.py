@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gateway.intake import NO_ADAPTERS
 from gateway.openai.other_fields import HARMLESS, INSTEAD, LORA, NEUTRAL, NEUTRAL_IN
 from gateway.openai.request_objects import MUST_BE
 from gateway.openai.requests import Request
@@ -108,7 +107,7 @@ def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
     if name in INSTEAD:
         said = f"{name} is not supported; use {INSTEAD[name]}."
     elif name in LORA:
-        said = f"{name} is not supported: {NO_ADAPTERS}"
+        said = f"{name} is not supported: name the adapter as the model."
     elif known:
         said = f"{name} is not supported yet."
     else:

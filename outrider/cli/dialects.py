@@ -168,7 +168,9 @@ VLLM: Final = Dialect(
         "--allowed-origins": _refused("write --cors-origin ORIGIN"),
         "--tokenizer": _TOKENIZER,
         "--revision": _refused("download that revision, and serve its folder"),
-        "--enable-lora": _refused("serve a checkpoint with the adapter merged in: no LoRA", "none"),
+        "--enable-lora": _refused(
+            "write --engine vllm -- --enable-lora --lora-modules NAME=DIR", "none"
+        ),
     }
 )
 

@@ -43,6 +43,7 @@ class LocalPool:
         self.scorers: tuple[ScorerClient, ...] = (LocalScorer(servicer),)
         self.max_model_len = serving.served.max_model_len
         self.vocab_size = serving.served.vocab_size
+        self.adapters = serving.served.adapters
 
     @property
     def serving(self) -> tuple[ScorerClient, ...]:

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScorerServiceGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop", "speculation", "running_stats", "constraint", "top_logprobs", "num_resumed_tokens", "tenant", "stream_interval", "prompt_logprobs")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop", "speculation", "running_stats", "constraint", "top_logprobs", "num_resumed_tokens", "tenant", "stream_interval", "prompt_logprobs", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class ScorerServiceGenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -34,7 +35,8 @@ class ScorerServiceGenerateRequest(_message.Message):
     tenant: str
     stream_interval: int
     prompt_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., running_stats: _Optional[bool] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., num_resumed_tokens: _Optional[int] = ..., tenant: _Optional[str] = ..., stream_interval: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., running_stats: _Optional[bool] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., num_resumed_tokens: _Optional[int] = ..., tenant: _Optional[str] = ..., stream_interval: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ScorerServiceGenerateResponse(_message.Message):
     __slots__ = ("token_ids", "kinds", "finish_reason", "usage", "aux_info", "logprobs", "stop_token_id", "prompt_logprobs")
@@ -112,7 +114,7 @@ class GetScorerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetScorerInfoResponse(_message.Message):
-    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers", "features", "page_size", "steps_version")
+    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers", "features", "page_size", "steps_version", "adapters")
     SCORER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +132,7 @@ class GetScorerInfoResponse(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     STEPS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     scorer_id: str
     model: str
     served_model_name: str
@@ -147,7 +150,8 @@ class GetScorerInfoResponse(_message.Message):
     features: _draft_pb2.FeatureSpec
     page_size: int
     steps_version: int
-    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ..., features: _Optional[_Union[_draft_pb2.FeatureSpec, _Mapping]] = ..., page_size: _Optional[int] = ..., steps_version: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ..., features: _Optional[_Union[_draft_pb2.FeatureSpec, _Mapping]] = ..., page_size: _Optional[int] = ..., steps_version: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AttachedProposer(_message.Message):
     __slots__ = ("proposer_id", "method", "model", "sessions", "set_aside")

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,6 +20,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from outrider.errors import ConfigError
 from outrider.vllm.flags import check_hosting
+from outrider.vllm.lora import read_adapters
 from outrider.vllm.stats import Load
 
 try:  # vLLM 0.23 raises ValueError
@@ -61,16 +63,26 @@ class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
     def log_engine_initialized(self) -> None: ...
 
 
-def build(argv: Sequence[str], load: Load) -> AsyncLLM:
-    """Start vLLM by its own flags. Raises `ConfigError`, and what vLLM raises."""
+def build(argv: Sequence[str], load: Load) -> tuple[AsyncLLM, dict[str, LoRARequest]]:
+    """Start vLLM by its own flags, and return its adapters by name.
+
+    Raises `ConfigError`, and what vLLM raises.
+    """
     parser = AsyncEngineArgs.add_cli_args(_Parser())
-    args = AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv)))
+    parser.add_argument("--lora-modules", nargs="+", action="extend", default=[])  # of its server
+    given = parser.parse_args(list(argv))
+    found = read_adapters(given.lora_modules, enabled=bool(given.enable_lora))
+    adapters = {
+        adapter.name: LoRARequest(adapter.name, number, adapter.path)
+        for number, adapter in enumerate(found, 1)
+    }
+    args = AsyncEngineArgs.from_cli_args(given)
     if (args.speculative_config or {}).get("method") == "custom_class":  # in any spelling
         check_hosting(args.data_parallel_size, args.pipeline_parallel_size, args.nnodes)
     if args.speculative_config and hasattr(args, "per_request_spec_decode_metrics"):
         args.per_request_spec_decode_metrics = "detailed"
     factory: Any = lambda _config, engine_index: _LoadLogger(load, engine_index)  # noqa: E731
-    return AsyncLLM.from_engine_args(args, stat_loggers=[factory])
+    return AsyncLLM.from_engine_args(args, stat_loggers=[factory]), adapters
 
 
 def facts(llm: AsyncLLM) -> Facts:
@@ -94,6 +106,7 @@ def stream(
     prompt_token_ids: Sequence[int],
     fields: dict[str, Any],
     structured: dict[str, Any] | None,
+    adapter: LoRARequest | None,
 ) -> AsyncGenerator[Any, None]:
     """Return vLLM's outputs of new tokens; closing or cancelling it aborts the request."""
     params = SamplingParams(
@@ -102,5 +115,7 @@ def stream(
         structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
     )
     prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
-    outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id=request_id)
+    outputs: AsyncGenerator[Any, None] = llm.generate(
+        prompt, params, request_id=request_id, lora_request=adapter
+    )
     return outputs

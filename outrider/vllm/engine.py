@@ -81,6 +81,7 @@ class VllmEngine:
         self._on_events = on_events
         self.running = True
         self._llm: Any = None
+        self._adapters: dict[str, Any] = {}  # vLLM's `LoRARequest` by name
         self._info: EngineInfo | None = None
         self._can = Abilities()
         self._load = Load()
@@ -113,7 +114,7 @@ class VllmEngine:
         self._reaper = Reaper()
         try:
             with self._reaper.watching():
-                self._llm = build(argv, self._load)
+                self._llm, self._adapters = build(argv, self._load)
         except OutriderError:
             raise
         except Exception as error:
@@ -132,6 +133,7 @@ class VllmEngine:
             max_num_seqs=self._options.max_num_seqs,
             max_waiting=MAX_WAITING,
             num_speculative_tokens=found.num_speculative_tokens,
+            adapters=tuple(self._adapters),
         )
         return self._info
 
@@ -247,7 +249,12 @@ class VllmEngine:
         first = True
         try:
             outputs = stream(
-                self._llm, str(session_id), request.prompt_token_ids, fields, structured
+                self._llm,
+                str(session_id),
+                request.prompt_token_ids,
+                fields,
+                structured,
+                self._adapters.get(request.adapter),
             )
             async for output in outputs:
                 commit = progress.commit(output)

@@ -184,6 +184,35 @@ async def test_served_model_under_an_alias_is_listed_and_answers() -> None:
             await gateway.client.completions.create(model="n", prompt="x")
 
 
+async def test_adapters_of_all_scorers_are_models_that_requests_name() -> None:
+    scorers = [
+        fake_scorer(Script(tokens(TEXT)), name, adapters=adapters)
+        for name, adapters in (("a", ["sql", "chat"]), ("b", ["sql"]))
+    ]
+    async with running_gateway(*scorers) as gateway:
+        await until(lambda: gateway.metric("gateway_scorers_serving") == 2)
+        assert [card.id async for card in gateway.client.models.list()] == ["default", "sql"]
+        asked = {}
+        for model in ("sql", "default"):
+            done = await gateway.client.completions.create(model=model, prompt="x")
+            assert done.model == model
+            (asked[model],) = [request for fake in scorers for request in fake.requests]
+            for fake in scorers:
+                fake.requests.clear()
+        assert {model: request.adapter for model, request in asked.items()} == {
+            "sql": "sql",
+            "default": "",
+        }
+        async with open_channel(gateway.grpc) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            listed = await stub.ListModels(generation_pb2.ListModelsRequest())
+            assert [model.id for model in listed.models] == ["default", "sql"]
+            await _text(stub.Generate(generation_pb2.GenerateRequest(model="sql", text="x")))
+        assert [request.adapter for fake in scorers for request in fake.requests] == ["sql"]
+        with pytest.raises(openai.NotFoundError):  # one scorer alone has it
+            await gateway.client.completions.create(model="chat", prompt="x")
+
+
 def _has_ipv6() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):

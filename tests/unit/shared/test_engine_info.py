@@ -17,7 +17,12 @@ INFO = EngineInfo(
     max_num_seqs=2,
     max_waiting=2,
     num_speculative_tokens=4,
+    adapters=("sql",),
 )
+
+
+def test_engine_info_check_of_a_known_adapter_passes() -> None:
+    INFO.check(Request(1, (3,), adapter="sql"))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,7 @@ INFO = EngineInfo(
             ),
             "advice",
         ),
+        (Request(1, (3,), adapter="unknown"), "model"),
     ],
 )
 def test_engine_info_check_of_unknown_tokens_refuses(request_: Request, param: str) -> None:
