@@ -28,9 +28,9 @@ from outrider.params import (
 )
 
 MAX_REQUEST_ID_CHARS = 128
-NO_ADAPTERS = (
-    "LoRA adapters are not served. Merge the adapter into its model, or use `vllm serve`, which "
-    "takes Outrider's proposers."
+_ADAPTERS = (
+    "A LoRA adapter is a model of its own name where vLLM serves it: outrider serve MODEL --engine "
+    "vllm -- --enable-lora --lora-modules NAME=PATH."
 )
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -123,7 +123,7 @@ class Intake:
                 return str(name)
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {' and '.join(map(repr, names))} "
-                f"{'is' if len(names) == 1 else 'are'}. {NO_ADAPTERS}"
+                f"{'is' if len(names) == 1 else 'are'}. {_ADAPTERS}"
             )
         return names[0]
 

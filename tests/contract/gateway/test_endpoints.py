@@ -158,10 +158,13 @@ async def test_adapter_is_refused_by_name_as_model_and_as_field() -> None:
         running_gateway(Script(tokens("x"))) as gateway,
         httpx.AsyncClient(base_url=gateway.http) as client,
     ):
-        for body, status in (({"model": "my-lora"}, 404), ({"lora_request": {"name": "a"}}, 400)):
+        for body, status, says in (
+            ({"model": "my-lora"}, 404, "--engine vllm -- --enable-lora --lora-modules NAME=PATH"),
+            ({"lora_request": {"name": "a"}}, 400, "name the adapter as the model"),
+        ):
             answer = await client.post("/v1/completions", json={"prompt": "a", **body})
             assert answer.status_code == status
-            assert "LoRA adapters are not served" in answer.json()["error"]["message"]
+            assert says in answer.json()["error"]["message"]
 
 
 async def test_suffix_asks_for_the_middle_and_stops_at_the_models_tokens(tmp_path: Path) -> None:
