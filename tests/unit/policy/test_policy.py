@@ -48,15 +48,11 @@ class Bench:
     agreement: float = 1.0  # share of rounds whose block is right
     dead: set[int] = field(default_factory=set)  # sessions whose proposer is silent
     clueless: set[int] = field(default_factory=set)  # sessions whose blocks are empty
-    poor: set[int] = field(default_factory=set)  # sessions of whose blocks one token is right:
-    # their answers are as short
     max_tokens: int = 200
     burst: tuple[float, float] = (0.0, 0.0)  # from, until: steps take ten times as long
     steps: tuple[tuple[int, float], ...] = STEP_S
-    asked: bool = True  # for a draft at the begin of a session
     own_device: bool = False  # of the proposer
     first_delay_s: float | None = None  # of a session's first block, with the prompt's processing
-    prompts_apart: int = 1  # cycles among which the prompts are divided
     hiccup_s: float = 0.0  # by which the second block of all is late
     stall_s: float = 0.0  # what a step and a draft at the same time cost each other
     busy: bool = False  # the proposer has one cycle at a time: what comes meanwhile waits, the
@@ -100,19 +96,15 @@ class Bench:
         i = len(self.commits)
         self.commits.append([])
         self.engine.submit(self._request(i))
-        self.engine.set_drafting(
-            i, DraftOffer("a", 4, requested=self.asked, own_device=self.own_device)
-        )
-        if self.asked:
-            first = self.delay_s if self.first_delay_s is None else self.first_delay_s
-            self._answer(i, 2, 4, first * (1 + i % self.prompts_apart))
+        self.engine.set_drafting(i, DraftOffer("a", 4, own_device=self.own_device))
+        self._answer(i, 2, 4, self.first_delay_s)
 
     def _request(self, i: int) -> Request:
         return Request(
             i,
             (i % 32, i // 32),
             SamplingParams(temperature=0.0),
-            StopParams(max_tokens=self.max_tokens * (2 if i in self.poor else 5) // 5),
+            StopParams(max_tokens=self.max_tokens),
             self.speculation,
         )
 
@@ -128,8 +120,6 @@ class Bench:
         tokens = self.truth.tokens(
             self._request(session).prompt_token_ids, SamplingParams(temperature=0.0), base + 6
         )[base - 2 : base - 2 + count]
-        if session in self.poor:
-            tokens = (tokens[0], *[(t + 1) % 32 for t in tokens[1:]])
         if session in self.clueless:
             tokens = ()
         tree = DraftTree.chain(base, tokens if right else [(t + 1) % 32 for t in tokens])
