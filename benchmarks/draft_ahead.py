@@ -2,14 +2,13 @@
 
     python -m benchmarks.draft_ahead                     # the embedded pair on this CPU
     python -m benchmarks.draft_ahead --model TARGET --draft-model DRAFT --device cuda \
-        --dtype bfloat16 --draft-dtype bfloat16 --scorer-gpu 0 --proposer-gpu 1 --vllm FOLDER|PYTHON
+        --dtype bfloat16 --draft-dtype bfloat16 --scorer-gpu 0 --proposer-gpu 1
 
 A scorer and, one mode after the other, a proposer run as processes. The modes `colocated` and
 `remote` draft on demand, `colocated` on the scorer's GPU; `ahead` drafts ahead on the proposer's
 GPU. A round trip above 0 is added by the delay proxy, which also counts bytes. A sample is
 `--waves` times as many requests as are in flight, and each repetition runs the same prompts with
-and without speculation. With `--vllm` the same prompts then go to vLLM's two modes on one GPU,
-after Outrider's processes have ended.
+and without speculation.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from typing import Final
 
 from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
-from benchmarks.lib.processes import Child, ProcessError, stopping
+from benchmarks.lib.processes import Child, stopping
 from benchmarks.lib.program import (
+    add_pair_flags,
     add_service_flags,
-    add_vllm_flags,
     guarded,
     measuring_arguments,
     say,
 )
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
-from benchmarks.lib.vllm_peer import METHODS, GpuPeers, VllmPlace
 from outrider.models.resolve import resolve_model
 
 MODES: Final = ("colocated", "remote", "ahead")
@@ -44,8 +42,9 @@ MODES: Final = ("colocated", "remote", "ahead")
 def parser() -> argparse.ArgumentParser:
     p = measuring_arguments("benchmarks.draft_ahead", __doc__)
     add_service_flags(p)
-    add_vllm_flags(p)
-    p.set_defaults(max_tokens=96, rounds=3, request_timeout=300.0, vllm_memory=0.4)
+    add_pair_flags(p)
+    p.set_defaults(max_tokens=96, rounds=3, request_timeout=300.0)
+    p.add_argument("--waves", type=int, default=3, help="requests of a sample for each in flight")
     p.add_argument("--draft-dtype", default="float32")
     p.add_argument("--scorer-gpu", help="CUDA_VISIBLE_DEVICES of the scorer")
     p.add_argument("--proposer-gpu", help="the same of a proposer that is not colocated")
@@ -63,19 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if min(args.waves, args.rounds, *args.batch) < 1:
         p.error("--waves, --rounds and --batch are at least 1")
-    if args.vllm is not None and 0.0 not in args.temperature:
-        p.error("vLLM is measured at temperature 0: add it to --temperature")
     return guarded(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    place = VllmPlace.find(args.vllm)
     with tempfile.TemporaryDirectory(prefix="ahead-") as name:
         bench = Bench(args, Path(name))
         with stopping([]) as children:
             bench.outrider(children)
-        if place is not None:
-            bench.vllm(place)
     print(bench.write())
     # In bfloat16 a text may differ at a near tie.
     return int(args.dtype == "float32" and bench.differing > 0)
@@ -113,24 +107,6 @@ class Bench:
                             stack.set_round_trip(delay)
                         name = f"{mode}, RT {delay:g} ms, T = {temperature:g}"
                         self._measure(stack, name, temperature, children)
-
-    def vllm(self, place: VllmPlace) -> None:
-        """Measure vLLM's modes, one after the other; a note tells of one that fails."""
-        args = self._args
-        gpu = args.proposer_gpu or args.scorer_gpu
-        baseline = next(name for name in self._baselines.values() if name.endswith("T = 0"))
-        for method in METHODS:
-            try:
-                with stopping([]) as children:
-                    peers = GpuPeers(place, args, args.batch, self._log_dir, children, gpu)
-                    system = peers.start_method(method)
-                    self._baselines[system.name] = baseline
-                    for batch in args.batch:
-                        self._prepared(system, batch)
-                        self._cells += self._repeat([system], batch, children)
-            except ProcessError as error:
-                say(f"*** vLLM {method} failed: {error} ***")
-                self._notes.append(f"vLLM {method} failed: {error}")
 
     def write(self) -> str:
         """Write `--out`.json and .md, and return the latter."""
