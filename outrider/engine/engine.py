@@ -19,12 +19,11 @@ from outrider.draft_port import (
 from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.in_flight import InFlight, hold_places, lack_only
+from outrider.engine.in_flight import InFlight, StepClock, hold_places, lack_only
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.runner import FailedLaunch, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step_clock import StepClock
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds
 from outrider.policy.adaptive import AdaptivePolicy

@@ -1,8 +1,8 @@
-"""A step between its launch and its result, and drafts that the device makes behind it."""
+"""A step between its launch and its result: its times, and drafts that are made behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from outrider.draft_port import DeviceDrafts, VerifyingRow, VerifyOutput
@@ -46,6 +46,58 @@ class InFlight:
             if wanted and not row.slice.parents and row.seq.constraint is None:
                 rows.append(VerifyingRow(row.seq.session_id, place, len(row.draft), wanted))
         return VerifyOutput(rows, self.pending.verified)
+
+
+class StepClock:
+    """The times of the steps of one engine; `now` is its clock, in seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self._committed_at = now()  # by the last step
+        self._result_at: float | None = None  # of the last step, if the next one follows directly
+        self._draft_s = 0.0  # of the engine's thread, for the next step
+
+    def count_drafting(self, seconds: float) -> None:
+        """Count time that the engine's thread spent on drafts for the next step."""
+        self._draft_s += seconds
+
+    def nothing_ready(self) -> None:
+        """Note that no step follows the last one directly."""
+        self._result_at = None
+
+    def launched(self, step: Step, pending: Pending, began: float, scheduled: float) -> InFlight:
+        """Note a step whose scheduling began and ended then, and that was launched just now."""
+        draft_s, self._draft_s = self._draft_s, 0.0
+        gap_ms = None  # with device drafts the device is still busy with these
+        if self._result_at is not None and step.device_drafts is None:
+            gap_ms = (self.now() - self._result_at - draft_s) * 1e3
+        timings = StepTimings(
+            schedule_ms=(scheduled - began) * 1e3,
+            forward_ms=0.0,
+            verify_ms=0.0,
+            commit_ms=0.0,
+            idle_ms=(began - self._committed_at - draft_s) * 1e3,
+            num_rows=len(step.rows),
+            num_tokens=step.num_tokens,
+            gap_ms=gap_ms,
+            draft_ms=draft_s * 1e3,
+        )
+        return InFlight(step, pending, began, scheduled, timings)
+
+    def result(self) -> float:
+        """Note that a step's result came, and return when."""
+        self._result_at = now = self.now()
+        return now
+
+    def committed(self, flight: InFlight, result: StepResult, since: float) -> StepTimings:
+        """Note that a step's tokens are committed, which began at `since`; return its times."""
+        self._committed_at = self.now()
+        return replace(
+            flight.timings,
+            forward_ms=result.forward_s * 1e3,
+            verify_ms=result.verify_s * 1e3,
+            commit_ms=(self._committed_at - since) * 1e3,
+        )
 
 
 def lack_only(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> bool:
