@@ -1,7 +1,7 @@
 #!/bin/sh
-# Make the environments of `make test-clients`: Python's clients, JavaScript's, and lm_eval.
+# Make the environments of `make test-clients`: clients in Python and JavaScript, lm_eval, guidellm.
 #   tests/clients/install.sh FOLDER VENV
-# lm_eval takes torch and transformers from VENV, which `make` made.
+# The last two take torch and transformers from VENV, which `make` made.
 set -eu
 folder=$1 venv=$2
 here=$(cd "$(dirname "$0")" && pwd)
@@ -11,11 +11,17 @@ mkdir -p "$folder/node"
 "$folder/python/bin/python" -m pip install --quiet --disable-pip-version-check \
   -r "$here/requirements.txt"
 
-"${PYTHON:-python3.11}" -m venv "$folder/lm_eval"
-site='import sysconfig; print(sysconfig.get_path("purelib"))'
-"$venv/bin/python" -c "$site" > "$("$folder/lm_eval/bin/python" -c "$site")/outrider.pth"
-"$folder/lm_eval/bin/python" -m pip install --quiet --disable-pip-version-check \
-  -c "$here/../../constraints.txt" 'lm_eval[api]==0.4.13'
+# $1: the environment's name, then what pip installs beside what VENV has.
+beside_torch() {
+  env=$folder/$1
+  shift
+  "${PYTHON:-python3.11}" -m venv "$env"
+  site='import sysconfig; print(sysconfig.get_path("purelib"))'
+  "$venv/bin/python" -c "$site" > "$("$env/bin/python" -c "$site")/outrider.pth"
+  "$env/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+beside_torch lm_eval -c "$here/../../constraints.txt" 'lm_eval[api]==0.4.13'
+beside_torch guidellm guidellm==0.8.1
 
 if command -v npm > /dev/null; then
   cp "$here/package.json" "$folder/node"

@@ -33,6 +33,7 @@ def check(results: dict[str, str], program: str, subtests: pytest.Subtests) -> N
         ("node", "openai_client.mjs"),
         ("node", "ai_sdk.mjs"),
         ("lm_eval", "lm_eval_client.py"),
+        ("guidellm", "guidellm_client.py"),
     ],
 )
 def test_client_gets_what_it_asks_for(

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import agents
+import anthropic
 import openai
-from cases import API, case, main
+from cases import API, BASE_URL, case, main
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -92,6 +93,38 @@ def langchain() -> None:
             said = known[call["name"]].invoke(call["args"])
             turns.append(ToolMessage(said, tool_call_id=call["id"]))
     tools.check(turns[-1].content)
+
+
+@case
+def anthropic_client() -> None:
+    client = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
+    parameters = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    for stream in (False, True):
+        tools = Tools()
+        offered: Any = [
+            {"name": name, "input_schema": {"type": "object", "properties": parameters}}
+            for name in ("weather", "forecast")
+        ]
+        turns: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
+        for _ in range(3):
+            asked: Any = {"model": "default", "max_tokens": 99, "messages": turns, "tools": offered}
+            if stream:
+                with client.messages.stream(**asked) as events:
+                    answer: Any = events.get_final_message()
+            else:
+                answer = client.messages.create(**asked)
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": call.id,
+                    "content": getattr(tools, call.name)(**call.input),
+                }
+                for call in calls
+            ]
+            turns += [{"role": "assistant", "content": answer.content}]
+            turns += [{"role": "user", "content": results}]
+        tools.check(answer.content[0].text)
 
 
 main()
