@@ -219,6 +219,8 @@ class TargetTensors:
         self.hidden_size = self._number("hidden_size")
         self.vocab_size = self._number("vocab_size")
         self.num_layers = self._number("num_hidden_layers")
+        longest = self.config.get("max_position_embeddings")
+        self.max_positions = longest if isinstance(longest, int) else 0  # 0: it does not say
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]."""

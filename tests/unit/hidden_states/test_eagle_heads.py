@@ -488,3 +488,15 @@ def test_eagle3_tree_of_any_width_has_the_likeliest_nodes(
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     assert paths == found
+
+
+@pytest.mark.parametrize(
+    ("own", "flag", "longest"), [(64, None, 128), (64, 90, 90), (256, None, 256)]
+)
+def test_eagle3_drafts_at_all_positions_of_its_target(
+    tmp_path: Path, target: Target, own: int, flag: int | None, longest: int
+) -> None:
+    config = {**made.LLAMA, "max_position_embeddings": own}
+    folder = made.save_head(tmp_path / "head", made.eagle3_tensors(), config)
+    head = load_eagle3(folder, target.folder, torch.float64, CPU, max_model_len=flag)
+    assert head.max_model_len == longest

@@ -76,6 +76,7 @@ def read_block_head(
         found.layer_prefixes,
         place,
         max_model_len,
+        target_len=target.max_positions,
         windows=found.windows,
     )
     expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size

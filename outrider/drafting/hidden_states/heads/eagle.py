@@ -36,7 +36,10 @@ def load_eagle(
     target.check_trained_for(folder, checkpoint.number("hidden_size", 4096))  # Llama's default
     place = Place.of(dtype, device)
     prefixes = [f"layers.{i}." for i in range(checkpoint.number("num_hidden_layers", 1))]
-    stack = LlamaStack(checkpoint, checkpoint.config, prefixes, place, max_model_len)
+    positions = target.max_positions
+    stack = LlamaStack(
+        checkpoint, checkpoint.config, prefixes, place, max_model_len, target_len=positions
+    )
     head = EagleHead(checkpoint, target, stack, place)
     checkpoint.check_all_taken(ignored=("embed_tokens.weight",))  # a copy of the target's
     return head

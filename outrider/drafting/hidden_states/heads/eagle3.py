@@ -64,6 +64,7 @@ def read_eagle3(
         found.layer_prefixes,
         place,
         max_model_len,
+        target_len=target.max_positions,
         input_states=2,
     )
     expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size

@@ -31,6 +31,10 @@ _SETTINGS = (
 )
 
 
+_MAX_POSITIONS = 2**17
+"""Beyond those of its own, a module gets so many: the table of their rotations takes memory."""
+
+
 class LlamaLayer:
     """Layer `index` of a module, without its input norms, in which the formats differ."""
 
@@ -136,14 +140,16 @@ class LlamaStack:
         place: Place,
         max_model_len: int | None,
         *,
+        target_len: int = 0,
         input_states: int = 1,
         windows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Read one layer per prefix; the first one's input is `input_states` states wide.
 
-        `windows` are the keys that queries of sliding layers see, by layer.
-        `settings` are those of a Llama config: where they are silent, Llama's defaults hold, also
-        of `rope_theta`. Raises `ConfigError`.
+        Unless `max_model_len` says otherwise, the module drafts at all positions of the target,
+        `target_len`, also where it was trained for fewer. `windows` are the keys that queries of
+        sliding layers see, by layer. `settings` are those of a Llama config: where they are silent,
+        Llama's defaults hold, also of `rope_theta`. Raises `ConfigError`.
         """
         config = _llama_config(settings, str(checkpoint.folder))
         self.shape = HeadShape(
@@ -151,7 +157,8 @@ class LlamaStack:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            max_model_len=max_model_len or config.max_position_embeddings,
+            max_model_len=max_model_len
+            or max(config.max_position_embeddings, min(target_len, _MAX_POSITIONS)),
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
         )
