@@ -22,7 +22,7 @@ from gateway.api_keys import ApiKeys
 from gateway.chat import plan_chat
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
-from gateway.openai.answer import Answer, while_connected
+from gateway.openai.answer import Answer, Made, Refusal, while_connected
 from gateway.openai.body import read_body
 from gateway.openai.errors import NotServedError, error_body, error_response, public_error
 from gateway.openai.job import Job, admit, make_job
@@ -33,7 +33,7 @@ from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
 from gateway.openai.server import ServerRoutes, not_served
 from gateway.openai.tokens import TokenRoutes
-from gateway.openai.translation import named
+from gateway.openai.translation import named, renamed
 from gateway.playground import playground
 from gateway.responses_api.rendering import ResponseRendering
 from gateway.responses_api.requests import ALLOWED, NAMES, ResponseRequest
@@ -111,22 +111,23 @@ class _OpenAI:
 
     async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
         body = parse(CompletionRequest, await self._read(request))
-        return await self._answer(body, _choices, request, tenant, deadline)
+        return self._answer(body, _choices, request, tenant, deadline)
 
     async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
         body = parse(ChatRequest, await self._read(request))
-        return await self._answer(body, _choices, request, tenant, deadline)
+        return self._answer(body, _choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
         body = validated(ResponseRequest, await self._read(request), ALLOWED)
         chat = body.chat()
         shape = partial(ResponseRendering, body, chat)
         with named(NAMES):
-            return await self._answer(chat, shape, request, tenant, deadline)
+            return self._answer(chat, shape, request, tenant, deadline, _refuse_response)
 
     async def _messages(self, request: Request, tenant: str, deadline: float) -> Response:
         chat = validated(MessagesRequest, await self._read(request)).chat()
-        return await self._answer(chat, MessageRendering, request, tenant, deadline)
+        refuse = anthropic_errors.error_response
+        return self._answer(chat, MessageRendering, request, tenant, deadline, refuse)
 
     async def _count(self, request: Request, _tenant: str, _deadline: float) -> Response:
         chat = validated(CountRequest, await self._read(request)).chat()
@@ -141,13 +142,14 @@ class _OpenAI:
     async def _read(self, request: Request) -> bytes:
         return await read_body(request, self._config.max_body_bytes)
 
-    async def _answer(
+    def _answer(
         self,
         body: OpenAIRequest,
         shape: Callable[[Job], Rendering],
         request: Request,
         tenant: str,
         deadline: float,
+        refuse: Refusal = error_response,
     ) -> Answer:
         """Take places before the prompts are worked on. Raises `OutriderError`s."""
         generator = self._generator
@@ -158,12 +160,16 @@ class _OpenAI:
                 "leave stream out.",
                 param="stream",
             )
-        with admit(body, generator) as places:
+
+        async def make() -> Made:
             if not generator.pool.max_model_len:
-                await while_connected(request, generator.ready())
+                await generator.ready()
             job = await make_job(body, generator, tenant, request_id(request.scope))
+            return job, shape(job)
+
+        with admit(body, generator) as places:
             stream = bool(body.stream)
-            return Answer(generator, job, shape(job), deadline, places.pop_all(), stream=stream)
+            return Answer(generator, make, refuse, deadline, places.pop_all(), stream=stream)
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         cards = [self._model_card(name) for name in self._names()]
@@ -190,6 +196,10 @@ def _authorization(request: Request) -> str | None:
     """Return the header with a key; Anthropic's clients send theirs as x-api-key."""
     key = request.headers.get("x-api-key")
     return request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
+
+
+def _refuse_response(error: OutriderError) -> Response:
+    return error_response(renamed(error, NAMES))
 
 
 def _choices(job: Job) -> Rendering:

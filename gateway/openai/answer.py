@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -15,8 +15,14 @@ from gateway.generation import Chunk, Generator
 from gateway.http_connection import direct
 from gateway.openai.errors import public_error
 from gateway.openai.job import Job, gather, run_job
-from gateway.openai.rendering import EventStream, Rendering
+from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
+from outrider.errors import OutriderError
 
+T = TypeVar("T")
+Beat = Callable[[], Coroutine[Any, Any, None]]
+Refusal = Callable[[OutriderError], Response]
+"""Makes the answer that says why there is none, where the request is not known yet."""
+Made = tuple[Job, Rendering]
 _SILENCE_S = 15.0
 """Proxies end connections on which nothing came for a minute, as usual."""
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -28,18 +34,21 @@ class Answer(Response):
     def __init__(
         self,
         generator: Generator,
-        job: Job,
-        rendering: Rendering,
+        make: Callable[[], Coroutine[Any, Any, Made]],
+        refusal: Refusal,
         deadline: float,
         places: ExitStack,
         *,
         stream: bool,
     ) -> None:
-        """Take over `places`, which are given back when the job has run."""
+        """Take over `places`, which are given back when the job has run.
+
+        `make` may wait until a scorer is known: a stream is kept alive meanwhile.
+        """
         super().__init__()
         self._generator = generator
-        self._job = job
-        self._rendering = rendering
+        self._make = make
+        self._refusal = refusal
         self._deadline = deadline
         self._places = places
         self._stream = stream
@@ -56,8 +65,8 @@ class Answer(Response):
                 await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        events = self._rendering.stream() if self._stream else None
+        started, made = False, None
+        events: EventStream | None = None
         send = direct(scope, send)
 
         async def start_stream() -> None:
@@ -66,23 +75,40 @@ class Answer(Response):
                 started = True
                 await _start_stream(send)
 
+        async def beat() -> None:
+            if self._stream:
+                await start_stream()
+                await _send_piece(send, KEEP_ALIVE, more=True)
+
         try:
             async with self._generator.admission.until(self._deadline):
+                job, rendering = made = await _beating(self._make(), beat)
                 headers = Request(scope).headers.items()
-                chunks = run_job(self._job, self._generator, self._deadline, headers)
+                chunks = run_job(job, self._generator, self._deadline, headers)
                 async with aclosing(chunks):
-                    if events is not None:
+                    if self._stream:
+                        events = rendering.stream()
                         await _send_events(chunks, events, send, start_stream)
                         return
-                    completions = await gather(self._job, chunks)
-                    response = JSONResponse(self._rendering.whole(completions))
+                    completions = await gather(job, chunks)
+                    response: Response = JSONResponse(rendering.whole(completions))
         except Exception as error:
-            shown = self._job.renamed(public_error(error))
-            if started and events is not None:  # the status is gone: an error event, and the end
-                await _send_piece(send, events.error(shown), more=False)
+            response, piece = self._failure(public_error(error), made, events)
+            if started:  # the status is gone: an error event, and the end
+                await _send_piece(send, piece, more=False)
                 return
-            response = self._rendering.error(shown)
         await response(scope, receive, send)
+
+    def _failure(
+        self, error: OutriderError, made: Made | None, events: EventStream | None
+    ) -> tuple[Response, bytes]:
+        """Return the answer that says why there is none, and the same as an event."""
+        if made is None:
+            refused = self._refusal(error)
+            return refused, b"event: error\ndata: %b\n\n" % bytes(refused.body)
+        job, rendering = made
+        shown = job.renamed(error)
+        return rendering.error(shown), b"" if events is None else events.error(shown)
 
 
 async def _send_events(
@@ -113,19 +139,24 @@ async def _send_events(
 
 
 async def _with_beats(
-    chunks: AsyncGenerator[tuple[int, Chunk], None], beat: Callable[[], Coroutine[Any, Any, None]]
+    chunks: AsyncGenerator[tuple[int, Chunk], None], beat: Beat
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yield the chunks, and call `beat` every `_SILENCE_S` until the first one has come."""
-    coming = asyncio.ensure_future(anext(chunks))
-    try:
-        while not (await asyncio.wait({coming}, timeout=_SILENCE_S))[0]:
-            await beat()
-        yield coming.result()
-    finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
+    yield await _beating(anext(chunks), beat)
     async for chunk in chunks:
         yield chunk
+
+
+async def _beating(work: Awaitable[T], beat: Beat) -> T:
+    """Return what `work` does, and call `beat` every `_SILENCE_S` until it is done."""
+    working = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({working}, timeout=_SILENCE_S))[0]:
+            await beat()
+        return working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _start_stream(send: Send) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from contextlib import AsyncExitStack
 
@@ -102,7 +103,10 @@ async def test_requests_when_scorers_are_at_zero_are_held_until_one_serves(
         with pytest.raises(openai.RateLimitError):  # the queue has a bound
             await gateway.client.completions.create(model="default", prompt="x")
         await stack.enter_async_context(serving(scorer, port))
-        assert TEXT.split()[0] in await held
+        text = await held  # no scorer was known: it was kept alive before it could be checked
+        assert text.startswith(": waiting\n\n")
+        assert TEXT.split()[0] in text
+        assert "data: [DONE]" in text
         assert await reading == TEXT
         # Again at zero: the sizes are known now, and a stream is kept alive while it waits.
         assert scorer.server is not None
@@ -114,6 +118,34 @@ async def test_requests_when_scorers_are_at_zero_are_held_until_one_serves(
         text = await again
     assert text.startswith(": waiting\n\n")
     assert "data: [DONE]" in text
+
+
+@pytest.mark.parametrize(
+    ("hold_s", "prompt", "said"),
+    [(0.5, "x", "No scorer"), (20.0, "x " * 2000, "prompt")],
+)
+async def test_held_stream_that_cannot_be_served_ends_with_an_error_event(
+    hold_s: float, prompt: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "_SILENCE_S", 0.05)
+    scorer, port = fake_scorer(Script(tokens(TEXT))), free_port()
+    scorer.target = f"127.0.0.1:{port}"
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(
+            running_gateway(scorer, hold_timeout_s=hold_s, resume_timeout_s=0.5)
+        )
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.http))
+        body = {"prompt": prompt, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body, timeout=20) as stream:
+            assert stream.status_code == 200
+            lines = stream.aiter_lines()
+            assert await anext(lines) == ": waiting"
+            if hold_s > 1:
+                await stack.enter_async_context(serving(scorer, port))
+            events = [line async for line in lines if line.startswith("data: ")]
+        await until(lambda: gateway.metric("gateway_num_requests_waiting") == 0)
+    (told,) = [json.loads(line.removeprefix("data: ")) for line in events]
+    assert said in told["error"]["message"]
 
 
 async def _text(call: grpc.aio.UnaryStreamCall) -> str:  # type: ignore[type-arg]

@@ -40,6 +40,8 @@ async def events_of(running: Running, body: Any) -> list[dict[str, Any]]:
     text = (await post(running, {**body, "stream": True})).text
     events = []
     for event in text.strip().split("\n\n"):
+        if event.startswith(":"):  # a comment, which keeps the connection alive
+            continue
         name, _, data = event.partition("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
