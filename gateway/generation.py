@@ -26,7 +26,7 @@ from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry
-from outrider.types import FinishReason, PromptLogprobs, TokenLogprobs
+from outrider.types import FinishReason, PromptLogprobs, TokenLogprobs, VerifiedDraft
 from outrider.v1 import common_pb2
 
 
@@ -55,6 +55,9 @@ class Chunk(NamedTuple):  # one per round: a frozen dataclass takes three times 
 
     tokens: tuple[OutputToken, ...]
     ending: Ending | None = None
+    drafts: tuple[VerifiedDraft, ...] = ()
+    """Drafts that were verified since the last chunk, if the request asks: after so many tokens of
+    the output as `base_len` says. They may come before their tokens."""
 
     @property
     def text(self) -> str:
@@ -135,6 +138,7 @@ class Generator:
             reason: FinishReason | None = None
             stop_token_id: int | None = None
             tokens: list[OutputToken] = []
+            drafts: list[VerifiedDraft] = []
             prompt: PromptLogprobs | None = None
             rounds = self._replayer.stream(request, account, span, deadline)
             if request.thinking is not None:
@@ -149,12 +153,14 @@ class Generator:
                         first_token = time.perf_counter()
                     prompt = round_.prompt_logprobs or prompt
                     tokens = output.push(_new_tokens(request, round_))
+                    drafts += _drafts(request, round_)
                     reason = FinishReason.STOP if output.stopped else round_.finish_reason
                     stop_token_id = round_.stop_token_id
                     if reason is not None:
                         break
                     if tokens:
-                        yield Chunk(tuple(tokens))
+                        yield Chunk(tuple(tokens), None, tuple(drafts))
+                        drafts.clear()
             assert reason is not None, "a stream of rounds ends with a reason or an error"
             tokens += output.finish()
             if output.stopped:
@@ -168,7 +174,7 @@ class Generator:
                 if prompt is None:
                     raise InternalError("The scorer did not send the prompt's logprobs.")
                 ending = replace(ending, prompt_logprobs=prompt.tokens())
-            yield Chunk(tuple(tokens), ending)
+            yield Chunk(tuple(tokens), ending, tuple(drafts))
 
     def _record(
         self,
@@ -201,6 +207,12 @@ def _new_tokens(request: GenerationRequest, round_: Round) -> Iterator[NewToken]
     elif len(logprobs) != len(round_.token_ids):
         raise InternalError("The scorer did not send the logprobs that were asked for.")
     return zip(round_.token_ids, round_.kinds, logprobs, strict=True)
+
+
+def _drafts(request: GenerationRequest, round_: Round) -> Iterator[VerifiedDraft]:
+    """Yield a round's drafts, by their places in the output."""
+    prompt_len = len(request.prompt_token_ids)
+    return (draft._replace(base_len=draft.base_len - prompt_len) for draft in round_.drafts)
 
 
 def _ending(

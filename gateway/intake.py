@@ -77,6 +77,7 @@ class Settings:
     thinking: ThinkingBudget | None = None
     stream_interval: int = 0  # tokens wanted at a time, but for the first; 0: each round's
     adapter: str = ""  # of the model; empty: none
+    draft_trees: bool = False  # each round's draft with its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,6 +166,7 @@ def _continuation(
         tenant=request.tenant,
         stream_interval=min(request.stream_interval, most),
         adapter=request.adapter,
+        draft_trees=request.draft_trees,
     )
 
 

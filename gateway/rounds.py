@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from outrider.params import TokenIds
 from outrider.rpc.codec import FINISH_FROM_PROTO, KIND_FROM_PROTO, logprobs_from_proto
-from outrider.types import FinishReason, PromptLogprobs, TokenKind, TokenLogprobs
+from outrider.types import FinishReason, PromptLogprobs, TokenKind, TokenLogprobs, VerifiedDraft
 from outrider.v1 import common_pb2, scorer_pb2
 
 
@@ -22,6 +22,7 @@ class Round(NamedTuple):  # one per request and step: a frozen dataclass takes t
     prompt_logprobs: PromptLogprobs | None = None  # with the first, if the request asks
     usage: common_pb2.Usage | None = None  # with the last, or always if the request asks
     aux_info: common_pb2.AuxInfo | None = None  # with usage
+    drafts: tuple[VerifiedDraft, ...] = ()  # that were verified, if the request asks
 
 
 def round_from_proto(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
@@ -47,6 +48,7 @@ def round_from_details(
         _prompt_logprobs(response),
         response.usage if reported else None,
         response.aux_info if reported else None,
+        tuple([VerifiedDraft(d.base_len, (*d.token_ids,), (*d.parents,)) for d in response.drafts]),
     )
 
 

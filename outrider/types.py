@@ -40,6 +40,7 @@ class Request:
     tenant: str = ""
     stream_interval: int = 0  # tokens per message to the client, after the first
     adapter: str = ""  # of the model, by its name; empty: none
+    draft_trees: bool = False  # each round's draft with its Commit
 
     def __post_init__(self) -> None:
         require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
@@ -156,6 +157,14 @@ class PromptLogprobs(NamedTuple):
         )
 
 
+class VerifiedDraft(NamedTuple):
+    """The draft of a round, a tree after `base_len` tokens; without parents, a chain."""
+
+    base_len: int
+    token_ids: TokenIds
+    parents: tuple[int, ...]  # of each node; -1: the root
+
+
 class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long
     """Tokens that one engine step committed to one session."""
 
@@ -169,6 +178,7 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asks
     stop_token_id: int | None = None  # that ended the request; it is no output
     prompt_logprobs: PromptLogprobs | None = None  # with the first, if the request asks
+    draft: VerifiedDraft | None = None  # that was verified, if the request asks
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,10 @@ class Call:
         response = scorer_pb2.ScorerServiceGenerateResponse(
             logprobs=[codec.logprobs_to_proto(each) for c in commits for each in c.logprobs],
         )
+        for commit in commits:
+            if commit.draft is not None:
+                base_len, token_ids, parents = commit.draft
+                response.drafts.add(base_len=base_len, token_ids=token_ids, parents=parents)
         if commits[0].prompt_logprobs is not None:
             response.prompt_logprobs.CopyFrom(
                 common_pb2.PromptLogprobs(**commits[0].prompt_logprobs._asdict())
@@ -181,6 +185,7 @@ def _request_from_proto(
         tenant=message.tenant,
         stream_interval=message.stream_interval,
         adapter=message.adapter,
+        draft_trees=message.draft_trees,
     )
 
 

@@ -209,7 +209,8 @@ class StepsStream:
         if commits:
             assert row.call is not None
             last = commits[-1]
-            if last.stats or last.finish_reason or last.logprobs or commits[0].prompt_logprobs:
+            told = last.stats or last.finish_reason or last.logprobs or commits[0].prompt_logprobs
+            if told or any(commit.draft for commit in commits):
                 response = row.call.details(commits)
             else:
                 row.call.note_tokens(commits)

@@ -99,6 +99,7 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         per_prompt=per_prompt,
         aux_info=bool(body.aux_info),
         token_kinds=bool(body.token_kinds),
+        spell_drafts=generator.tokenizer.token_bytes if body.draft_trees else None,
         include_usage=body.include_usage,
         prompt_lens=tuple(len(each.prompt_token_ids) for each in work)
         if body.continuous_usage
@@ -235,6 +236,7 @@ async def _work(
         tenant=tenant,
         stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
         adapter=intake.adapter_of(intake.check_model(body.model)),
+        draft_trees=bool(body.draft_trees),
     )
     limits = body.limits()
     if not limits.ignore_eos:

@@ -80,6 +80,8 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
         raise InvalidRequestError(
             "stream_options goes only with stream: true.", param="stream_options"
         )
+    if request.draft_trees and not request.stream:
+        raise InvalidRequestError("draft_trees goes only with stream: true.", param="draft_trees")
     return request
 
 

@@ -78,6 +78,7 @@ class Request(BaseModel):
     # Outrider's own:
     speculation: Speculation | None = None
     token_kinds: bool | None = None
+    draft_trees: bool | None = None
 
     def wanted_max_tokens(self) -> tuple[int | None, str]:
         """With the parameter's name."""

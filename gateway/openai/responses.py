@@ -23,7 +23,7 @@ from gateway.openai.logprobs import (
 from gateway.openai.request_objects import Kind
 from gateway.output import OutputToken
 from outrider.params import TokenIds
-from outrider.types import FinishReason, TokenKind, TokenLogprobs
+from outrider.types import FinishReason, TokenKind, TokenLogprobs, VerifiedDraft
 from outrider.v1 import common_pb2
 
 _CONTENT_ALONE = {"content"}
@@ -76,6 +76,7 @@ class Shaper:
     how: MessageReading | None  # None: answers are text alone
     echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
     prompts: tuple[ScoredPrompt, ...] = ()  # if their logprobs are wanted
+    spell_drafts: Spell | None = None  # if the drafts of rounds are told
     top_prompt_logprobs: int | None = None  # if they are told under vLLM's name
     prompt_lens: tuple[int, ...] = ()  # of each completion, if every event tells the usage so far
     _frames: dict[int, TextFrame] = field(default_factory=dict, init=False, compare=False)
@@ -142,7 +143,7 @@ class Shaper:
 
     def piece(self, index: int, chunk: Chunk, shown: Shown, reader: MessageReader | None) -> bytes:
         """Return the event of a chunk behind what was `shown`; with nothing to tell, none."""
-        plain = not (self.spell or self.token_kinds or self.prompt_lens)
+        plain = not (self.spell or self.token_kinds or self.prompt_lens or self.spell_drafts)
         if plain and reader is None:
             return self._text_event(index, chunk.text) if chunk.text else b""
         content: Any = {"content": chunk.text} if self.kind == "chat" else chunk.text
@@ -154,12 +155,13 @@ class Shaper:
             told = bool(content)
             if plain and content.keys() == _CONTENT_ALONE:
                 return self._text_event(index, content["content"])
-        if not told and not ((self.spell or self.token_kinds) and chunk.tokens):
+        drafts = self._drafts(chunk.drafts)
+        if not told and not drafts and not ((self.spell or self.token_kinds) and chunk.tokens):
             return b""
         logprobs = self._logprobs(chunk.tokens, shown.chars)
         choice = self._choice(index, content, None, logprobs)
         tokens = shown.tokens + len(chunk.tokens)
-        return self._event({**choice, **self._tokens(chunk.tokens)}, tokens=tokens)
+        return self._event({**choice, **self._tokens(chunk.tokens), **drafts}, tokens=tokens)
 
     def _text_event(self, index: int, text: str) -> bytes:
         """Return the event of a piece that is text alone."""
@@ -213,6 +215,24 @@ class Shaper:
             return {}
         fields = [{"id": t.id, "kind": t.kind.value, "text": t.text} for t in tokens]
         return {"tokens": fields}
+
+    def _drafts(self, drafts: Sequence[VerifiedDraft]) -> dict[str, Any]:
+        if self.spell_drafts is None or not drafts:
+            return {}
+        spell = self.spell_drafts
+        return {
+            "drafts": [
+                {
+                    "position": draft.base_len,
+                    "tokens": [
+                        {"id": token, "text": spell(token).decode(errors="replace")}
+                        for token in draft.token_ids
+                    ],
+                    "parents": list(draft.parents or range(-1, len(draft.token_ids) - 1)),
+                }
+                for draft in drafts
+            ]
+        }
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
         if self.spell is None:

@@ -16,7 +16,7 @@ from outrider.params import TokenIds
 from outrider.policy.base import StepDone
 from outrider.policy.tracker import DraftTracker
 from outrider.rounds import Round, token_kinds
-from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
+from outrider.types import Commit, Failure, FinishReason, TokenLogprobs, VerifiedDraft
 
 
 class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -30,6 +30,7 @@ class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
     method: str
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...]
+    draft: VerifiedDraft | None  # that was verified, if the request asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +104,5 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
         row.logprobs[: len(output)],
         seq.stop_token_id,
         prompt_logprobs,
+        row.draft,
     )

@@ -27,7 +27,7 @@ from outrider.engine.step import (
 )
 from outrider.policy.base import Policy, Ready
 from outrider.policy.tracker import DraftTracker
-from outrider.types import Failure, Request
+from outrider.types import Failure, Request, VerifiedDraft
 
 
 class Scheduler:
@@ -138,9 +138,13 @@ class Scheduler:
                 if base_len == seq.num_prompt_tokens:
                     seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
                 self.tracker.round_done(seq, round_, wrong, now)
+                draft = None
+                if seq.request.draft_trees and row.draft and step.device_drafts is None:
+                    draft = VerifiedDraft(base_len, row.draft, tuple(row.slice.parents))
+                drafted_by = (proposer_id, method)
                 emitted.append(
                     Emitted(
-                        seq, base_len, output, round_, proposer_id, method, finish_reason, logprobs
+                        seq, base_len, output, round_, *drafted_by, finish_reason, logprobs, draft
                     )
                 )
             if seq.num_computed // page_size > seq.num_published:

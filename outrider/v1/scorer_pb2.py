@@ -26,7 +26,7 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import draft_pb2 as outrider_dot_v1_dot_draft__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/scorer.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/draft.proto\"\xcf\x03\n\x1cScorerServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12%\n\x04stop\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StopParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x15\n\rrunning_stats\x18\x06 \x01(\x08\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12num_resumed_tokens\x18\t \x01(\r\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\x0fstream_interval\x18\x0b \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\tB\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"\xe8\x02\n\x1dScorerServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x05kinds\x18\x02 \x03(\x0e\x32\x16.outrider.v1.TokenKind\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12&\n\x08\x61ux_info\x18\x05 \x01(\x0b\x32\x14.outrider.v1.AuxInfo\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsB\x10\n\x0e_stop_token_id\"T\n\x14GenerateStepsRequest\x12%\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x16.outrider.v1.StepsCall\x12\x15\n\rcancelled_ids\x18\x02 \x03(\x04\"\xe4\x01\n\tStepsCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12:\n\x07request\x18\x02 \x01(\x0b\x32).outrider.v1.ScorerServiceGenerateRequest\x12\x17\n\ntimeout_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x36\n\x08metadata\x18\x04 \x03(\x0b\x32$.outrider.v1.StepsCall.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_timeout_ms\"\x82\x01\n\x15GenerateStepsResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05kinds\x18\x04 \x01(\x0c\x12*\n\x07\x64\x65tails\x18\x05 \x03(\x0b\x32\x19.outrider.v1.StepsDetails\"x\n\x0cStepsDetails\x12\n\n\x02id\x18\x01 \x01(\x04\x12<\n\x08response\x18\x02 \x01(\x0b\x32*.outrider.v1.ScorerServiceGenerateResponse\x12\x13\n\x06status\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_status\"\x16\n\x14GetScorerInfoRequest\"\xce\x03\n\x15GetScorerInfoResponse\x12\x11\n\tscorer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11served_model_name\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x18\n\x10running_requests\x18\n \x01(\r\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x13\n\x0btotal_pages\x18\x0c \x01(\r\x12\x12\n\nfree_pages\x18\r \x01(\r\x12\x30\n\tproposers\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.AttachedProposer\x12*\n\x08\x66\x65\x61tures\x18\x0f \x01(\x0b\x32\x18.outrider.v1.FeatureSpec\x12\x11\n\tpage_size\x18\x10 \x01(\r\x12\x15\n\rsteps_version\x18\x11 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x12 \x03(\t\"k\n\x10\x41ttachedProposer\x12\x13\n\x0bproposer_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x11\n\tset_aside\x18\x05 \x01(\x08\x32\xec\x02\n\rScorerService\x12\x63\n\x08Generate\x12).outrider.v1.ScorerServiceGenerateRequest\x1a*.outrider.v1.ScorerServiceGenerateResponse0\x01\x12Z\n\rGenerateSteps\x12!.outrider.v1.GenerateStepsRequest\x1a\".outrider.v1.GenerateStepsResponse(\x01\x30\x01\x12\x42\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x1a.outrider.v1.DraftResponse(\x01\x30\x01\x12V\n\rGetScorerInfo\x12!.outrider.v1.GetScorerInfoRequest\x1a\".outrider.v1.GetScorerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/scorer.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/draft.proto\"\xe4\x03\n\x1cScorerServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12%\n\x04stop\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StopParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x15\n\rrunning_stats\x18\x06 \x01(\x08\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12num_resumed_tokens\x18\t \x01(\r\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\x0fstream_interval\x18\x0b \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\t\x12\x13\n\x0b\x64raft_trees\x18\x0e \x01(\x08\x42\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"\x94\x03\n\x1dScorerServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x05kinds\x18\x02 \x03(\x0e\x32\x16.outrider.v1.TokenKind\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12&\n\x08\x61ux_info\x18\x05 \x01(\x0b\x32\x14.outrider.v1.AuxInfo\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobs\x12*\n\x06\x64rafts\x18\t \x03(\x0b\x32\x1a.outrider.v1.VerifiedDraftB\x10\n\x0e_stop_token_id\"E\n\rVerifiedDraft\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\"T\n\x14GenerateStepsRequest\x12%\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x16.outrider.v1.StepsCall\x12\x15\n\rcancelled_ids\x18\x02 \x03(\x04\"\xe4\x01\n\tStepsCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12:\n\x07request\x18\x02 \x01(\x0b\x32).outrider.v1.ScorerServiceGenerateRequest\x12\x17\n\ntimeout_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x36\n\x08metadata\x18\x04 \x03(\x0b\x32$.outrider.v1.StepsCall.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_timeout_ms\"\x82\x01\n\x15GenerateStepsResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05kinds\x18\x04 \x01(\x0c\x12*\n\x07\x64\x65tails\x18\x05 \x03(\x0b\x32\x19.outrider.v1.StepsDetails\"x\n\x0cStepsDetails\x12\n\n\x02id\x18\x01 \x01(\x04\x12<\n\x08response\x18\x02 \x01(\x0b\x32*.outrider.v1.ScorerServiceGenerateResponse\x12\x13\n\x06status\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_status\"\x16\n\x14GetScorerInfoRequest\"\xce\x03\n\x15GetScorerInfoResponse\x12\x11\n\tscorer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11served_model_name\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x18\n\x10running_requests\x18\n \x01(\r\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x13\n\x0btotal_pages\x18\x0c \x01(\r\x12\x12\n\nfree_pages\x18\r \x01(\r\x12\x30\n\tproposers\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.AttachedProposer\x12*\n\x08\x66\x65\x61tures\x18\x0f \x01(\x0b\x32\x18.outrider.v1.FeatureSpec\x12\x11\n\tpage_size\x18\x10 \x01(\r\x12\x15\n\rsteps_version\x18\x11 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x12 \x03(\t\"k\n\x10\x41ttachedProposer\x12\x13\n\x0bproposer_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x11\n\tset_aside\x18\x05 \x01(\x08\x32\xec\x02\n\rScorerService\x12\x63\n\x08Generate\x12).outrider.v1.ScorerServiceGenerateRequest\x1a*.outrider.v1.ScorerServiceGenerateResponse0\x01\x12Z\n\rGenerateSteps\x12!.outrider.v1.GenerateStepsRequest\x1a\".outrider.v1.GenerateStepsResponse(\x01\x30\x01\x12\x42\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x1a.outrider.v1.DraftResponse(\x01\x30\x01\x12V\n\rGetScorerInfo\x12!.outrider.v1.GetScorerInfoRequest\x1a\".outrider.v1.GetScorerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,25 +36,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPSCALL_METADATAENTRY']._loaded_options = None
   _globals['_STEPSCALL_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_SCORERSERVICEGENERATEREQUEST']._serialized_start=93
-  _globals['_SCORERSERVICEGENERATEREQUEST']._serialized_end=556
-  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_start=559
-  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_end=919
-  _globals['_GENERATESTEPSREQUEST']._serialized_start=921
-  _globals['_GENERATESTEPSREQUEST']._serialized_end=1005
-  _globals['_STEPSCALL']._serialized_start=1008
-  _globals['_STEPSCALL']._serialized_end=1236
-  _globals['_STEPSCALL_METADATAENTRY']._serialized_start=1174
-  _globals['_STEPSCALL_METADATAENTRY']._serialized_end=1221
-  _globals['_GENERATESTEPSRESPONSE']._serialized_start=1239
-  _globals['_GENERATESTEPSRESPONSE']._serialized_end=1369
-  _globals['_STEPSDETAILS']._serialized_start=1371
-  _globals['_STEPSDETAILS']._serialized_end=1491
-  _globals['_GETSCORERINFOREQUEST']._serialized_start=1493
-  _globals['_GETSCORERINFOREQUEST']._serialized_end=1515
-  _globals['_GETSCORERINFORESPONSE']._serialized_start=1518
-  _globals['_GETSCORERINFORESPONSE']._serialized_end=1980
-  _globals['_ATTACHEDPROPOSER']._serialized_start=1982
-  _globals['_ATTACHEDPROPOSER']._serialized_end=2089
-  _globals['_SCORERSERVICE']._serialized_start=2092
-  _globals['_SCORERSERVICE']._serialized_end=2456
+  _globals['_SCORERSERVICEGENERATEREQUEST']._serialized_end=577
+  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_start=580
+  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_end=984
+  _globals['_VERIFIEDDRAFT']._serialized_start=986
+  _globals['_VERIFIEDDRAFT']._serialized_end=1055
+  _globals['_GENERATESTEPSREQUEST']._serialized_start=1057
+  _globals['_GENERATESTEPSREQUEST']._serialized_end=1141
+  _globals['_STEPSCALL']._serialized_start=1144
+  _globals['_STEPSCALL']._serialized_end=1372
+  _globals['_STEPSCALL_METADATAENTRY']._serialized_start=1310
+  _globals['_STEPSCALL_METADATAENTRY']._serialized_end=1357
+  _globals['_GENERATESTEPSRESPONSE']._serialized_start=1375
+  _globals['_GENERATESTEPSRESPONSE']._serialized_end=1505
+  _globals['_STEPSDETAILS']._serialized_start=1507
+  _globals['_STEPSDETAILS']._serialized_end=1627
+  _globals['_GETSCORERINFOREQUEST']._serialized_start=1629
+  _globals['_GETSCORERINFOREQUEST']._serialized_end=1651
+  _globals['_GETSCORERINFORESPONSE']._serialized_start=1654
+  _globals['_GETSCORERINFORESPONSE']._serialized_end=2116
+  _globals['_ATTACHEDPROPOSER']._serialized_start=2118
+  _globals['_ATTACHEDPROPOSER']._serialized_end=2225
+  _globals['_SCORERSERVICE']._serialized_start=2228
+  _globals['_SCORERSERVICE']._serialized_end=2592
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScorerServiceGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop", "speculation", "running_stats", "constraint", "top_logprobs", "num_resumed_tokens", "tenant", "stream_interval", "prompt_logprobs", "adapter")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop", "speculation", "running_stats", "constraint", "top_logprobs", "num_resumed_tokens", "tenant", "stream_interval", "prompt_logprobs", "adapter", "draft_trees")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class ScorerServiceGenerateRequest(_message.Message):
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TREES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -36,10 +37,11 @@ class ScorerServiceGenerateRequest(_message.Message):
     stream_interval: int
     prompt_logprobs: int
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., running_stats: _Optional[bool] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., num_resumed_tokens: _Optional[int] = ..., tenant: _Optional[str] = ..., stream_interval: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    draft_trees: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., running_stats: _Optional[bool] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., num_resumed_tokens: _Optional[int] = ..., tenant: _Optional[str] = ..., stream_interval: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., adapter: _Optional[str] = ..., draft_trees: _Optional[bool] = ...) -> None: ...
 
 class ScorerServiceGenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "kinds", "finish_reason", "usage", "aux_info", "logprobs", "stop_token_id", "prompt_logprobs")
+    __slots__ = ("token_ids", "kinds", "finish_reason", "usage", "aux_info", "logprobs", "stop_token_id", "prompt_logprobs", "drafts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +50,7 @@ class ScorerServiceGenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[_common_pb2.TokenKind]
     finish_reason: _common_pb2.FinishReason
@@ -56,7 +59,18 @@ class ScorerServiceGenerateResponse(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     stop_token_id: int
     prompt_logprobs: _common_pb2.PromptLogprobs
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.TokenKind, str]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., aux_info: _Optional[_Union[_common_pb2.AuxInfo, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[VerifiedDraft]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.TokenKind, str]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., aux_info: _Optional[_Union[_common_pb2.AuxInfo, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., drafts: _Optional[_Iterable[_Union[VerifiedDraft, _Mapping]]] = ...) -> None: ...
+
+class VerifiedDraft(_message.Message):
+    __slots__ = ("base_len", "token_ids", "parents")
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    base_len: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateStepsRequest(_message.Message):
     __slots__ = ("begin", "cancelled_ids")

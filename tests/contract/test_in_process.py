@@ -24,6 +24,7 @@ from outrider.drafting.proposer import (
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
+from outrider.v1 import common_pb2
 from tests.support.models.features import CAPTURED, SIZE, RowReader, selection
 from tests.support.models.hash_model import HashModel
 from tests.support.services.guessing import guessing
@@ -80,6 +81,34 @@ class Kept:
     def __call__(self, model: PacedModel) -> Proposer:
         self.method = self._make(model)
         return self.method
+
+
+@pytest.mark.parametrize(
+    "make", [draft_model, lambda model: reads()(model)], ids=["model", "eagle"]
+)
+async def test_drafts_that_a_request_asks_for_are_what_its_kinds_tell(
+    make: Callable[[PacedModel], Proposer],
+) -> None:
+    async with running_scorer(in_process=make, features=CAPTURED) as scorer:
+        request = generate_request(PROMPTS[1])
+        assert not [r async for r in scorer.stub.Generate(request) if r.drafts]
+        request.draft_trees = True
+        responses = [response async for response in scorer.stub.Generate(request)]
+    text = [*request.prompt_token_ids, *(t for r in responses for t in r.token_ids)]
+    kinds = [kind for response in responses for kind in response.kinds]
+    drafts = [draft for response in responses for draft in response.drafts]
+    told = [0] * len(kinds)  # tokens of a draft that the text went along
+    for draft in drafts:
+        assert list(draft.parents) in ([], list(range(-1, len(draft.token_ids) - 1)))
+        for at, token in enumerate(draft.token_ids, draft.base_len):
+            if at >= len(text) or text[at] != token:
+                break
+            told[at - len(request.prompt_token_ids)] = 1
+    accepted = [int(kind == common_pb2.TOKEN_KIND_ACCEPTED) for kind in kinds]
+    assert accepted == told
+    info = responses[-1].aux_info
+    assert len(drafts) == sum(info.k_histogram[1:])
+    assert sum(accepted) == info.accepted > 0
 
 
 async def generate_all(scorer: RunningScorer, **how: float) -> list[Output]:

@@ -87,6 +87,25 @@ async def test_comparison_shows_same_text_with_kinds_and_speeds(
         assert await page.locator("#with li").count() in (int(counted[2]), int(counted[2]) + 1)
         assert await page.is_visible("#with li .accepted")
 
+        # A click on an accepted token shows its round's draft, in which it is marked.
+        token = page.locator("#with .text .accepted").first
+        position = await token.get_attribute("data-position")
+        await token.click()
+        draft = page.locator(f"#with-{position} ul").first
+        assert await draft.is_visible()
+        drafted = await draft.locator(".token").count()
+        accepted = await page.locator(f"#with-{position} > .accepted").all_text_contents()
+        assert await draft.locator(".accepted").all_text_contents() == accepted
+        assert await draft.locator(".drafted").count() == drafted - len(accepted)
+        button = page.locator(f"#with-{position} button")
+        assert await button.get_attribute("aria-expanded") == "true"
+        await button.press("Enter")
+        assert not await draft.is_visible()
+        assert await page.locator("#without li button").count() == 0
+        rejected = page.locator("#with li:has(> .recovered) button").first
+        await rejected.click()
+        assert await page.locator("#with li:has(> .recovered) ul .drafted").count() > 0
+
         assert await page.evaluate(OUTSIDE) == []
         assert await page.evaluate(UNNAMED) == []
         assert await page.evaluate(CONTRAST) >= 4.5

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -397,3 +399,28 @@ async def test_references_when_given_reach_scorer(gateway: Running) -> None:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int)) else list(value)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_stream_with_draft_trees_tells_each_rounds_draft_by_its_place(path: str) -> None:
+    said = tokens("hello world, hello world")
+    body: dict[str, Any] = {"stream": True, "token_kinds": True, "draft_trees": True}
+    body |= (
+        {"prompt": "x"}
+        if path == "completions"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    async with running_gateway(Script(said)) as gateway, httpx.AsyncClient() as client:
+        response = await client.post(f"{gateway.http}/v1/{path}", json=body)
+        plain = await client.post(f"{gateway.http}/v1/{path}", json=body | {"draft_trees": False})
+        whole = await client.post(f"{gateway.http}/v1/{path}", json=body | {"stream": False})
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    choices = [json.loads(line)["choices"] for line in lines[:-1]]
+    drafts = [draft for (choice,) in choices if choice for draft in choice.get("drafts", [])]
+    assert [draft["position"] for draft in drafts] == [*range(0, len(said), 2)]
+    assert [draft["tokens"][0]["id"] for draft in drafts] == said[::2]
+    assert drafts[0]["tokens"][0]["text"] == tokenizer().decode([said[0]])
+    assert {tuple(draft["parents"]) for draft in drafts} == {(-1, -1)}
+    assert "drafts" not in plain.text
+    assert whole.status_code == 400
+    assert whole.json()["error"]["param"] == "draft_trees"

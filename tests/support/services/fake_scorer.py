@@ -181,6 +181,9 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
             kinds = [*[common_pb2.TOKEN_KIND_ACCEPTED] * (len(step) - 1)]
             kinds += [common_pb2.TOKEN_KIND_BONUS] if step else []
             response = scorer_pb2.ScorerServiceGenerateResponse(token_ids=step, kinds=kinds)
+            if request.draft_trees and step:  # two nodes: the truth, and a wrong sibling
+                base_len = len(request.prompt_token_ids) + sent - len(step)
+                response.drafts.add(base_len=base_len, token_ids=[step[0], 0], parents=[-1, -1])
             if request.HasField("top_logprobs"):
                 response.logprobs.extend(logprobs_of(t, request.top_logprobs) for t in step)
             if script.scores_prompts and rounds == 1 and request.HasField("prompt_logprobs"):
