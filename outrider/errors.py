@@ -1,18 +1,4 @@
-"""The exception tree. Translated once at each boundary (rpc/status.py, gateway/openai/errors.py).
-
-OutriderError
-├── InvalidRequestError        a field is wrong; `param` names it
-│   └── PromptTooLongError
-├── ModelNotFoundError         nobody serves a model of this name
-├── UnauthenticatedError
-├── CapacityError              queues are full; `retry_after_s` says when to try again
-├── UnavailableError           starting, draining or unreachable
-├── DeadlineError
-├── ProposerRefusedError       a Hello does not fit; `reason` says why
-├── UnsupportedModelError      the model cannot be served exactly
-├── ConfigError                a flag, file or port is wrong
-└── InternalError              a bug
-"""
+"""The exception tree, translated at each boundary: rpc/status.py and gateway/openai/errors.py."""
 
 from __future__ import annotations
 
