@@ -16,7 +16,7 @@ from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS
 from outrider.engine.cuda.gemm.hopper import Reads
 from outrider.engine.cuda.gemm.linear import Kind
 from outrider.engine.cuda.gemm.quantized import QuantizedLinear
-from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Product, Small, Tiling, _split
+from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.layers.ops import Use
 from outrider.engine.layers.quantized import QuantizedWeight
@@ -86,24 +86,6 @@ def test_weight_by_kernel_equals_dequantised(reads: Reads, rows: int) -> None:
 
 
 @needs_gpu
-@torch.inference_mode()
-def test_planes_of_float8_sum_up_to_bfloat16_exactly() -> None:
-    x = randn(3, 512, dtype=torch.bfloat16)
-    x[0] *= 1e-3
-    x[2] *= 300.0
-    weight = _weight(128, 512, "fp8")
-    out = x.new_empty(3, 128)
-    planes, units = _split(Product(x, weight.numbers, weight.scales, out), planes=2)
-    sums = planes.float().sum(0) * units[:, None]
-    largest = x.float().abs().amax(1, keepdim=True)
-    assert (planes[0].float().abs() <= 448).all()
-    assert torch.equal(units.log2(), units.log2().round())
-    large = x.float().abs() > largest / 512
-    assert torch.equal(sums[large], x.float()[large])
-    assert (sums - x.float()).abs().max() <= largest.max() * 2**-17
-
-
-@needs_gpu
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.inference_mode()
 def test_gemv_of_float8_equals_dequantised(rows: int) -> None:
@@ -114,9 +96,9 @@ def test_gemv_of_float8_equals_dequantised(rows: int) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("scale_rows", [0, 1, 128])
-@pytest.mark.parametrize("reads", ["int8", "fp8"])
 @torch.inference_mode()
-def test_hopper_tiles_of_8_bits_equal_dequantised(reads: Reads, scale_rows: int) -> None:
+def test_hopper_tiles_of_int8_equal_dequantised(scale_rows: int) -> None:
+    reads: Reads = "int8"
     weight = _weight(768, 1152, reads, scale_rows)
     layer = QuantizedLinear(weight, None)
     cases = (
@@ -135,25 +117,12 @@ def test_hopper_tiles_of_8_bits_equal_dequantised(reads: Reads, scale_rows: int)
         _check(weight, rows, tiling)
 
 
-@needs_hopper
-@torch.inference_mode()
-def test_hopper_tiles_of_float8_add_long_sums_exactly_enough() -> None:
-    """Tensor cores add float8 with few bits: long sums of one sign show it."""
-    weight = _weight(128, 16384, "fp8")
-    layer = QuantizedLinear(weight, None)
-    layer.choices = {16: HopperTiles(128, 1, reads="fp8")}
-    x = randn(16, 16384, dtype=torch.bfloat16, seed=1).abs()
-    right = x.double() @ weight.dequantise(torch.float64).t()
-    size = (x.double().abs() @ weight.dequantise(torch.float64).abs().t()).max()
-    assert (layer(x).double() - right).abs().max() <= 2e-3 * size
-
-
 @needs_gpu
 @pytest.mark.parametrize("reads", ["int8", "fp8"])
 @torch.inference_mode()
-def test_many_rows_round_inputs_within_their_bits(reads: Reads) -> None:
+def test_rounded_inputs_lose_no_more_than_their_bits(reads: Reads) -> None:
     tolerance = {"int8": 0.03, "fp8": 0.06}[reads]
-    for rows in (97, 160, 700):
+    for rows in (2, 40, 97, 160, 700) if reads == "fp8" else (97, 160, 700):
         _check(_weight(768, 1024, reads), rows, Small(reads), tolerance)
         _check(_weight(768, 1024, reads), rows, None)
         if reads == "int8":
@@ -169,8 +138,10 @@ def test_bias_is_added_with_and_without_a_tiling() -> None:
     x, old = (randn(1, n, dtype=torch.bfloat16, seed=n) for n in (512, 256))
     for choices in ({}, {1: Gemv(64, 8, "fp8")}):
         layer.choices = bare.choices = choices  # type: ignore[assignment]
-        torch.testing.assert_close(layer(x), bare(x) + bias)
-        torch.testing.assert_close(layer.add(x, old.clone()), bare.add(x, old + bias))
+        # The bias is added before or after a rounding to bfloat16.
+        tolerance = {"rtol": 2**-8, "atol": 2**-7}
+        torch.testing.assert_close(layer(x), bare(x) + bias, **tolerance)
+        torch.testing.assert_close(layer.add(x, old.clone()), bare.add(x, old + bias), **tolerance)
 
 
 @needs_hopper

@@ -10,8 +10,7 @@ from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 
 # More than 100 programs in clusters of three or four do not all find room at once.
 _HOPPER = (HopperTiles(128, 100), HopperTiles(256, 100), HopperTiles(128, 264, 2))
-_MOST_ROWS: dict[Reads, int] = {"bf16": 160, "int8": 96, "fp8": 160}
-"""Of x that `HopperTiles` are tried for."""
+_MOST_INT8_ROWS = 96
 MANY_ROWS = {256: 256, 512: 512, 1 << 20: 2048}
 """Further numbers of rows for weights of 8 bits -> how many are timed."""
 
@@ -36,7 +35,9 @@ def candidates(rows: int, *, int8: bool) -> tuple[Tiling, ...]:
     The first ones read the fewest bytes. On Hopper a weight that is also there as int8 is tried as
     bfloat16 only at one row, or where int8 is not tried.
     """
-    tilings = small_candidates(rows, "int8", by_row=True) if int8 else ()
+    tilings: tuple[Tiling, ...] = ()
+    if int8 and rows <= _MOST_INT8_ROWS:
+        tilings = small_candidates(rows, "int8", by_row=True)
     if rows == 1 or not (tilings and hopper.available()):
         tilings += CANDIDATES.get(rows, ())
     return _available(tilings)
@@ -48,16 +49,17 @@ def small_candidates(
     """Return the tilings that read a weight of 8 bits, for up to so many rows.
 
     `rows` is a key of `CANDIDATES` or `MANY_ROWS`. `by_row` says that each row of the weight has
-    one scale, `rounds_inputs` that x may be rounded to 8 bits where rows are many.
+    one scale, `rounds_inputs` that x may be rounded to 8 bits.
     """
     tilings: tuple[Tiling, ...] = _GEMV[reads].get(rows, ()) if by_row else ()
-    if rows <= _MOST_ROWS[reads] and not (rows == 1 and reads == "int8" and by_row):
-        # Of more rows, sums and blocks in flight leave no room for another tile or program.
-        tiles = (*_HOPPER, HopperTiles(128, 66)) if rows <= 96 else _HOPPER[:1]
+    few = rows <= _MOST_INT8_ROWS
+    if reads == "int8" and few and not (rows == 1 and by_row):
+        tiles = (*_HOPPER, HopperTiles(128, 66))
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
-    if rows > 96 and by_row:
-        tilings += (Small("int8", 2),) if reads == "int8" else ()
-        tilings += (Small(reads),) if rounds_inputs else ()
+    if reads == "int8" and by_row and not few:
+        tilings += (Small("int8", 2), *((Small("int8"),) if rounds_inputs else ()))
+    if reads == "fp8" and by_row and rounds_inputs and rows > 1:
+        tilings += (Small("fp8"),)
     return _available(tilings)
 
 

@@ -22,7 +22,7 @@ from outrider.engine.cuda.compile import COMPILERS
 logger = logging.getLogger(__name__)
 
 Reads = Literal["bf16", "int8", "fp8"]
-"""The numbers of a weight: bfloat16, int8, float8 (e4m3)."""
+"""The numbers of a weight: bfloat16, int8, float8 (e4m3), which this kernel does not read."""
 
 _LINE = 128  # bytes of a row in one fetch
 _SHARED = 228 * 1024  # bytes of shared memory on a multiprocessor
@@ -77,7 +77,6 @@ class Variant:
             "GATED": int(self.gated),
             "ADD": int(self.add),
             "INT8": int(self.reads == "int8"),
-            "FP8": int(self.reads == "fp8"),
             "SCALE_ROWS": self.scale_rows,
         }
         names = ", ".join(f"{name} = {value}" for name, value in constants.items())
@@ -89,8 +88,6 @@ class Variant:
         flags = ", 1, 1, 0, 0"  # neither negated nor transposed
         if self.reads == "int8":
             kind, columns, inner, letter, flags = "int", 2 * self.rows, "k32.s32.s8.s8", "r", ""
-        elif self.reads == "fp8":
-            inner, flags = "k32.f32.e4m3.e4m3", ", 1, 1"  # always as int8 is: not transposed
         count = columns // 2
         places = ", ".join(f"%{i}" for i in range(count))
         sums = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(count))
@@ -147,7 +144,7 @@ def launch(
 ) -> None:
     """Compute `out` [rows, N] of x [rows, K] and a weight [N or 2 * N, K].
 
-    For a weight of 8 bits x has two planes of its kind, [2, rows, K], and `units` float32 [rows].
+    For an int8 weight x has two planes, int8 [2, rows, K], and `units` float32 [rows].
 
     K is a multiple of `INNER`, N of a tile's outputs. `early` uses programmatic dependent launch.
     """

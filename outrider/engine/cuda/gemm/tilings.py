@@ -22,6 +22,7 @@ from outrider.engine.cuda.launch import launch_options, row_warps
 
 _MAX_INNER = 16384  # numbers of a weight's row, which a gemv program holds whole
 _BLOCK = 1024  # numbers of a program that scales sums
+_LEAST_ROWS = 128  # of the library's product of float8: fewer have not been tried
 OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
 
 
@@ -138,10 +139,11 @@ class Small:
         return outputs % 16 == 0 and inner % 16 == 0
 
     def __call__(self, product: Product) -> None:
-        planes, units = _split(product, self.planes)
         out, scales = product.out, product.scales
-        direct = not (product.gated or product.add)
-        sums = out if direct else out.new_empty(len(out), len(product.weight))
+        rows = max(len(out), _LEAST_ROWS) if self.reads == "fp8" else len(out)
+        planes, units = _split(product, self.planes, rows)
+        direct = rows == len(out) and not (product.gated or product.add)
+        sums = out if direct else out.new_empty(rows, len(product.weight))
         if self.reads == "int8":
             whole = torch._int_mm(planes.flatten(0, 1), product.weight.t())
             grid = (len(sums), triton.cdiv(sums.shape[1], _BLOCK))
@@ -162,17 +164,21 @@ class Small:
             grid = (len(out), triton.cdiv(out.shape[1], _BLOCK))
             silu_mul_kernel[grid](sums, out, out.shape[1], _BLOCK, num_warps=4, **launch_options())
         elif product.add:
-            out += sums
+            out += sums[: len(out)]
+        elif not direct:
+            out.copy_(sums[: len(out)])
 
 
-def _split(product: Product, planes: int) -> tuple[Tensor, Tensor]:
+def _split(product: Product, planes: int, rows: int = 0) -> tuple[Tensor, Tensor]:
     """Return x, normed if asked, as planes and its units float32 [rows].
 
-    The planes [planes, rows, inner] are of the weight's dtype. One alone is x rounded.
+    The planes [planes, rows, inner] are of the weight's dtype. One alone is x rounded, which may be
+    padded to more `rows`, of any numbers.
     """
     x = product.x
-    hi_lo = torch.empty(planes, *x.shape, dtype=product.weight.dtype, device=x.device)
-    units = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    rows = max(len(x), rows)
+    hi_lo = torch.empty(planes, rows, x.shape[1], dtype=product.weight.dtype, device=x.device)
+    units = torch.empty(rows, dtype=torch.float32, device=x.device)
     norm = x if product.norm is None else product.norm
     block = triton.next_power_of_2(x.shape[1])
     split_kernel[(len(x),)](

@@ -6,8 +6,7 @@ the kernel before still runs, so that memory never idles between products.
 An int8 weight has a scale for every row. `int8_gemv_kernel` multiplies four numbers in one
 instruction, because converting each to a float takes longer than reading two bytes. So x becomes
 two int8, 256 * high + low, which is finer than bfloat16 except for numbers far below the largest of
-their row. For weights of float8, x is a power of two times the sum of two float8: exactly so if it
-is bfloat16, for numbers down to a five-hundredth of the largest of their row.
+their row.
 """
 
 import triton
@@ -230,7 +229,7 @@ def split_kernel(
     K,
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
-    FLOAT: tl.constexpr,  # the planes are of float8, and x is their sum
+    FLOAT: tl.constexpr,  # there is one plane, of float8
     PLANES: tl.constexpr,  # 1: x is rounded to 8 bits
     BLOCK_K: tl.constexpr,  # at least K
     PDL: tl.constexpr,
@@ -253,7 +252,7 @@ def split_kernel(
         unit, inverse = power_of_two_unit(largest)
         x *= inverse
         high = x.to(tl.float8e4nv)
-        low = (x - high.to(tl.float32)).to(tl.float8e4nv)
+        low = high
     elif PLANES == 2:
         unit = unit_of(largest)
         high, low = split(x, unit)

@@ -14,12 +14,9 @@
 // STAGES: blocks in flight.                         RESIDENT: programs on a multiprocessor.
 // SPLITS: programs of a tile.                       ADD: adds to the contents of out.
 // GATED: the weight has gates, then ups, and the output is silu(gate) * up.
-// INT8, FP8: weight and x are int8 or float8 (e4m3), x as two planes from `split_kernel`.
-// SCALE_ROWS: of 8 bits, 0: a row of the weight has one scale; else a block has, of so many rows and
-// BLOCK_K columns.
-//
-// Tensor cores add up products of float8 with few bits. So their sums are of one block each, and
-// are added up as float32 outside.
+// INT8: weight and x are int8, x as two planes from `split_kernel`.
+// SCALE_ROWS: of int8, 0: a row of the weight has one scale; else a block has, of so many rows and
+// BLOCK_K columns. Sums are then of one block each, and are added up as float32 outside.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -27,18 +24,16 @@ typedef unsigned short u16;
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 constexpr int LINE = 128;                            // bytes of a row of a block
-constexpr bool SMALL = INT8 || FP8;                  // numbers of 8 bits
-constexpr bool BY_BLOCK = FP8 || SCALE_ROWS > 0;     // sums of blocks are added up outside
-constexpr int BLOCK_K = SMALL ? LINE : LINE / 2;     // numbers
-constexpr int PLANES = SMALL ? 2 : 1;                // of x
+constexpr bool BY_BLOCK = SCALE_ROWS > 0;
+constexpr int BLOCK_K = INT8 ? LINE : LINE / 2;      // numbers
+constexpr int PLANES = INT8 ? 2 : 1;                 // of x
 constexpr int WEIGHT_BYTES = 64 * LINE;              // of a warpgroup's block
 constexpr int X_BYTES = ROWS * LINE;                 // of a plane's
 constexpr int STAGE_BYTES = GROUPS * WEIGHT_BYTES + PLANES * X_BYTES;
 constexpr int THREADS = GROUPS * 128;
 constexpr int WIDTH = GROUPS * 64;                   // rows of the weight in a tile
 constexpr int OUTPUTS = GATED ? WIDTH / 2 : WIDTH;   // of a tile
-constexpr int SUMS = ROWS / 2;                       // of a thread
-constexpr int PLANE_SUMS = INT8 ? 2 * SUMS : SUMS;   // planes of float8 have one scale, and share
+constexpr int SUMS = ROWS / 2;                       // of a thread and a plane
 constexpr int STRIDE = WIDTH + 4;                    // of a row of sums: threads hit different banks
 constexpr int FOURS = OUTPUTS / 4;                   // of a row: a thread ends four outputs at once
 constexpr int ENDS = (ROWS * FOURS + SPLITS * THREADS - 1) / (SPLITS * THREADS);  // of a thread
@@ -118,7 +113,7 @@ __device__ __forceinline__ float4 load_sums(u32 address, u32 split) {  // of a p
 }
 
 __device__ __forceinline__ float of_planes(const Sum *sums, int i) {
-  return INT8 ? 256.0f * sums[i] + sums[SUMS * (PLANE_SUMS / SUMS - 1) + i] : sums[i];
+  return INT8 ? 256.0f * sums[i] + sums[SUMS * (PLANES - 1) + i] : sums[i];
 }
 
 // The compiler moves no access to registers across this.
@@ -127,9 +122,9 @@ __device__ __forceinline__ void keep(int &x) { asm volatile("" : "+r"(x)::"memor
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if GATED [2 * N, K]
-                 const __grid_constant__ TensorMap x_map,  // [rows, K]; if SMALL [2 * rows, K]
-                 const float *units,                       // [rows], read if SMALL
-                 const float *scales,  // of a weight's rows or blocks, row by row, read if SMALL
+                 const __grid_constant__ TensorMap x_map,  // [rows, K]; if INT8 [2 * rows, K]
+                 const float *units,                       // [rows], read if INT8
+                 const float *scales,  // of a weight's rows or blocks, row by row, read if INT8
                  u16 *out,                                 // bfloat16 [rows, N]
                  int rows, int N, int K) {
   extern __shared__ char memory[];
@@ -173,10 +168,10 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
   }
   __syncthreads();
 
-  Sum sums[PLANE_SUMS];  // [ROWS / 8, two rows of the weight, two of x], for each plane
+  Sum sums[PLANES * SUMS];  // [ROWS / 8, two rows of the weight, two of x], for each plane
   float total[SUMS];     // of all blocks, if BY_BLOCK
 #pragma unroll
-  for (int i = 0; i < PLANE_SUMS; ++i) sums[i] = 0;
+  for (int i = 0; i < PLANES * SUMS; ++i) sums[i] = 0;
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) total[i] = 0.0f;
   const int at = group * 64, my_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -207,19 +202,16 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
     const u64 x = operand(stage(block) + GROUPS * WEIGHT_BYTES);
     if (BY_BLOCK) {
 #pragma unroll
-      for (int i = 0; i < PLANE_SUMS; ++i) keep(sums[i] = 0);
+      for (int i = 0; i < PLANES * SUMS; ++i) keep(sums[i] = 0);
     }
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int bytes = 0; bytes < LINE; bytes += 32) {
-      multiply(sums, weight + bytes / 16, x + bytes / 16);
-      if (FP8) multiply(sums, weight + bytes / 16, x + (X_BYTES + bytes) / 16);
-    }
+    for (int bytes = 0; bytes < LINE; bytes += 32) multiply(sums, weight + bytes / 16, x + bytes / 16);
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) barrier_arrive(empty + 8 * (block % STAGES));
     if (BY_BLOCK) {
 #pragma unroll
-      for (int i = 0; i < PLANE_SUMS; ++i) keep(sums[i]);
+      for (int i = 0; i < PLANES * SUMS; ++i) keep(sums[i]);
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) total[i] += scale[i / 2 % 2] * of_planes(sums, i);
     }
@@ -249,7 +241,7 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
         parts[i][s] = load_sums(start + 4 * (row * STRIDE + column), s);
         if (GATED) up_parts[i][s] = load_sums(start + 4 * (row * STRIDE + OUTPUTS + column), s);
       }
-      if (SMALL) {
+      if (INT8) {
         const float unit = units[row];
         scale[i] = up_scale[i] = {unit, unit, unit, unit};
         if (SCALE_ROWS == 0) {
@@ -270,8 +262,8 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
         y = y + parts[i][s];
         if (GATED) up = up + up_parts[i][s];
       }
-      if (SMALL) y = y * scale[i];
-      if (SMALL && GATED) up = up * up_scale[i];
+      if (INT8) y = y * scale[i];
+      if (INT8 && GATED) up = up * up_scale[i];
       if (GATED)
         y = {silu_mul(y.x, up.x), silu_mul(y.y, up.y), silu_mul(y.z, up.z), silu_mul(y.w, up.w)};
       if (ADD)
