@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.models.files import read_json
-from outrider.models.quantization import FAMILIES, read_format
+from outrider.models.quantization import FAMILIES, StoredFormat, read_format
 
 AUTO, NATIVE, VLLM = "auto", "native", "vllm"
 ENGINES: Final = (AUTO, NATIVE, VLLM)
@@ -35,6 +35,8 @@ class Wanted:
     num_devices: int = 1
     quantised: bool = False
     """In a format that the native engine does not read."""
+    float8: bool = False
+    """In one of float8 that it reads."""
 
     @classmethod
     def of(cls, folder: Path, *, on_gpu: bool, num_devices: int = 1) -> Wanted:
@@ -43,18 +45,20 @@ class Wanted:
         nested = config.get("text_config")
         if isinstance(nested, dict):
             config = config | nested
+        float8 = False
         quantised = any((folder / name).is_file() for name in _QUANTISED)
         if isinstance(config.get("quantization_config"), dict):
-            quantised = not _reads(config)
-        return cls(config, on_gpu, num_devices, quantised)
+            stored = _format(config)
+            quantised, float8 = stored is None, stored is not None and stored.dtype != "I8"
+        return cls(config, on_gpu, num_devices, quantised, float8)
 
 
-def _reads(config: Mapping[str, Any]) -> bool:
-    """Return whether the native engine reads the weights of a quantised checkpoint."""
+def _format(config: Mapping[str, Any]) -> StoredFormat | None:
+    """Return the format of a quantised checkpoint's weights, if the native engine reads it."""
     try:
-        return read_format(config) is not None and config.get("model_type") in FAMILIES
+        return read_format(config) if config.get("model_type") in FAMILIES else None
     except ConfigError:
-        return False
+        return None
 
 
 class Rule(NamedTuple):
@@ -69,6 +73,7 @@ class Rule(NamedTuple):
 RULES: Final = (
     Rule("A model over several devices", lambda w: w.num_devices > 1, native_serves=False),
     Rule("A checkpoint quantised in this way", lambda w: w.quantised, native_serves=False),
+    Rule("A float8 checkpoint on a GPU", lambda w: w.on_gpu and w.float8, native_serves=True),
     Rule(
         "A model with other layers than attention over all keys or a window",
         lambda w: (

@@ -236,9 +236,31 @@ def test_other_formats_are_refused_by_name_with_vllm_named(name: str, tmp_path: 
     assert choose(AUTO, Wanted.of(tmp_path, on_gpu=True), installed=True) == VLLM
 
 
-def test_engine_of_a_format_that_is_read_is_native(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "on_gpu", "engine"),
+    [
+        ("fp8 per block", False, NATIVE),
+        ("fp8 per block", True, VLLM),
+        ("ct fp8 per channel", True, VLLM),
+        ("ct int8 per channel", True, NATIVE),
+    ],
+)
+def test_engine_of_a_format_is_the_faster_one(
+    name: str, on_gpu: bool, engine: str, tmp_path: Path
+) -> None:
+    write(tmp_path, FORMATS[name])
+    wanted = Wanted.of(tmp_path, on_gpu=on_gpu)
+    assert choose(AUTO, wanted, installed=True) == engine
+    assert choose(NATIVE, wanted, installed=True) == NATIVE
+    if engine == VLLM:
+        with pytest.raises(ConfigError, match="--engine native, which serves it slower"):
+            choose(AUTO, wanted, installed=False)
+
+
+def test_quantised_checkpoint_is_not_rounded_again_or_read_for_other_families(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, FORMATS["fp8 per block"])
-    assert choose(AUTO, Wanted.of(tmp_path, on_gpu=True), installed=True) == NATIVE
     with pytest.raises(ConfigError, match="quantised already"):
         load(tmp_path, quantization="int8")
     fields = json.loads((tmp_path / "config.json").read_text())
