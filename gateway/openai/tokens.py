@@ -69,13 +69,13 @@ class TokenRoutes:
             if isinstance(body, TokenizeChat):
                 conversation = body.conversation()
                 token_ids, _ = await generator.intake.encode_chat(conversation, "messages")
+            elif body.suffix:
+                prompt, suffix = body.prompt, body.suffix
+                token_ids, _ = await generator.intake.encode_infill(prompt, suffix, "prompt")
             else:
                 special = body.add_special_tokens
-                token_ids = [
-                    *await generator.intake.encode_plain(
-                        body.prompt, "prompt", add_special_tokens=special
-                    )
-                ]
+                encode = generator.intake.encode_plain
+                token_ids = [*await encode(body.prompt, "prompt", add_special_tokens=special)]
         spell = generator.tokenizer.spell
         return JSONResponse(
             {

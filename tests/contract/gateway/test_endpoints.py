@@ -180,6 +180,9 @@ async def test_suffix_asks_for_the_middle_and_stops_at_the_models_tokens(tmp_pat
         asked = sorted([list(each.prompt_token_ids) for each in gateway.scorer.requests], key=len)
         layouts = [f"<fim_prefix>{prefix}<fim_suffix>):\n<fim_middle>" for prefix in ("", "def f(")]
         assert asked == [*map(coder.encode, layouts)]
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            read = await client.post("/tokenize", json={"prompt": "def f(", "suffix": "):\n"})
+        assert read.json()["tokens"] == asked[1]
         stop = gateway.scorer.requests[0].stop
         assert list(stop.stop_token_ids) == [coder.token_id("<|endoftext|>")]
         async with open_channel(gateway.grpc) as channel:
