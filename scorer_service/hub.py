@@ -128,8 +128,10 @@ class Hub:
             if session is not None:
                 self.registry.on_set_aside(session)
         if events.counts is not None:
-            # After the writers that were woken above have written.
-            asyncio.get_running_loop().call_soon(self._metrics.observe_step, timings, events.counts)
+            # After the writers that were woken above have written, and those of streams, which wake
+            # a turn later.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._metrics.observe_step, timings, events.counts)
         self._watch_failures(events)
 
     def _send_features(self, batch: FeatureBatch) -> None:
