@@ -23,7 +23,7 @@ _LAYER_SIZES = ("--intermediate-size", "--heads", "--kv-heads", "--head-dim")
 _SIZE_FLAGS = {
     "mlp_speculator": ("--inner-size",),
     "mtp": _LAYER_SIZES,
-    "dflash": _LAYER_SIZES,
+    "dflash": (*_LAYER_SIZES, "--draft-vocab-size"),
     "eagle3": ("--hidden-size", *_LAYER_SIZES, "--draft-vocab-size"),
     "draft_model": ("--hidden-size", *_LAYER_SIZES),
 }

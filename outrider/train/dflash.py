@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.aux_layers import spread_layers
-from outrider.train.head import Export, Head, layer_fields
+from outrider.train.head import Export, Head, draft_vocabulary_tensors, layer_fields
 from outrider.train.layers import BlockShape, RMSNorm, SwiGLU, rotate, shift_rows
 from outrider.train.target import Target, TargetBatch
 
@@ -81,21 +82,32 @@ class BlockLayer(nn.Module):
         return out
 
 
-class DFlash(Head):
-    """A head with the target's embedding and output layer, over states of `spread_layers`.
+@dataclass(frozen=True)
+class DFlashShape:
+    """The sizes of a head."""
 
-    Blocks of all lengths up to `num_steps` guesses are trained, since a round may want fewer.
-    `sample [rows, n]` are tokens from which the spread of states is measured.
+    layer: BlockShape
+    num_layers: int
+    num_steps: int  # guesses of a block
+
+
+class DFlash(Head):
+    """A head with the target's embedding, over states of `spread_layers`.
+
+    If it drafts all tokens, it shares the target's output layer, too, else its own begins as the
+    target's rows. Blocks of all lengths up to `num_steps` guesses are trained, since a round may
+    want fewer. `sample [rows, n]` are tokens from which the spread of states is measured.
     """
 
+    table_names: ClassVar = ("lm_head",)
     state_scale: Tensor
 
     def __init__(
-        self, target: Target, shape: BlockShape, num_layers: int, num_steps: int, sample: Tensor
+        self, target: Target, sizes: DFlashShape, draft_ids: Tensor | None, sample: Tensor
     ) -> None:
-        super().__init__()
-        config, size = target.config, shape.hidden_size
-        self.vocab_size, self.num_steps = int(config.vocab_size), num_steps
+        super().__init__(draft_ids)
+        config, shape, size = target.config, sizes.layer, sizes.layer.hidden_size
+        self.vocab_size, self.num_steps = int(config.vocab_size), sizes.num_steps
         self.num_target_layers = int(config.num_hidden_layers)
         self.max_positions = int(config.max_position_embeddings)
         self.layers = spread_layers(self.num_target_layers)
@@ -104,8 +116,11 @@ class DFlash(Head):
         self.mask_token = mask_token(getattr(config, "pad_token_id", None), target.embedding)
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, shape.norm_eps)
-        self.blocks = nn.ModuleList(BlockLayer(shape) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(BlockLayer(shape) for _ in range(sizes.num_layers))
         self.norm = RMSNorm(size, shape.norm_eps)
+        if draft_ids is not None:
+            self.lm_head = nn.Linear(size, len(draft_ids), bias=False)
+            self.lm_head.weight.data.copy_(target.head[draft_ids])
         states = target.read(sample, self.layers).layers
         spread = states.float().pow(2).mean((0, 1)).view(len(self.layers), -1).mean(-1).sqrt()
         # A power of two: dividing `fc` by it when it is written changes no mantissa.
@@ -128,7 +143,10 @@ class DFlash(Head):
         slots = self.norm(x).view(rows, count + 1, length, -1)
         for step in range(count):
             guess = shift_rows(slots[:, step + 1], step)
-            yield F.linear(guess, self.shared_head.to(guess.dtype))
+            if self.draft_ids is None:
+                yield F.linear(guess, self.shared_head.to(guess.dtype))
+            else:
+                yield self.lm_head(guess)
 
     def export(self) -> Export:
         """Return tensors and config as published DFlash checkpoints have them."""
@@ -152,6 +170,9 @@ class DFlash(Head):
                 "mask_token_id": self.mask_token,
             },
         }
+        if self.draft_ids is not None:
+            tensors |= draft_vocabulary_tensors(self.draft_ids, self.vocab_size)
+            config["draft_vocab_size"] = len(self.draft_ids)
         return Export(tensors, config)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.aux_layers import trained_layers
-from outrider.train.head import Export, Head, layer_fields
+from outrider.train.head import Export, Head, draft_vocabulary_tensors, layer_fields
 from outrider.train.layers import BlockShape, ChainContext, DecoderLayer, RMSNorm, shift_rows
 from outrider.train.target import Target, TargetBatch
 
@@ -114,10 +114,7 @@ class Eagle3(Head):
             },
         }
         if self.draft_ids is not None:
-            ids = self.draft_ids.cpu()
-            member = torch.zeros(self.vocab_size, dtype=torch.bool)
-            member[ids] = True
-            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
+            tensors |= draft_vocabulary_tensors(self.draft_ids, self.vocab_size)
         return Export(tensors, config)
 
 

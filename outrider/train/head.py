@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from outrider.train.layers import BlockShape
@@ -49,6 +50,14 @@ class Head(nn.Module):
     def export(self) -> Export:
         """Return the checkpoint."""
         raise NotImplementedError
+
+
+def draft_vocabulary_tensors(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return the maps between a draft vocabulary and the target's, as EAGLE-3 has them."""
+    ids = draft_ids.cpu()
+    member = torch.zeros(vocab_size, dtype=torch.bool)
+    member[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": member}
 
 
 def layer_fields(shape: BlockShape, max_positions: int, **rope: float) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from outrider.train.data import (
     read_tokens,
     write_rows,
 )
-from outrider.train.dflash import DFlash
+from outrider.train.dflash import DFlash, DFlashShape
 from outrider.train.draft_model import DraftModel
 from outrider.train.eagle3 import Eagle3
 from outrider.train.evaluate import acceptance
@@ -190,14 +190,14 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Tokens]) -
     if args.method == "draft_model":
         return DraftModel(target, shape, args.num_layers)
     sample = Source(arrays[0], args.length, args.seed).rows(0, 2).to(target.device)
-    if args.method == "dflash":
-        return DFlash(target, shape, args.num_layers, steps, sample)
     ids: Tensor | None = None
     vocab_size = int(target.config.vocab_size)
     if args.draft_vocab_size is not None and args.draft_vocab_size < vocab_size:
         ids = draft_vocabulary(arrays, vocab_size, args.draft_vocab_size)
         share = np.isin(arrays[-1], ids.numpy()).mean()
         logger.info(f"draft vocabulary: {len(ids)} tokens, {share:.2%} of the last --data")
+    if args.method == "dflash":
+        return DFlash(target, DFlashShape(shape, args.num_layers, steps), ids, sample)
     if target.config.num_hidden_layers < 7:
         raise ConfigError("eagle3 reads three layers' inputs, from layer 2 on: the target needs 7.")
     return Eagle3(target, shape, ids, sample)

@@ -54,6 +54,8 @@ METHODS = {
     "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --head-dim 16 "
     "--draft-vocab-size 128 --mantissa-bits 4",
     "dflash": "--intermediate-size 48 --num-layers 2",
+    "dflash narrow": "--intermediate-size 48 --num-layers 1 --draft-vocab-size 128 "
+    "--mantissa-bits 4",
     "mtp": "--intermediate-size 48",
     "medusa": "",
     "mlp_speculator": "--inner-size 16",
@@ -137,7 +139,7 @@ def product_chain(
             state, logits = mlp.step(state, batch.token_ids[0, base + 1 + i : base + 2 + i], i)
             found.append(logits[0])
         return found
-    if case == "dflash":
+    if case.startswith("dflash"):
         return product_block(load_dflash(*where, torch.float32, CPU), batch, base)
     head: Any
     if case == "mtp":
