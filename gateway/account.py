@@ -38,7 +38,7 @@ class Account:
 
     def observe(self, kinds: Sequence[TokenKind]) -> None:
         """One message of the scorer, with the kinds of its tokens: one round or several."""
-        if kinds == _ONE_PLAIN:  # by far the most common message without speculation
+        if kinds == _ONE_PLAIN:  # a round without a draft
             self._positions.append(-1)
             self._plain_rounds += 1
             return

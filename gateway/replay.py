@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from opentelemetry.trace import Span
 
@@ -73,8 +73,11 @@ class Replayer:
             scorer = await self._pool.pick(request.prompt_token_ids, full, patience - _now())
             message = _continuation(request, committed)
             try:
-                async with aclosing(self._segment(scorer, message, account, parent, deadline)) as s:
-                    async for round_ in s:
+                async with self._segment(scorer, message, account, parent, deadline) as rounds:
+                    async for round_ in rounds:
+                        account.observe(round_.kinds)
+                        if round_.usage is not None and round_.aux_info is not None:
+                            account.report(round_.usage, round_.aux_info)
                         if round_.token_ids:
                             committed += round_.token_ids
                             failures, give_up, full = 0, None, frozenset()
@@ -107,6 +110,7 @@ class Replayer:
                     yield ended
                     return
 
+    @asynccontextmanager
     async def _segment(
         self,
         scorer: ScorerClient,
@@ -114,19 +118,15 @@ class Replayer:
         account: Account,
         parent: Span,
         deadline: float,
-    ) -> AsyncGenerator[Round, None]:
-        """Yield what one scorer adds."""
+    ) -> AsyncGenerator[AsyncGenerator[Round, None], None]:
+        """Give what one scorer adds, within a span and a segment of the account."""
         with self._telemetry.client_span(
             "outrider.v1.ScorerService/Generate", parent, {"server.address": scorer.target}
         ) as span:
             rounds = scorer.generate(message, inject(span), max(0.0, deadline - _now()))
             try:
-                async with aclosing(rounds) as stream:
-                    async for round_ in stream:
-                        account.observe(round_.kinds)
-                        if round_.usage is not None and round_.aux_info is not None:
-                            account.report(round_.usage, round_.aux_info)
-                        yield round_
+                async with aclosing(rounds):
+                    yield rounds
             finally:
                 account.end_segment()
 

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class Answer:
     """What has come for one request and was not taken: at most all its tokens."""
 
-    __slots__ = ("_error", "_kinds", "_response", "_token_ids", "_waiter")
+    __slots__ = ("_error", "_kinds", "_loop", "_response", "_token_ids", "_waiter")
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -38,6 +38,7 @@ class Answer:
         self._response: scorer_pb2.ScorerServiceGenerateResponse | None = None
         self._error: OutriderError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     def put(
         self,
@@ -67,7 +68,7 @@ class Answer:
         while not self._token_ids and self._response is None:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         token_ids, self._token_ids = self._token_ids, []
         kinds, self._kinds = kinds_from_bytes(self._kinds), b""
