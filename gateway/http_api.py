@@ -125,9 +125,9 @@ class _OpenAI:
             return self._answer(chat, shape, request, tenant, deadline, _refuse_response)
 
     async def _messages(self, request: Request, tenant: str, deadline: float) -> Response:
-        chat = validated(MessagesRequest, await self._read(request)).chat()
-        refuse = anthropic_errors.error_response
-        return self._answer(chat, MessageRendering, request, tenant, deadline, refuse)
+        body = validated(MessagesRequest, await self._read(request))
+        shape, refuse = partial(MessageRendering, body), anthropic_errors.error_response
+        return self._answer(body.chat(), shape, request, tenant, deadline, refuse)
 
     async def _count(self, request: Request, _tenant: str, _deadline: float) -> Response:
         chat = validated(CountRequest, await self._read(request)).chat()

@@ -48,6 +48,7 @@ class Limits:
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
     stop_strings_param: str = "stop"  # the client's name of them
+    ends_at_context: bool = False  # more tokens than the context holds are as many as it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class Intake:
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
         room = self._pool.max_model_len - prompt_len
         wanted = limits.max_tokens
-        if wanted is not None and self._config.ends_at_context:
+        if wanted is not None and (limits.ends_at_context or self._config.ends_at_context):
             wanted = min(wanted, max(room, 1))
         if room < 1 or (wanted is not None and wanted > room):
             asked = "" if wanted is None else f" and {wanted} tokens of output were asked for"

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from gateway.anthropic.requests import NAMES, NO_THREADS
 from gateway.openai import errors as openai_errors
 from gateway.openai.translation import renamed
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, PromptTooLongError
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -28,6 +28,8 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     """{"type": "error", "error": {type, message}}, and details where clients act on them."""
     status = openai_errors.error_response(error).status_code
     message = renamed(error, NAMES).message
+    if isinstance(error, PromptTooLongError):
+        message = f"prompt is too long: {message}"  # by which clients know it
     fault: dict[str, Any] = {"type": _TYPES.get(status, "api_error"), "message": message}
     if error.reason == NO_THREADS:
         fault["details"] = {"error_code": NO_THREADS.lower()}

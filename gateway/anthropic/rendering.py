@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from gateway.answers.blocks import Begun, Block, BlockReader, Grown, Step
 from gateway.anthropic.content import input_of
 from gateway.anthropic.errors import error_body, error_response
+from gateway.anthropic.requests import MessagesRequest
 from gateway.generation import Chunk, Ending
 from gateway.openai.job import Job
 from gateway.openai.rendering import EventStream
@@ -18,13 +19,15 @@ from gateway.openai.responses import Completion, aux_info
 from outrider.errors import OutriderError
 from outrider.types import FinishReason
 
+_End = Callable[[Ending, BlockReader], dict[str, Any]]
 _PING: Final[dict[str, Any]] = {"type": "ping"}
 
 
 class MessageRendering:
     """Builds the answer to one request."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, request: MessagesRequest, job: Job) -> None:
+        self._max_tokens = request.max_tokens
         self._job = job
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -32,7 +35,7 @@ class MessageRendering:
         reader = self._reader()
         for _ in reader.read([token.text for token in completion.tokens], last=True):
             pass
-        end = _end(completion.ending, reader, tells=self._job.shaper.aux_info)
+        end = self._end(completion.ending, reader)
         return {
             **self._message(),
             "content": [_block(block, whole=True) for block in reader.blocks],
@@ -41,7 +44,7 @@ class MessageRendering:
         }
 
     def stream(self) -> EventStream:
-        return _MessageEvents(self._message(), self._reader(), tells=self._job.shaper.aux_info)
+        return _MessageEvents(self._message(), self._reader(), self._end)
 
     def error(self, error: OutriderError) -> JSONResponse:
         return error_response(error)
@@ -65,14 +68,41 @@ class MessageRendering:
             "usage": {"input_tokens": len(request.prompt_token_ids), "output_tokens": 0},
         }
 
+    def _end(self, ending: Ending, reader: BlockReader) -> dict[str, Any]:
+        """Return the fields known at the end: `delta`, `usage`, and what was asked for."""
+        usage = ending.usage
+        return {
+            "delta": self._stop(ending, called=reader.called),
+            "usage": {
+                "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": usage.cached_prompt_tokens,
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"thinking_tokens": reader.reasoning_tokens},
+            },
+            **(aux_info([ending.aux_info]) if self._job.shaper.aux_info else {}),
+        }
+
+    def _stop(self, ending: Ending, *, called: bool) -> dict[str, Any]:
+        """Return why the answer ended. Calls come first: they wait for their results."""
+        reason, sequence = "end_turn", None
+        if ending.reason is FinishReason.LENGTH:
+            full = ending.usage.completion_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif called:
+            reason = "tool_use"
+        elif isinstance(ending.stop, str):
+            reason, sequence = "stop_sequence", ending.stop
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
 
 class _MessageEvents:
-    def __init__(self, message: dict[str, Any], reader: BlockReader, *, tells: bool) -> None:
-        """Take the message as it begins; `tells`: aux_info is wanted."""
+    def __init__(self, message: dict[str, Any], reader: BlockReader, end: _End) -> None:
+        """Take the message as it begins, and what returns the fields known at its end."""
         self.keep_alive = _encode(_PING)
         self._message = message
         self._reader = reader
-        self._tells = tells
+        self._end = end
         self._begun = False
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
@@ -91,7 +121,7 @@ class _MessageEvents:
         for step in self._reader.read(texts, last=chunk.ending is not None):
             yield from _step(step)
         if chunk.ending is not None:
-            yield {"type": "message_delta", **_end(chunk.ending, self._reader, tells=self._tells)}
+            yield {"type": "message_delta", **self._end(chunk.ending, self._reader)}
             yield {"type": "message_stop"}
 
 
@@ -109,6 +139,9 @@ def _step(step: Step) -> Iterator[dict[str, Any]]:
         }[block.kind]
         yield {"type": "content_block_delta", **event, "delta": {"type": kind, name: step.text}}
     else:
+        if block.kind == "reasoning":  # without it some clients leave thinking out of the next turn
+            signed = {"type": "signature_delta", "signature": ""}
+            yield {"type": "content_block_delta", **event, "delta": signed}
         yield {"type": "content_block_stop", **event}
 
 
@@ -120,34 +153,6 @@ def _block(block: Block, *, whole: bool) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": input_of(text)}
-
-
-def _end(ending: Ending, reader: BlockReader, *, tells: bool) -> dict[str, Any]:
-    """Return the fields that are known at the end: `delta`, `usage`, and what was asked for."""
-    usage = ending.usage
-    return {
-        "delta": _stop(ending, called=reader.called),
-        "usage": {
-            "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_prompt_tokens,
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": reader.reasoning_tokens},
-        },
-        **(aux_info([ending.aux_info]) if tells else {}),
-    }
-
-
-def _stop(ending: Ending, *, called: bool) -> dict[str, Any]:
-    """Return why the answer ended. Calls come first: they wait for their results."""
-    reason, sequence = "end_turn", None
-    if ending.reason is FinishReason.LENGTH:
-        reason = "max_tokens"
-    elif called:
-        reason = "tool_use"
-    elif isinstance(ending.stop, str):
-        reason, sequence = "stop_sequence", ending.stop
-    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.anthropic.content import Message, TextBlocks, turns
+from gateway.intake import Limits
 from gateway.openai.request_objects import Items, Strict
 from gateway.openai.requests import ChatRequest
 from gateway.openai.tools import ToolName
@@ -106,6 +108,13 @@ class OutputConfig(Strict):
         return {"type": "json_schema", "json_schema": schema}
 
 
+class _Chat(ChatRequest):
+    """A chat that goes on to the end of the context at most, whatever it asks for."""
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), ends_at_context=True)
+
+
 class CountRequest(BaseModel):
     """POST /v1/messages/count_tokens; all that a prompt depends on."""
 
@@ -117,6 +126,7 @@ class CountRequest(BaseModel):
     tool_choice: Annotated[AnyChoice | ToolChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[Thinking | ThinkingBudget, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
     max_tokens: int | None = None
@@ -126,13 +136,15 @@ class CountRequest(BaseModel):
         """Return the request as a chat. Raises `InvalidRequestError`."""
         given = self.model_extra or {}
         others = {name: value for name, value in given.items() if name not in _HARMLESS}
+        if _keeps_all(others.get("context_management")):
+            del others["context_management"]
         if others.pop("thread", None) is not None:
             raise InvalidRequestError(
                 "thread is not supported: conversations are not stored. Send all messages.",
                 param="thread",
                 reason=NO_THREADS,
             )
-        config = self.output_config or OutputConfig()
+        config = self.output_config or OutputConfig(format=self.output_format)
         fields = {
             "messages": turns(self.system, self.messages),
             "max_completion_tokens": self.max_tokens,
@@ -143,7 +155,7 @@ class CountRequest(BaseModel):
             **dict(self._choice()),
             **self._thinking(),
         }
-        return as_chat(fields, others, NAMES)
+        return as_chat(fields, others, NAMES, _Chat)
 
     def _choice(self) -> Iterator[tuple[str, Any]]:
         choice = self.tool_choice
@@ -177,3 +189,14 @@ class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
     max_tokens: int
+
+
+def _keeps_all(management: Any) -> bool:
+    """Tell whether edits of the context leave it as it is, as those of some agents do."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict)
+        and str(edit.get("type")).startswith("clear_thinking")
+        and edit.get("keep") == "all"
+        for edit in edits
+    )

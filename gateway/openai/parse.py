@@ -131,10 +131,9 @@ def _invalid(
     if first["type"] == "union_tag_not_found":
         return InvalidRequestError(f"{param}.type is missing.", param=f"{param}.type")
     if first["type"] == "union_tag_invalid":
-        found = first["ctx"]
+        found, known = first["ctx"]["tag"][:64], first["ctx"]["expected_tags"]
         return InvalidRequestError(
-            f"{param}: the type {found['tag']!r} is not supported; {found['expected_tags']} are.",
-            param=param,
+            f"{param}: the type {found!r} is not supported; {known} are.", param=param
         )
     if first["type"] == MUST_BE:
         return InvalidRequestError(f"{param} must be {first['msg']}.", param=param)

@@ -24,7 +24,10 @@ _SHARED: Final = frozenset(
 
 
 def as_chat(
-    fields: Mapping[str, Any], others: Mapping[str, Any], names: Mapping[str, str]
+    fields: Mapping[str, Any],
+    others: Mapping[str, Any],
+    names: Mapping[str, str],
+    kind: type[ChatRequest] = ChatRequest,
 ) -> ChatRequest:
     """Return the chat with these `fields`, and with the `others` of the client's as they came.
 
@@ -38,7 +41,7 @@ def as_chat(
             )
     given = {name: value for name, value in fields.items() if value is not None}
     with named(names):
-        return parse(ChatRequest, {**others, **given})
+        return parse(kind, {**others, **given})
 
 
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:

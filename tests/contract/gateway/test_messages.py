@@ -16,7 +16,7 @@ from outrider.errors import InvalidRequestError, UnavailableError
 from outrider.v1 import common_pb2
 from tests.contract.gateway.test_tools import CALLS, PARSERS, THOUGHTS, thinking_model
 from tests.support.services.fake_scorer import Script
-from tests.support.services.gateway import Running, running_gateway, tokens
+from tests.support.services.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens
 
 SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
@@ -26,7 +26,12 @@ USER: Any = {"role": "user", "content": "Weather?"}
 BODY: Any = {"model": "default", "max_tokens": 200, "messages": [USER]}
 CALLING: Any = {**BODY, "tools": TOOLS, "thinking": {"type": "adaptive"}}
 TEXT = "hello 🎉 world, naïve café 日本語"
-DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+DELTAS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
 
 
 async def post(
@@ -67,7 +72,7 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
                 assert is_open
                 assert event["index"] == len(message["content"]) - 1
                 name = DELTAS[event["delta"]["type"]]
-                assert event["delta"][name]
+                assert event["delta"][name] or name == "signature"
                 if name == "partial_json":
                     written = inputs.get(event["index"], "") + event["delta"][name]
                     inputs[event["index"]] = written
@@ -200,6 +205,16 @@ async def test_end_of_the_answer_has_its_reason(fields: Any, text: str, stop: An
     assert (whole["stop_reason"], whole["stop_sequence"]) == stop
     assert without_ids(accumulated(events)) == without_ids(whole)
     assert whole["content"]
+
+
+async def test_answer_that_fills_the_context_says_so() -> None:
+    body = {**BODY, "max_tokens": 10_000}
+    async with running_gateway(Script([5] * 300)) as gateway:
+        whole = (await post(gateway, body)).json()
+    assert whole["stop_reason"] == "model_context_window_exceeded"
+    usage = whole["usage"]
+    used = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
+    assert used == MAX_MODEL_LEN
 
 
 async def test_call_that_is_cut_has_what_was_written() -> None:
@@ -343,7 +358,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.p
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"max_tokens": 10_000}, "maximum context length"),
+        (said("x " * 300), "prompt is too long: This model's maximum context length"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management"),
         ({"messages": []}, "messages"),
         (said([IMAGE]), "messages.1.content.0: the type 'image' is not supported"),
         (
@@ -392,6 +408,7 @@ async def test_fields_without_effect_are_taken() -> None:
             {
                 **BODY,
                 **cached,
+                "context_management": {"edits": [{"type": "clear_thinking_1", "keep": "all"}]},
                 "system": [
                     {"type": "text", "text": "Be ", **cached},
                     {"type": "text", "text": "so"},
