@@ -68,6 +68,7 @@ class FunctionCall(_Noted):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -119,6 +120,11 @@ def _items(value: Any) -> Any:
 
 
 InputItems = Annotated[Items[Item], BeforeValidator(_items), Field(min_length=1)]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def turns(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
@@ -179,7 +185,8 @@ def _add_answer(
     elif isinstance(item, Message):
         turn["content"] = turn.get("content", "") + _text(item.content)
     else:
-        function = {"name": item.name, "arguments": item.arguments}
+        name = full_name(item.namespace, item.name)
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 

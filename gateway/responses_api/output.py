@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.answers.blocks import Begun, Block, Ended, Grown, Step
@@ -15,11 +15,15 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 class Output:
     """Turns the steps of an answer into events, in the order of OpenAI's streams."""
 
-    def __init__(self, *, summarizes: bool, returns: bool) -> None:
+    def __init__(
+        self, namespaces: Mapping[str, tuple[str, str]], *, summarizes: bool, returns: bool
+    ) -> None:
         """Tell reasoning as its own summary if `summarizes`.
 
-        `returns`: have it in `encrypted_content`, too, from which clients return it.
+        `returns`: have it in `encrypted_content`, too, from which clients return it. `namespaces`
+        and names of functions that are in one go by their full names.
         """
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         """The items so far; one that still grows is as it began."""
         self._open: Block | None = None
@@ -31,7 +35,7 @@ class Output:
         block = step.block
         if isinstance(step, Begun):
             self._open = block
-            self.items.append(_item(block, f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"))
+            self.items.append(self._item(block))
             yield {
                 "type": "response.output_item.added",
                 "output_index": block.index,
@@ -110,18 +114,18 @@ class Output:
             event["logprobs"] = []
         return event
 
-
-def _item(block: Block, name: str) -> dict[str, Any]:
-    """Return an item as it begins."""
-    item: dict[str, Any] = {"id": name, "status": "in_progress"}
-    if block.kind == "text":
-        return {**item, "type": "message", "role": "assistant", "content": []}
-    if block.kind == "reasoning":
-        return {**item, "type": "reasoning", "summary": [], "content": []}
-    return {
-        **item,
-        "type": "function_call",
-        "call_id": block.call_id,
-        "name": block.name,
-        "arguments": "",
-    }
+    def _item(self, block: Block) -> dict[str, Any]:
+        """Return an item as it begins."""
+        item: dict[str, Any] = {
+            "id": f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}",
+            "status": "in_progress",
+        }
+        if block.kind == "text":
+            return {**item, "type": "message", "role": "assistant", "content": []}
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": []}
+        call = {"type": "function_call", "call_id": block.call_id, "arguments": ""}
+        if block.name not in self._namespaces:
+            return {**item, **call, "name": block.name}
+        namespace, name = self._namespaces[block.name]
+        return {**item, **call, "name": name, "namespace": namespace}

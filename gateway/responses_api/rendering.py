@@ -58,7 +58,8 @@ class ResponseRendering:
             "model": shaper.model,
             **_echoed(self._request, self._chat),
         }
-        output = Output(summarizes=self._request.summarizes, returns=self._request.returns)
+        asked = self._request
+        output = Output(asked.namespaces(), summarizes=asked.summarizes, returns=asked.returns)
         return _ResponseEvents(response, reader, output, tells=shaper.aux_info)
 
 
@@ -66,7 +67,6 @@ def _echoed(request: ResponseRequest, chat: ChatRequest) -> dict[str, Any]:
     """Return the fields of a response that repeat the request, or say what held without them."""
     sampling = chat.sampling(0)
     text, reasoning = request.text, request.reasoning
-    tools = [tool.model_dump() for tool in request.tools or ()]
     choice = request.tool_choice
     named = choice.model_dump() if choice is not None and not isinstance(choice, str) else choice
     form = None if text is None or text.format is None else text.format.model_dump(by_alias=True)
@@ -87,7 +87,7 @@ def _echoed(request: ResponseRequest, chat: ChatRequest) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},
         "tool_choice": named or "auto",
-        "tools": [{**tool, "strict": bool(tool["strict"])} for tool in tools],
+        "tools": [tool.shown() for tool in request.tools or ()],
         "top_logprobs": 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",

@@ -11,7 +11,7 @@ from gateway.openai.request_objects import Items, JsonSchemaFormat, Strict
 from gateway.openai.requests import ChatRequest
 from gateway.openai.tools import ToolName
 from gateway.openai.translation import as_chat
-from gateway.responses_api.items import InputItems, turns
+from gateway.responses_api.items import InputItems, full_name, turns
 from outrider.errors import InvalidRequestError
 
 NAMES: Final = {
@@ -42,7 +42,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "truncation": ("disabled",),
     "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
-_HARMLESS: Final = frozenset({"max_tool_calls"})  # of tools that a server runs: there are none
+# The first is about tools that a server runs: there are none.
+_HARMLESS: Final = frozenset({"max_tool_calls", "client_metadata"})
 
 
 ALLOWED: Final = {
@@ -60,8 +61,34 @@ class FunctionTool(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+    def shown(self) -> dict[str, Any]:
+        """Return the tool as responses repeat it."""
+        return {**self.model_dump(), "strict": bool(self.strict)}
+
+
+class Namespace(Strict):
+    """A group of functions. The model knows one as `namespace.name`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str = ""
+    tools: Items[FunctionTool]
+
+    def shown(self) -> dict[str, Any]:
+        """Return the tools as responses repeat them."""
+        return {**self.model_dump(), "tools": [tool.shown() for tool in self.tools]}
+
+    def functions(self) -> list[FunctionTool]:
+        """Return the functions as the model knows them, each with the group's description."""
+        return [
+            tool.model_copy(
+                update={
+                    "name": full_name(self.name, tool.name),
+                    "description": "\n".join(filter(None, (self.description, tool.description))),
+                }
+            )
+            for tool in self.tools
+        ]
 
 
 class NamedFunction(Strict):
@@ -136,7 +163,7 @@ class ResponseRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    tools: Items[FunctionTool] | None = None
+    tools: Items[Annotated[FunctionTool | Namespace, Field(discriminator="type")]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     include: Items[str] | None = None
 
@@ -185,7 +212,7 @@ class ResponseRequest(BaseModel):
 
     def _offered(self) -> tuple[list[dict[str, Any]] | None, Any]:
         """Return a chat's `tools` and `tool_choice`."""
-        tools, choice = self.tools, self.tool_choice
+        choice, tools = self.tool_choice, None if self.tools is None else self._functions()
         if isinstance(choice, AllowedTools):
             allowed = {tool.name for tool in choice.tools}
             if unknown := allowed - {tool.name for tool in tools or ()}:
@@ -197,4 +224,22 @@ class ResponseRequest(BaseModel):
         named: Any = choice
         if isinstance(choice, NamedFunction):
             named = {"type": "function", "function": {"name": choice.name}}
-        return None if tools is None else [tool.for_chat() for tool in tools], named
+        if tools is None:
+            return None, named
+        given = [each.model_dump(exclude={"type"}) for each in tools]
+        return [{"type": "function", "function": each} for each in given], named
+
+    def _functions(self) -> list[FunctionTool]:
+        functions: list[FunctionTool] = []
+        for tool in self.tools or ():
+            functions += tool.functions() if isinstance(tool, Namespace) else [tool]
+        return functions
+
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Return the namespace and the name of each function that is in one, by its full name."""
+        return {
+            full_name(group.name, tool.name): (group.name, tool.name)
+            for group in self.tools or ()
+            if isinstance(group, Namespace)
+            for tool in group.tools
+        }

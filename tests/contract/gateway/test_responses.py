@@ -293,6 +293,21 @@ async def test_forced_call_constrains_the_answer(choice: Any, names: set[str]) -
     assert answer.tool_choice == choice or answer.tool_choice.model_dump() == choice  # type: ignore[union-attr]
 
 
+async def test_functions_of_a_namespace_are_called_by_their_own_names() -> None:
+    group = {"type": "namespace", "name": "sky", "description": "g", "tools": [TOOLS[0]]}
+    body = {**BODY, "tools": [group, TOOLS[1]]}
+    said = CALLS.partition("</think>\n\n")[2].replace('"weather"', '"sky.weather"')
+    async with running_gateway(Script(tokens(said)), **PARSERS) as gateway:
+        whole = (await post(gateway, body)).json()
+        events = await events_of(gateway, body)
+        again = [{"role": "user", "content": "Weather?"}, *whole["output"]]
+        await gateway.client.responses.create(model="default", input=again)
+    assert accumulated(events) == events[-1]["response"]["output"]
+    calls = [(item.get("namespace"), item["name"]) for item in whole["output"][1:]]
+    assert calls == [("sky", "weather"), (None, "forecast")]
+    assert whole["tools"][0] == group
+
+
 IMAGE = {"type": "input_image", "image_url": "data:", "detail": "auto"}
 ITEM = {"role": "user", "content": "x"}
 
@@ -319,7 +334,7 @@ ITEM = {"role": "user", "content": "x"}
             "input.0.encrypted_content",
             "cannot be read",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' is not supported"),
         ({"tool_choice": "required"}, "tool_choice", "none or auto"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "none, auto"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),

@@ -76,6 +76,11 @@ def test_reasoning_comes_back_from_the_field_that_clients_do_not_read() -> None:
     assert messages(input=[thought("Short.", place="summary") | item | {"content": None}]) == [turn]
 
 
+def test_call_of_a_namespace_has_its_full_name() -> None:
+    (turn,) = messages(input=[called("1", "Oslo") | {"namespace": "sky"}])
+    assert turn["tool_calls"][0]["function"]["name"] == "sky.weather"
+
+
 def test_text_is_a_message_of_the_user() -> None:
     assert messages(input="Hi") == [{"role": "user", "content": "Hi"}]
 
