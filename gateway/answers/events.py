@@ -31,6 +31,7 @@ class Call:
 class Arguments:
     """A piece of the last call's arguments, which together are JSON as far as the model kept to it.
 
+    Nothing stands between a call and its arguments, or between two pieces of them.
     A call that breaks off, or whose arguments are no JSON, has what the model wrote.
     """
 

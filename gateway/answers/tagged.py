@@ -39,11 +39,11 @@ def qwen3_coder(reader: Reader, tools: Tools) -> Parse[None]:
         yield from reader.get()
         arguments = _Arguments(reader, tools, name)
         ends = [PARAMETER, FUNCTION_END, CLOSE]
-        while (marker := (yield from reader.until(ends, reader.content))) == PARAMETER:
+        while (marker := (yield from reader.until(ends, arguments.beside))) == PARAMETER:
             reader.mark()
             if (key := (yield from reader.name(">"))) is None:
                 reader.rewind()
-                reader.content(PARAMETER)
+                arguments.beside(PARAMETER)
                 continue
             reader.release()
             yield from reader.get()
@@ -65,14 +65,14 @@ def glm45(reader: Reader, tools: Tools) -> Parse[None]:
             reader.content(marker)
             continue
         arguments = _Arguments(reader, tools, name)
-        while (marker := (yield from reader.until([KEY, CLOSE], reader.content))) == KEY:
+        while (marker := (yield from reader.until([KEY, CLOSE], arguments.beside))) == KEY:
             reader.mark()
             key = yield from reader.name("<")
             known = key is not None and (yield from reader.literal(KEY_END))
             yield from reader.skip(SPACE)
             if key is None or not known or not (yield from reader.literal(VALUE)):
                 reader.rewind()
-                reader.content(KEY)
+                arguments.beside(KEY)
                 continue
             reader.release()
             yield from arguments.read(key, VALUE_END, trims=False)
@@ -88,6 +88,7 @@ class _Arguments:
         self._tools = tools
         self._name = name
         self._written = False
+        self._beside: list[str] = []
         reader.call(name)
         reader.arguments("{")
 
@@ -110,10 +111,15 @@ class _Arguments:
             text = text.removeprefix("\n").removesuffix("\n")
         reader.arguments(text if marker == END else as_json(text, types))
 
+    def beside(self, text: str) -> None:
+        """Keep text between arguments until they have ended, so that nothing parts them."""
+        self._beside.append(text)
+
     def end(self, *, whole: bool) -> None:
         """End the call; one that the text's end cut off stays open."""
         if whole:
             self._reader.arguments("}")
+        self._reader.content("".join(self._beside))
 
 
 class _Escaped:

@@ -41,10 +41,13 @@ class Meaning:
 
 def meaning(events: list[Event]) -> Meaning:
     calls: list[tuple[str, str]] = []
+    last: Event | None = None
     for event in events:
+        before, last = last, event
         if isinstance(event, Call):
             calls.append((event.name, ""))
         elif isinstance(event, Arguments):
+            assert isinstance(before, Call | Arguments), "nothing parts a call's arguments"
             calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
     return Meaning(
         "".join([event.text for event in events if isinstance(event, Content)]),
