@@ -27,13 +27,13 @@ from gateway.openai.body import read_body
 from gateway.openai.errors import NotServedError, error_body, error_response, public_error
 from gateway.openai.job import Job, admit, make_job
 from gateway.openai.middleware import middleware, request_id
-from gateway.openai.parse import parse, validated
+from gateway.openai.parse import parse
 from gateway.openai.rendering import Choices, Rendering
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
 from gateway.openai.server import ServerRoutes, not_served
 from gateway.openai.tokens import TokenRoutes
-from gateway.openai.translation import named, renamed
+from gateway.openai.translation import named, read, renamed
 from gateway.playground import playground
 from gateway.responses_api.rendering import ResponseRendering
 from gateway.responses_api.requests import ALLOWED, NAMES, ResponseRequest
@@ -118,19 +118,19 @@ class _OpenAI:
         return self._answer(body, _choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = validated(ResponseRequest, await self._read(request), ALLOWED)
+        body = read(ResponseRequest, await self._read(request), ALLOWED)
         chat = body.chat()
         shape = partial(ResponseRendering, body, chat)
         with named(NAMES):
             return self._answer(chat, shape, request, tenant, deadline, _refuse_response)
 
     async def _messages(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = validated(MessagesRequest, await self._read(request))
+        body = read(MessagesRequest, await self._read(request), {})
         shape, refuse = partial(MessageRendering, body), anthropic_errors.error_response
         return self._answer(body.chat(), shape, request, tenant, deadline, refuse)
 
     async def _count(self, request: Request, _tenant: str, _deadline: float) -> Response:
-        chat = validated(CountRequest, await self._read(request)).chat()
+        chat = read(CountRequest, await self._read(request), {}).chat()
         generator = self._generator
         generator.intake.check_model(chat.model)
         with admit(chat, generator):

@@ -49,17 +49,6 @@ _ALLOWED = {
     "extra_config.sp_edit": "0 or 1",
 }
 
-_NO_ADVICE: Mapping[str, str] = {}
-_TAGS = frozenset(
-    {
-        *("message", "function_call", "function_call_output", "reasoning", "input_text"),
-        *("output_text", "refusal", "text", "thinking", "tool_use", "tool_result"),
-        *("json_object", "json_schema", "auto", "any", "tool", "none", "enabled", "disabled"),
-        *("adaptive", "function", "allowed_tools"),
-    }
-)
-"""Types of the objects in bodies of the Responses and Messages APIs."""
-
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Request)
 
@@ -69,7 +58,7 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 
     Raises `InvalidRequestError` that names the parameter at fault.
     """
-    request = validated(kind, body, _ALLOWED, tags=frozenset())
+    request = validated(kind, body)
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
@@ -88,14 +77,13 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
 def validated(
     kind: type[M],
     body: bytes | Mapping[str, Any],
-    allowed: Mapping[str, str] = _NO_ADVICE,
-    *,
-    tags: frozenset[str] = _TAGS,
+    allowed: Mapping[str, str] = _ALLOWED,
+    tags: frozenset[str] = frozenset(),
 ) -> M:
-    """Read the fields that `kind` knows; `allowed` says what some may be.
+    """Validate `body`, JSON or its fields; `allowed` says what fields of several types may be.
 
     `tags` are the types of objects that pydantic writes into a field's path. Raises
-    `InvalidRequestError` that names the field at fault.
+    `InvalidRequestError` that names the parameter at fault.
     """
     try:
         if isinstance(body, bytes):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from gateway.openai.parse import parse
+from pydantic import BaseModel
+
+from gateway.openai.parse import parse, validated
 from gateway.openai.requests import ChatRequest
 from outrider.errors import InvalidRequestError, OutriderError
 
@@ -21,6 +23,27 @@ _SHARED: Final = frozenset(
     }
 )
 """Parameters of chats that other APIs take under the same names."""
+
+
+_TAGS: Final = frozenset(
+    {
+        *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
+        *("input_text", "output_text", "refusal", "function", "namespace", "allowed_tools"),
+        *("text", "thinking", "tool_use", "tool_result", "json_object", "json_schema"),
+        *("auto", "any", "tool", "none", "enabled", "disabled", "adaptive"),
+    }
+)
+"""Types of the objects in bodies of other APIs."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read(kind: type[M], body: bytes | Mapping[str, Any], allowed: Mapping[str, str]) -> M:
+    """Read another API's body; `allowed` says what fields of several types may be.
+
+    Raises `InvalidRequestError` that names the parameter at fault.
+    """
+    return validated(kind, body, allowed, _TAGS)
 
 
 def as_chat(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.openai.parse import validated
+from gateway.openai.translation import read
 from gateway.responses_api.requests import ResponseRequest
 
 
 def messages(**body: Any) -> list[Any]:
-    return [*validated(ResponseRequest, body).chat().conversation().messages]
+    return [*read(ResponseRequest, body, {}).chat().conversation().messages]
 
 
 def called(call_id: str, city: str) -> dict[str, Any]:
@@ -98,6 +98,6 @@ def test_allowed_tools_are_the_only_ones_offered() -> None:
     chosen = [{"type": "function", "name": name} for name in "ac"]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": chosen}
     body = {"input": "x", "tools": tools, "tool_choice": choice}
-    chat = validated(ResponseRequest, body).chat()
+    chat = read(ResponseRequest, body, {}).chat()
     assert [*chat.offered()] == ["a", "c"]
     assert chat.choice().forced == ()
