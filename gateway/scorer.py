@@ -56,6 +56,7 @@ class Scorer:
         Raises `OutriderError`s.
         """
         self.in_flight += 1
+        last: scorer_pb2.ScorerServiceGenerateResponse | None = None
         try:
             # A message that is too large would end a stream with all its requests.
             if self.info.steps_version and request.ByteSize() <= _MAX_STEPS_REQUEST_BYTES:
@@ -69,11 +70,17 @@ class Scorer:
             call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
             try:
                 async for response in call:
-                    yield round_from_proto(response)
+                    if response.finish_reason:  # gRPC 1.85 frees no stream that is not read out
+                        last = response
+                    else:
+                        yield round_from_proto(response)
             except grpc.aio.AioRpcError as error:
-                raise _generate_error(error) from error
+                if last is None:  # else it died behind its last word
+                    raise _generate_error(error) from error
             finally:
                 call.cancel()
+            if last is not None:
+                yield round_from_proto(last)
         finally:
             self.in_flight -= 1
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from grpc.aio import UnaryStreamCall
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from gateway.http_connection import PatientProtocol
@@ -138,8 +139,10 @@ async def test_stream_to_client_of_http_1_0_has_no_chunks() -> None:
 
 
 async def test_streams_that_ended_are_not_left_to_the_garbage_collector() -> None:
+    kinds = (RequestResponseCycle, UnaryStreamCall)
+
     def alive() -> int:
-        return sum(isinstance(each, RequestResponseCycle) for each in gc.get_objects())
+        return sum(isinstance(each, kinds) for each in gc.get_objects())
 
     async with running_gateway(Script(tokens("hello world"))) as gateway:
         gc.collect()
@@ -147,7 +150,7 @@ async def test_streams_that_ended_are_not_left_to_the_garbage_collector() -> Non
         gc.disable()  # it would find circles at last
         try:
             async with connected(gateway) as (reader, writer):
-                for _ in range(5):
+                for _ in range(20):
                     writer.write(completion(stream=True))
                     async with asyncio.timeout(DEADLINE_S):
                         await reader.readuntil(b"\r\n0\r\n\r\n")
