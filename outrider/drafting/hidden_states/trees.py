@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -49,6 +49,11 @@ class TargetDraws:
         """Take a row each, at the position that depth 0 is drawn at; None: all greedy."""
         self._batch = batch
         self._noised = noised
+
+    @property
+    def greedy(self) -> bool:
+        """All rows are, and are known to be."""
+        return self._batch is None
 
     @classmethod
     def of(
@@ -111,14 +116,18 @@ def best_products(
     return tokens, parents
 
 
-def guess_places(places: Iterable[Tensor], draws: TargetDraws, width: int) -> Tensor:
+def guess_places(places: Tensor, draws: TargetDraws, width: int) -> Tensor:
     """Return the likeliest tokens of each place and their log probabilities.
 
-    `places` are logits [n, vocab] by depth, of tokens that do not depend on each other; the result
-    is int32 [n, 2, depth, width], floats as their bits.
+    `places` are logits [n, depth, vocab] of tokens that do not depend on each other; the result is
+    int32 [n, 2, depth, width], floats as their bits.
     """
-    found = [draws.likeliest(each[:, None], place, width) for place, each in enumerate(places)]
-    ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    if draws.greedy:  # without noise, which differs by place
+        ids, log_probs = draws.likeliest(places, 0, width)
+    else:
+        by_place = enumerate(places.unbind(1))
+        found = [draws.likeliest(each[:, None], place, width) for place, each in by_place]
+        ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     return torch.stack((ids.to(torch.int32), log_probs.view(torch.int32)), dim=1)
 
 

@@ -69,7 +69,7 @@ class BlockHead(CachedHead):
     ) -> Tensor:
         """Return what trees are chosen from, of outputs [n, depth, ...]: as `guess_places`."""
         logits = self.logits(states[:, :depth].flatten(0, 1)).view(len(states), depth, -1)
-        return guess_places(logits.unbind(1), draws, width)
+        return guess_places(logits, draws, width)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
         """Return a tree per row, of at most `sizes[i]` nodes; a `width` of 1 makes chains."""

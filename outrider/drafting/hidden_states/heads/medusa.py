@@ -85,7 +85,7 @@ class MedusaHead:
     ) -> Tensor:
         """int32 [n, 2, depth, width]: the likeliest tokens of each place, and their log probs."""
         logits = self._all_logits(self.begin(states), depth)
-        return guess_places(logits, draws, width)
+        return guess_places(torch.stack(logits, dim=1), draws, width)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
         return trees_of_places(guesses, sizes)
