@@ -23,7 +23,7 @@ Beat = Callable[[], Coroutine[Any, Any, None]]
 Refusal = Callable[[OutriderError], Response]
 """Makes the answer that says why there is none, where the request is not known yet."""
 Made = tuple[Job, Rendering]
-_SILENCE_S = 15.0
+_SILENCE_S = 10.0
 """Proxies end connections on which nothing came for a minute, as usual."""
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
