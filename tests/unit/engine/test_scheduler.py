@@ -394,6 +394,29 @@ def test_stats_without_proposer_count_only_tokens_and_rounds() -> None:
     }
 
 
+def test_stats_of_row_with_proposer_for_a_while_count_its_rounds_alone() -> None:
+    """Rounds that nobody drafts for are fallbacks, before and after."""
+    now = 0.0
+    e = engine(lambda: now)
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=14)
+    commits = [*step(e).commits, *step(e).commits]
+    e.set_drafting(1, DraftOffer("a", 4))
+    commits += step(e).commits  # without a draft
+    for _ in range(2):
+        done = sum(len(commit.token_ids) for commit in commits)
+        e.post_block(PostedBlock(1, DraftTree.chain(4 + done, truth[done : done + 3]), "a", 10))
+        commits += step(e).commits
+    e.set_drafting(1, NO_DRAFTS)
+    commits += run(e)[1]
+    assert [token for commit in commits for token in commit.token_ids] == truth
+    stats = commits[-1].stats
+    assert stats is not None
+    assert (stats.rounds, stats.iter_count, stats.fallback_rounds) == (8, 8, 5)
+    assert (stats.drafted, stats.accepted, stats.hits) == (6, 6, 2)
+    assert (stats.misses_late, stats.misses_wrong, stats.waits) == (1, 0, 0)
+    assert (stats.rounds_after_hit, stats.rounds_after_miss) == (1, 1)
+
+
 def test_stats_with_several_methods_count_rounds_by_method() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
