@@ -212,3 +212,9 @@ def test_scorer_flag_names_its_values_and_its_engine(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         resolve(["--quantization", "int4"])
     assert "'int4' is not int8, fp8 or none" in capsys.readouterr().err
+
+
+def test_scorer_flag_beside_vllm_names_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engines.has_vllm", lambda: True)
+    with pytest.raises(ConfigError, match=r"--quantization fp8 is for --engine native: .*after --"):
+        resolve(["--engine", "vllm", "--quantization", "fp8"])
