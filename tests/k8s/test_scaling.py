@@ -6,9 +6,11 @@ are what the chart's queries sum; Kubernetes' own algorithm decides every 15 s.
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,9 @@ SETS = (
 ROOM = 64
 TARGET = 48
 START_S = 240
+RECORDED = Path(__file__).with_name("recorded_load.csv")
+"""By `tests/support/kubernetes/record_load.py`, of a scorer with room for so many:"""
+ROOM_RECORDED = 4
 
 
 def spec_of(name: str) -> dict[str, Any]:
@@ -158,6 +163,38 @@ def test_pool_grows_by_work_and_not_by_lateness_alone(
     for now in range(0, 3600, PERIOD_S):
         autoscaler.sync(now, {"work": work})
     assert autoscaler.replicas == pods
+
+
+def recorded() -> list[dict[str, float]]:
+    with RECORDED.open() as file:
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def test_recorded_load_of_one_scorer_asks_for_what_it_needs_and_falls_back() -> None:
+    """Signals that a real scorer and gateway gave, with room for four requests."""
+    rows = recorded()
+    assert max(row["waiting"] for row in rows) > 2 * ROOM_RECORDED  # it was saturated
+    assert all(row["running"] <= ROOM_RECORDED for row in rows)
+    # Both signals say the same of it, but for what is on its way between the services.
+    off = [abs(row["open"] - row["running"] - row["waiting"]) for row in rows]
+    assert sum(off) / len(off) < 2
+    sets = ("scorer.autoscaling.enabled=true", f"scorer.flags.max-num-seqs={ROOM_RECORDED}")
+    manifests = helm.render("monitoring.serviceMonitor.enabled=true", *sets)
+    spec = helm.only(manifests, "HorizontalPodAutoscaler", "outrider-scorer")["spec"]
+    autoscaler, history = Autoscaler(spec, 1), []
+    quiet = [dict.fromkeys(rows[0], 0.0)] * 2400
+    for now, row in enumerate([*rows, *quiet]):
+        if now % PERIOD_S == 0:
+            requests = row["running"] + row["waiting"]
+            signals = {"requests": requests, "open": row["open"], "kv": row["kv"]}
+            autoscaler.sync(now, signals)
+        history.append(autoscaler.replicas)
+    demand = [max(row["running"] + row["waiting"], row["open"]) for row in rows]
+    saturated = next(now for now, row in enumerate(rows) if row["waiting"] >= ROOM_RECORDED)
+    assert history[saturated + 90] > 1  # not blind: within a window, a period and a minute
+    assert max(history) <= math.ceil(max(demand) / (0.75 * ROOM_RECORDED))  # and no runaway
+    assert max(history) <= 1 + 2 * len(rows) / 60  # two a minute
+    assert history[-1] == 1
 
 
 def test_scaling_with_missing_metrics_removes_nobody() -> None:
