@@ -1,4 +1,4 @@
-"""draft_ahead.py measures real processes, and keeps its results when vLLM cannot run."""
+"""draft_ahead.py measures real processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import pytest
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_draft_ahead_when_vllm_fails_keeps_its_results(tmp_path: Path) -> None:
+def test_draft_ahead_over_a_delay_reports_each_way_beside_none(tmp_path: Path) -> None:
     out = tmp_path / "found"
     flags = ["--modes", "ahead", "--round-trip-ms", "0", "0.5", "--temperature", "0"]
     flags += ["--batch", "2", "--waves", "2", "--rounds", "1", "--max-tokens", "24"]
-    # This Python has no vLLM.
-    flags += ["--timeout", "120", "--max-prompt-tokens", "32", "--vllm", sys.executable]
+    flags += ["--request-timeout", "120", "--max-prompt-tokens", "32"]
     command = [sys.executable, "-m", "benchmarks.draft_ahead", *flags, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -32,8 +31,6 @@ def test_draft_ahead_when_vllm_fails_keeps_its_results(tmp_path: Path) -> None:
         assert by_system[name]["reference"] == f"none beside {name}"
         assert by_system[name]["mean_acceptance_length"] >= 1.0
         assert "hit_rate" in by_system[name]
-    direct, proxied, *failures = found["setup"]["notes"]
+    direct, proxied = found["setup"]["notes"]
     assert direct == f"{names[0]}, 2 at once: 4 of 4 texts equal."
     assert "bytes to the scorer" in proxied
-    failed = [note.partition(":")[0] for note in failures]
-    assert failed == ["vLLM none failed", "vLLM draft_model failed"]

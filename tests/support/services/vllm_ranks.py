@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -62,6 +63,7 @@ async def main(rank: int, ranks: int, file: str) -> None:
                 np.ones((len(names), CONTEXT + K + 1), dtype=np.int32),
             )
             print(json.dumps(drafts))
+    dist.barrier()  # nobody leaves while another still reads
     dist.destroy_process_group()
 
 
@@ -71,3 +73,6 @@ def _fail(*_: object) -> Any:
 
 if __name__ == "__main__":
     asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))  # a hub needs a loop
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's may still run, which aborts a process that ends as usual

@@ -9,7 +9,7 @@
 {{- with include "outrider.inProcess" . | fromYaml -}}
 {{- if compact $states }}{{ $states = append $states (include "outrider.states" (dict "values" .)) }}{{ end -}}
 {{- end -}}
-{{- default ($states | compact | uniq | sortAlpha | join ",") .Values.scorer.hiddenFeatures -}}
+{{- default ($states | compact | uniq | sortAlpha | join ",") (toString .Values.scorer.hiddenFeatures) -}}
 {{- end -}}
 
 {{/* What a scorer downloads to draft itself: arguments of the init container, as a JSON list. */}}
