@@ -31,6 +31,8 @@ from tests.support.models.features import CAPTURED, NUM_LAYERS, SIZE
 from tests.support.simulators.feature_world import feature_world, run_random_requests
 from tests.support.simulators.simulation import VOCAB, Clock, Net
 
+pytestmark = pytest.mark.timeout(400)
+
 _SIZES = {"hidden_size": SIZE, "vocab_size": VOCAB}
 
 
@@ -110,7 +112,7 @@ def _proposer(folder: Path, method: str, tree_width: int) -> FeatureProposer:
 
 
 @pytest.mark.parametrize("method", MODULES)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**16),
     k=st.integers(1, 6),

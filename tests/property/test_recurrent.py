@@ -16,7 +16,7 @@ from outrider.drafting.hidden_states import recurrent
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.dflash import load_dflash
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
 from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
@@ -47,11 +47,15 @@ def _load(kind: str, folder: Path) -> Head:
         made.save_head(folder / "dflash", blocks.dflash_tensors(), blocks.DFLASH)
         made.save_head(folder / "dspark", blocks.dspark_tensors(), blocks.DSPARK)
         made.save_head(folder / "peagle", blocks.peagle_tensors(), blocks.PEAGLE)
+    kind, _, padded = kind.partition(" ")
     loaders: dict[str, Callable[..., Head]] = {
         **{"eagle": load_eagle, "eagle3": load_eagle3, "peagle": load_peagle},
         **{"dflash": load_dflash, "dspark": load_dspark},
     }
     head: Head = loaders[kind](folder / kind, folder / "target", torch.float64, CPU)
+    if padded:  # as on a GPU
+        assert isinstance(head, DFlashHead)
+        head.pads = True
     return head
 
 
@@ -112,7 +116,7 @@ def _alone(head: Head, session: _Session, wanted: int, tree_width: int) -> Draft
     return tree
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dflash padded", "dspark", "peagle"])
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(

@@ -26,7 +26,8 @@ from outrider.drafting.proposer import (
     ProposerLimits,
     SessionStart,
 )
-from outrider.params import SamplingParams
+from outrider.methods import BLOCK_METHODS
+from outrider.params import SamplingParams, VerificationRule
 
 _PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one round: as many as take about as long as a few drafts."""
@@ -173,6 +174,8 @@ def _build_head(method: HeadConfig, max_sessions: int, say: Say) -> tuple[Propos
     proposer, tokenizer_hash = build_head(method, max_sessions, prefill_budget, say)
     say("warming up")
     _warm_up(proposer, prefill_budget)
+    if method.name in BLOCK_METHODS:  # whose eager rounds take kernels of their own
+        _warm_up(proposer, prefill_budget, VerificationRule.REJECTION)
     return proposer, tokenizer_hash
 
 
@@ -186,7 +189,11 @@ _BUILDERS: Final[Mapping[type[MethodConfig], Callable[[Any, int, Say], tuple[Pro
 """Each returns a warmed-up method for so many sessions, and its tokenizer's hash."""
 
 
-def _warm_up(proposer: Proposer, prefill_budget: int = 0) -> None:
+def _warm_up(
+    proposer: Proposer,
+    prefill_budget: int = 0,
+    rule: VerificationRule = VerificationRule.COUPLED,
+) -> None:
     """Draft for made-up sessions, so that the first real one does not pay for lazy set-up.
 
     Prompts are as long as one call takes (`prefill_budget` tokens): a device's memory is taken now.
@@ -198,7 +205,8 @@ def _warm_up(proposer: Proposer, prefill_budget: int = 0) -> None:
             long = max(_WARM_UP_TOKENS, prefill_budget)
             prefix = [1] * min(long, traits.max_model_len // 2)
             for key in keys:
-                proposer.open(key, SessionStart(prefix, sampling, 4, traits.max_model_len))
+                start = SessionStart(prefix, sampling, 4, traits.max_model_len, rule=rule)
+                proposer.open(key, start)
                 _make_up_features(proposer, key, 0, len(prefix) - 1)
             while proposer.draft(keys).unfinished:  # the first round's path
                 pass

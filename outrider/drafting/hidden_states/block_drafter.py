@@ -56,7 +56,7 @@ class BlockDrafter:
         self.max_draft_tokens = limits.max_draft_tokens
         if limits.tree_width == 1:
             self.max_draft_tokens = min(limits.max_draft_tokens, head.max_depth)
-        num_fed = head.num_slots(min(limits.max_draft_tokens, head.max_depth))
+        num_fed = head.num_fed(min(limits.max_draft_tokens, head.max_depth))
         longest = min(head.max_model_len, limits.max_model_len or head.max_model_len)
         self.max_model_len = longest_session(longest, pools, num_fed, capture is not None)
         self._backend = backend
@@ -78,7 +78,7 @@ class BlockDrafter:
         depth = self._depth(most)
         if self._loops is not None:  # which may have more
             depth = next((each for each in self._depths if each >= depth), depth)
-        return self.head.num_slots(depth)
+        return max(self.head.num_slots(depth), self.head.num_fed(depth))
 
     @torch.inference_mode()
     def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:

@@ -489,3 +489,18 @@ def test_block_modules_of_another_kind_are_refused_by_name(tmp_path: Path, targe
         folder = eagle.save_head(tmp_path / f"case{i}", changed, {**config, **settings})
         with pytest.raises(ConfigError, match=message):
             loaders[kind](folder, target.folder, torch.float32, CPU)
+
+
+def test_dflash_with_padded_blocks_computes_the_same(tmp_path: Path, target: Target) -> None:
+    """As on a GPU, where every round feeds whole blocks."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = {**made.DFLASH, "layer_types": kinds, "sliding_window": 8}
+    folder = eagle.save_head(tmp_path / "head", made.dflash_tensors(), config)
+    found = []
+    for pads in (False, True):
+        head = load_dflash(folder, target.folder, torch.float64, CPU)
+        head.pads = pads
+        assert head.num_fed(2) == (made.BLOCK_SIZE if pads else 3)
+        found.append(_outputs(head, (2, 1, 1)))
+    for i, count in enumerate((2, 1, 1)):
+        torch.testing.assert_close(found[0][i, :count], found[1][i, :count], rtol=1e-9, atol=1e-9)

@@ -34,6 +34,10 @@ class BlockHead(CachedHead):
         """Return the slots past the true rows that `depth` guesses take."""
         raise NotImplementedError
 
+    def num_fed(self, depth: int) -> int:
+        """Return the slots that `run` feeds where one row wants `depth` guesses, or more."""
+        return self.num_slots(depth)
+
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:

@@ -112,6 +112,8 @@ class DFlashHead(BlockHead):
         self._norm = norm(found.name("norm.weight"))
         self._context = _Context(checkpoint, found.layer_prefixes, stack.shape, place)
         self.max_depth, self._from_anchor = found.max_depth, found.from_anchor
+        # Kernels are compiled for each number of heads, and to them a slot is heads.
+        self.pads = place.device.type == "cuda"
         self._mask_token = found.mask_token(self.vocab_size)
         self._scale, self._multiplier = found.embedding_scale, found.output_multiplier
         self._softcap = found.softcap
@@ -141,6 +143,9 @@ class DFlashHead(BlockHead):
     def num_slots(self, depth: int) -> int:
         return depth if self._from_anchor else depth + 1
 
+    def num_fed(self, depth: int) -> int:
+        return self.num_slots(self.max_depth if self.pads else depth)
+
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:
@@ -151,7 +156,7 @@ class DFlashHead(BlockHead):
         if not ready:
             return None
         sizes = [self.num_slots(min(row.wanted, self.max_depth)) for row in ready]
-        width = max(sizes)
+        width = self.num_fed(min(max(row.wanted for row in ready), self.max_depth))
         masks = [self._mask_token] * (width - 1)
         batch = pack(
             [
