@@ -104,6 +104,7 @@ def _measure(args: argparse.Namespace, face: str, folder: Path, workers: int) ->
             address,
             "--max-in-flight",
             2 * args.streams,
+            *("--resume-timeout", 60),  # where the machine does other things, too
             *(("--workers", workers) if workers else ()),
         )
         ready = gateway.ready(_START_S)

@@ -72,7 +72,7 @@ async def grpc_streams(address: str, count: int) -> AsyncIterator[Counted]:
         reading = [asyncio.create_task(read(channels[n % len(channels)], n)) for n in range(count)]
 
         def failures() -> list[Any]:
-            return [task.exception() for task in reading if task.done()]
+            return [task.exception() for task in reading if task.done()][:1]
 
         try:
             await _until(lambda: all(messages), failures)
