@@ -31,7 +31,7 @@ from gateway.openai.parse import parse
 from gateway.openai.rendering import Choices, Rendering
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
-from gateway.openai.server import ServerRoutes, not_served
+from gateway.openai.server import ServerRoutes, not_served, served
 from gateway.openai.tokens import TokenRoutes
 from gateway.openai.translation import named, read, renamed
 from gateway.playground import playground
@@ -218,7 +218,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the same shape."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    said = {404: f"There is no {path} here.", 405: f"{path} does not take {request.method}."}
+    said = {
+        404: f"There is no {path} here. {served(request.app)}",
+        405: f"{path} does not take {request.method}.",
+    }
     shown = InvalidRequestError(said.get(error.status_code, str(error.detail)))
     if error.status_code == 404 and (why := not_served(path, request.app)) is not None:
         shown = NotServedError(why)

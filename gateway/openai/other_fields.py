@@ -114,6 +114,8 @@ INSTEAD: Final = {
         for name in ("json", "regex", "choice", "grammar")
     },
     "json_schema": "response_format",
+    "functions": "tools",
+    "function_call": "tool_choice",
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
     "request_id": "the header X-Request-Id",

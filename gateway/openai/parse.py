@@ -99,7 +99,7 @@ def _unsupported(name: str, *, known: bool) -> InvalidRequestError:
     elif name in LORA:
         said = f"{name} is not supported: name the adapter as the model."
     elif known:
-        said = f"{name} is not supported yet."
+        said = f"{name} is not supported yet: leave it out."
     else:
         said = f"Unrecognized request argument: {name}."
     return InvalidRequestError(said, param=name)

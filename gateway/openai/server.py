@@ -60,7 +60,11 @@ def not_served(path: str, app: Starlette) -> str | None:
     kinds = [_OTHER_KINDS[part] for part in path.split("/") if part in _OTHER_KINDS]
     if not kinds:
         return None
+    return f"There is no {path} here: the model generates text, not {kinds[0]}. {served(app)}"
+
+
+def served(app: Starlette) -> str:
+    """Return the paths that answer requests, as a sentence."""
     paths = {route.path.rstrip("/") for route in app.routes if isinstance(route, Route)}
     known = sorted(p for p in paths if p.startswith("/v1/") and p.count("completions") < 2)
-    served = ", ".join(path for path in known if "{" not in path)
-    return f"There is no {path} here: the model generates text, not {kinds[0]}. Served: {served}."
+    return f"Served: {', '.join(path for path in known if '{' not in path)}."

@@ -57,7 +57,7 @@ class ServeConfig:
         ):
             raise ConfigError(
                 f"--method {self.head} needs --draft-model: the folder or the Hugging Face id of "
-                "its checkpoint."
+                f"its checkpoint. Only the embedded model brings {', '.join(EMBEDDED_HEADS)}."
             )
         if "draft_model" in self.methods and not embedded and self.draft_model is None:
             raise ConfigError(

@@ -66,4 +66,4 @@ async def test_page_when_switched_off_is_404() -> None:
     ):
         answer = await client.get("/")
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"] == "There is no / here."
+    assert answer.json()["error"]["message"].startswith("There is no / here. Served: /v1/")

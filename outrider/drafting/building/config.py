@@ -172,7 +172,7 @@ class HeadConfig(ModelConfig):
         ):
             raise ConfigError(
                 f"--method {self.name} needs --model: the folder or the Hugging Face id of its "
-                "checkpoint."
+                f"checkpoint. Only the embedded model brings {', '.join(EMBEDDED_HEADS)}."
             )
         if self.tree_width < 1:
             raise ConfigError("--tree-width is at least 1.")

@@ -389,8 +389,12 @@ async def test_request_for_unknown_model_or_path_is_404(gateway: Running) -> Non
     assert caught.value.param == "model"
     with pytest.raises(openai.NotFoundError):
         await gateway.client.models.retrieve("gpt-99")
+    served = (
+        "/v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens, "
+        "/v1/models, /v1/responses"
+    )
     for method, path, status, message in (
-        ("GET", "/nothing", 404, "There is no /nothing here."),
+        ("GET", "/nothing", 404, f"There is no /nothing here. Served: {served}."),
         ("GET", "/v1/completions", 405, "/v1/completions does not take GET."),
     ):
         async with httpx.AsyncClient(base_url=gateway.http) as client:
