@@ -1,4 +1,4 @@
-"""How many workers a gateway has, and which of them a process is."""
+"""Count the workers of a gateway, and name one of them to its process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Worker:
     count: int
     parent: int  # process id
     folder: Path
-    """What the workers share; it belongs to their parent, and nobody else may enter."""
+    """A folder for what the workers share. Their parent makes it, for this user alone."""
 
     @classmethod
     def parse(cls, text: str) -> Worker:

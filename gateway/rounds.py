@@ -1,4 +1,4 @@
-"""What a scorer adds to a request, whichever RPC brings it."""
+"""Decode what a scorer adds to a request, from either of its RPCs."""
 
 from __future__ import annotations
 

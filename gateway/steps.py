@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Answer:
-    """What has come for one request and was not taken: at most all its tokens."""
+    """The tokens of one request that have come and were not taken."""
 
     __slots__ = ("_error", "_kinds", "_loop", "_response", "_token_ids", "_waiter")
 
@@ -46,7 +46,7 @@ class Answer:
         kinds: bytes,
         response: scorer_pb2.ScorerServiceGenerateResponse | None = None,
     ) -> None:
-        """Add tokens, and what is said about them."""
+        """Add tokens, with their details."""
         self._token_ids += token_ids
         self._kinds += kinds
         if self._response is None:

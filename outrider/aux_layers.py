@@ -14,12 +14,12 @@ from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUT_KEY, INPUT_KEY = "target_layer_ids", "aux_hidden_state_layer_ids"
 LAYER_METHODS = frozenset({"eagle3", *BLOCK_METHODS})
-"""Those that read states between layers; others read the one after the final norm."""
+"""Methods that read states between layers; others read the one after the final norm."""
 SHALLOW = 24  # a target with fewer layers: its third from last leaves out an eighth and more
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """Those of `count` that a checkpoint reads which names none, as EAGLE-3's own code does.
+    """Return the layers, of `count`, that a checkpoint reads which names none, as EAGLE-3's own.
 
     Li et al. 2025, arXiv 2503.01840.
     """
@@ -27,17 +27,17 @@ def default_layers(count: int) -> tuple[int, int, int]:
 
 
 def trained_layers(count: int) -> tuple[int, int, int]:
-    """Those of `count` that a module is trained on here; its config.json names them.
+    """Return the layers, of `count`, that `outrider train` uses and names in config.json.
 
-    Of a shallow target the default's last would leave out much of what it computed (3 layers of
-    8); what enters the last layer is there for every reader.
+    The last default layer of a shallow target would leave out much of its work (3 layers of 8), so
+    the input of its last layer is read instead.
     """
     low, middle, high = default_layers(count)
     return low, middle, count - 1 if count < SHALLOW else high
 
 
 def spread_layers(count: int) -> tuple[int, ...]:
-    """Those of `count` that a block drafter is trained on here: four, evenly, up to the output."""
+    """Return four states, spread up to the output of `count` layers, for a block drafter."""
     return tuple(sorted({min(2, count) + round(i * max(0, count - 2) / 3) for i in range(4)}))
 
 

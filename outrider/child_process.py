@@ -54,7 +54,7 @@ class ServiceProcess:
 
     @property
     def started(self) -> bool:
-        """Whether there is a process, running or ended."""
+        """There is a process, running or ended."""
         return self._process is not None
 
     @property

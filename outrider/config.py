@@ -11,7 +11,7 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 """Dtypes that a target may be served in."""
 
 QUANTIZATIONS: Final = ("int8", "fp8")
-"""How the weights of a target's linear layers may be rounded when they are loaded."""
+"""Dtypes to which the weights of a target's linear layers may be rounded on load."""
 
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""

@@ -12,7 +12,7 @@ METHODS: Final = (
 """Methods a proposer may name in Hello; the order in which they are preferred."""
 
 BLOCK_METHODS: Final = ("dspark", "dflash", "peagle")
-"""Those whose module guesses all tokens of a draft in one forward."""
+"""Methods whose module guesses all tokens of a draft in one forward."""
 
 HIDDEN_STATE_METHODS: Final = (
     *BLOCK_METHODS,

@@ -25,9 +25,9 @@ _HEARTBEAT_S: Final = 0.5
 _MAX_REQUESTS: Final = 16_384
 """Requests of a stream at once; what the engine takes is much less."""
 _MAX_UNWRITTEN: Final = 2 * _MAX_REQUESTS
-"""Requests with something to say, refused ones included, before the stream is not read."""
+"""While so many requests wait to be written, refused ones included, nothing is read."""
 _MESSAGE_BYTES: Final = 2**20
-"""About the size of a message at which other requests have to wait for the next."""
+"""Approximate size of a message. Further requests wait for the next message."""
 _TOKEN_BYTES: Final = 5
 _MAX_COMMITS: Final = 256  # of a request in a message
 
@@ -166,7 +166,7 @@ class StepsStream:
             await write(message)
 
     def _message(self) -> scorer_pb2.GenerateStepsResponse:
-        """Return what there is to say, up to about `_MESSAGE_BYTES`."""
+        """Return the next message, of about `_MESSAGE_BYTES` at most."""
         ids: list[int] = []
         counts: list[int] = []
         token_ids: list[int] = []
@@ -204,7 +204,7 @@ class StepsStream:
     def _details(
         self, row: _Row, commits: list[Commit] | tuple[()]
     ) -> scorer_pb2.StepsDetails | None:
-        """Return what tokens do not say, and forget a request whose end this is."""
+        """Return the details beside tokens, and forget a request that ends here."""
         mailbox, response, error = row.mailbox, None, row.error
         if commits:
             assert row.call is not None

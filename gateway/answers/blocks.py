@@ -44,7 +44,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A block has ended; `cut`: the answer was cut within it."""
+    """A block has ended; `cut` says that the answer was cut within it."""
 
     block: Block
     cut: bool = False
@@ -73,7 +73,10 @@ class BlockReader:
         return self._parser.reasoning_tokens
 
     def read(self, texts: Sequence[str], *, last: bool, cut: bool = False) -> Iterator[Step]:
-        """Yield what tokens add, by their texts; `last`: the answer ends, maybe `cut` off."""
+        """Yield what tokens with these texts add.
+
+        `last` says that the answer ends, maybe `cut` off.
+        """
         for event in self._parser.read(texts, last=last):
             if not isinstance(event, Reasoning) or self._with_reasoning:
                 yield from self._steps(event)

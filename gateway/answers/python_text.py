@@ -1,4 +1,4 @@
-"""Python's literals, character by character, as JSON."""
+"""Rewrite Python's literals as JSON, character by character."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 def read_literal(reader: Reader) -> Parse[bool]:
     """Read a number, a string, a word, a list or a dict as arguments; False where it is none.
 
-    What was read of it is written. What is wrong is left unread.
+    The part before a mistake is written. The rest is left unread.
     """
     closers: list[str] = []
     between = ""  # what comes before the next element

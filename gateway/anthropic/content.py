@@ -49,7 +49,7 @@ TextBlocks = Annotated[Items[Text], BeforeValidator(lambda value: _texts(value o
 
 
 class ToolResult(_Noted):
-    """What a called tool returned. Templates have no place for `is_error`."""
+    """The result of a called tool. Templates have no place for `is_error`."""
 
     harmless = _Noted.harmless | {"is_error"}
 
@@ -138,7 +138,7 @@ def _misplaced(block: Block, place: str, role: str) -> InvalidRequestError:
 def input_of(arguments: str) -> dict[str, Any]:
     """Return a call's arguments as an object, as far as the model wrote them.
 
-    What is no object is kept as Anthropic's documentation of tools advises, under INVALID_JSON.
+    Other arguments go under INVALID_JSON, as Anthropic's documentation of tools advises.
     """
     try:
         value = from_json(arguments, allow_partial=True) if arguments else {}

@@ -55,7 +55,7 @@ class MessageRendering:
         return BlockReader(reading, with_reasoning=how is None or how.with_reasoning)
 
     def _message(self) -> dict[str, Any]:
-        """Return the message as it begins; what is cached is known at its end."""
+        """Return the message as it begins. Its cached tokens are known at its end."""
         (request,) = self._job.work
         return {
             "id": f"msg_{request.request_id}",

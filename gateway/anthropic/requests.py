@@ -60,7 +60,7 @@ class _Choice(Strict):
 
 
 class AnyChoice(_Choice):
-    """Whether a tool is called."""
+    """A choice that names no tool."""
 
     type: Literal["auto", "any", "none"]
 

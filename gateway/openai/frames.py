@@ -1,4 +1,4 @@
-"""Events that differ in their text alone, without JSON's work for each."""
+"""Make events that differ in their text alone without encoding JSON for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MARK: Final = "\uffff"  # no character: it stands nowhere else
 
 
 class TextFrame(NamedTuple):
-    """What is before and behind the text of an event."""
+    """The parts of an event before and behind its text."""
 
     before: bytes
     after: bytes

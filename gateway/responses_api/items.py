@@ -73,7 +73,7 @@ class FunctionCall(_Noted):
 
 
 class FunctionCallOutput(_Noted):
-    """What a called function returned."""
+    """The result of a called function."""
 
     harmless = _HARMLESS | {"name"}
 

@@ -49,7 +49,7 @@ _HARMLESS: Final = frozenset({"max_tool_calls", "client_metadata"})
 ALLOWED: Final = {
     "tool_choice": 'none, auto, required or {"type": "function", "name": ...}',
 }
-"""What a field of several types may be."""
+"""Fields of several types -> their types in words, for errors."""
 
 
 class FunctionTool(Strict):
@@ -128,7 +128,7 @@ class JsonSchema(JsonSchemaFormat):
 
 
 class TextConfig(Strict):
-    """What the text of an answer looks like."""
+    """The format of an answer's text."""
 
     format: Annotated[TextFormat | JsonObject | JsonSchema, Field(discriminator="type")] | None = (
         None
@@ -144,7 +144,7 @@ class TextConfig(Strict):
 
 
 class ReasoningConfig(Strict):
-    """How much to think, and how to tell it."""
+    """The effort of reasoning, and the form in which it is shown."""
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

@@ -1,4 +1,4 @@
-"""The parent of a gateway's workers: it holds the ports, and starts again what ends."""
+"""The parent of a gateway's workers holds the ports, and restarts workers that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that run services as children say, and what they do with signals."""
+"""Messages and signals of commands that run services as children."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Final
 
 STOP_GRACE_S: Final = 1.0
-"""Time between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s."""
+"""Time between SIGTERM and SIGKILL. Ctrl-C then ends everything in under 2 s."""
 START_DEADLINE_S: Final = 900.0
 """Time in which a large model is read, and kernels are compiled and chosen."""
 
@@ -23,7 +23,7 @@ def relay(name: str, line: str) -> None:
 def run_until_signal(command: Coroutine[object, object, int]) -> int:
     """Run a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
 
-    Returns its exit code, or 0 if a signal ended it: that is how these commands are stopped.
+    Returns its exit code, or 0 if a signal ended it.
     """
 
     async def body() -> int:

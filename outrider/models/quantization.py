@@ -14,7 +14,7 @@ from outrider.errors import ConfigError
 FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """The `model_type` of targets whose linear layers may have 8 bits in the native engine."""
 _FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized")
-"""Of compressed-tensors, with a number to each byte."""
+"""Formats of compressed-tensors that store one number per byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class StoredFormat:
     name: str
     dtype: Literal["F8_E4M3", "I8"]
     scale_suffix: str
-    """Behind a weight's name: the name of its scales."""
+    """A weight's name with this suffix names its scales."""
     strategy: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (0, 0)
     """Rows and columns with one scale, if they are blocks."""
     rounds_inputs: bool = True
-    """Inputs have 8 bits, too, with scales that are made for each."""
+    """Inputs are rounded to 8 bits, too, each with a scale of its own."""
 
     def scale_shapes(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a weight [rows, columns] may have."""

@@ -81,7 +81,7 @@ class RecurrentDrafter:
         return max_fed_nodes(most, self.limits.tree_width, captured=self.captured)
 
     def sure_chains(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
-        """Draft as `chains`, without a word on how sure the tokens are."""
+        """Draft as `chains`, without confidences."""
         return [(chain, b"") for chain in self.chains(rows)]
 
     def chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:

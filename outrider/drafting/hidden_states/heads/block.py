@@ -80,7 +80,7 @@ class BlockHead(CachedHead):
         return trees_of_places(guesses, sizes)
 
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
-        """Return how sure the first token of each place is, by row, as `Block.confidences`."""
+        """Return the confidence of each place's first token, by row, as in `Block.confidences`."""
         best = guesses[:, 1, :, 0].copy().view(np.float32)
         return [confidences_of_log_probs(row) for row in best]
 

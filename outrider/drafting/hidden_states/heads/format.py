@@ -1,4 +1,4 @@
-"""What checkpoints of several formats have alone: names under a root, a draft vocabulary."""
+"""Read what several checkpoint formats share: names under a root, a draft vocabulary."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FewRowsLinear(PackedLinear):
     """
 
     kind = ""
-    """What distinguishes the weight from others of its shape."""
+    """Name of the weight's use, which distinguishes it from others of its shape."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
@@ -51,7 +51,7 @@ class FewRowsLinear(PackedLinear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs and outputs."""
+        """The dtype of inputs and outputs."""
         return self._weight.dtype
 
     @property

@@ -1,4 +1,4 @@
-"""Linear layers of which nothing but a weight of 8 bits is kept."""
+"""Linear layers that keep a weight of 8 bits and no other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class QuantizedLinear(FewRowsLinear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs and outputs."""
+        """The dtype of inputs and outputs."""
         return torch.bfloat16
 
     @property
