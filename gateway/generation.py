@@ -17,9 +17,9 @@ from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import NewToken, OutputAssembler, OutputToken
-from gateway.pool import Pool
 from gateway.replay import Replayer
-from gateway.rounds import Round
+from gateway.routing.pool import Pool
+from gateway.routing.rounds import Round
 from gateway.thinking_budget import within_budget
 from gateway.workers.shared import SharedCounts
 from outrider.errors import InternalError

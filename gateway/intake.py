@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from gateway.config import GeneratorConfig
 from gateway.fill_in_middle import encode_infill
-from gateway.pool import Pool
+from gateway.routing.pool import Pool
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from outrider.models.chat_template import Conversation
 from outrider.models.tokenizer import Tokenizer

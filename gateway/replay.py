@@ -15,8 +15,8 @@ from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest
-from gateway.pool import Pool, ScorerClient
-from gateway.rounds import Round
+from gateway.routing.pool import Pool, ScorerClient
+from gateway.routing.rounds import Round
 from outrider.errors import CapacityError, UnavailableError
 from outrider.params import StopParams
 from outrider.rpc.codec import (

@@ -19,8 +19,8 @@ from gateway.grpc_service import GenerationServicer
 from gateway.http_api import create_app
 from gateway.http_connection import PatientProtocol
 from gateway.ports import allow_connections, bind, readable
-from gateway.scorer_load import ScorerLoad
-from gateway.scorers import ScorerPool
+from gateway.routing.scorer_load import ScorerLoad
+from gateway.routing.scorers import ScorerPool
 from gateway.workers.worker import Membership
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest, ThinkingBudget
-from gateway.rounds import Round
+from gateway.routing.rounds import Round
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 
 Stream = Callable[[GenerationRequest], AsyncGenerator[Round, None]]

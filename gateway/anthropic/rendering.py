@@ -13,9 +13,10 @@ from gateway.anthropic.content import input_of
 from gateway.anthropic.errors import error_body, error_response
 from gateway.anthropic.requests import MessagesRequest
 from gateway.generation import Chunk, Ending
+from gateway.openai.choices import Completion
 from gateway.openai.job import Job
 from gateway.openai.rendering import EventStream
-from gateway.openai.responses import Completion, aux_info
+from gateway.openai.usage import aux_info
 from outrider.errors import OutriderError
 from outrider.types import FinishReason
 

@@ -16,9 +16,9 @@ from gateway.generation import Chunk, Ending, Generator
 from gateway.intake import GenerationRequest, Settings
 from gateway.merge import merged, one_ahead
 from gateway.openai.advice import read_advice
+from gateway.openai.choices import Completion, ScoredPrompt, Shaper
 from gateway.openai.deltas import MessageReading
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
-from gateway.openai.responses import Completion, ScoredPrompt, Shaper
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.params import SamplingParams, require

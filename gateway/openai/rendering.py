@@ -8,9 +8,9 @@ from typing import Any, Final, Protocol
 from starlette.responses import JSONResponse
 
 from gateway.generation import Chunk, Ending
+from gateway.openai.choices import Completion, Shaper, Shown, event
 from gateway.openai.deltas import MessageReader
 from gateway.openai.errors import error_body, error_response
-from gateway.openai.responses import Completion, Shaper, Shown, event
 from outrider.errors import OutriderError
 
 KEEP_ALIVE: Final = b": waiting\n\n"

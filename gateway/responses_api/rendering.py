@@ -11,12 +11,13 @@ from starlette.responses import JSONResponse
 
 from gateway.answers.blocks import BlockReader
 from gateway.generation import Chunk, Ending
+from gateway.openai.choices import Completion
 from gateway.openai.errors import error_body, error_response
 from gateway.openai.job import Job
 from gateway.openai.rendering import KEEP_ALIVE, EventStream
 from gateway.openai.requests import ChatRequest
-from gateway.openai.responses import Completion, aux_info
 from gateway.openai.translation import renamed
+from gateway.openai.usage import aux_info
 from gateway.responses_api.output import Output
 from gateway.responses_api.requests import NAMES, ResponseRequest
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from gateway.pool import ScorerClient
-from gateway.rounds import Round, round_from_proto
+from gateway.routing.pool import ScorerClient
+from gateway.routing.rounds import Round, round_from_proto
 from outrider.errors import UnavailableError
 from outrider.v1 import scorer_pb2
 from scorer_service.call import Serving

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gateway.generation import Chunk, Ending
+from gateway.openai.choices import Completion
 from gateway.openai.deltas import message_of
 from gateway.openai.job import Job
-from gateway.openai.responses import Completion
 from gateway.output import OutputToken
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.params import RequestOutputKind

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.scorer import Scorer
+from gateway.routing.scorer import Scorer
 from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import TlsFiles

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.admission import Admission
 from gateway.metrics import GatewayMetrics
-from gateway.scorer_load import ScorerLoad
+from gateway.routing.scorer_load import ScorerLoad
 from outrider.v1 import scorer_pb2
 from tests.support.kubernetes import helm
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway import scorer as scorer_module
-from gateway.steps import Answer
+from gateway.routing import scorer as scorer_module
+from gateway.routing.steps import Answer
 from outrider.errors import DeadlineError
 from outrider.models.resolve import resolve_model
 from outrider.rpc.channel import open_channel

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.generation import Chunk
-from gateway.openai.responses import Shaper, Shown
+from gateway.openai.choices import Shaper, Shown
 from gateway.output import OutputToken
 from outrider.types import TokenKind
 

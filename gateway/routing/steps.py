@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import grpc
 
-from gateway.rounds import Round, round_from_details
+from gateway.routing.rounds import Round, round_from_details
 from outrider.errors import DeadlineError, OutriderError, UnavailableError
 from outrider.rpc.codec import kinds_from_bytes
 from outrider.rpc.status import from_rpc_error, from_status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from gateway.rounds import Round
+from gateway.routing.rounds import Round
 from outrider.v1 import scorer_pb2
 
 

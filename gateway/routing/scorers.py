@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from gateway.pool import ScorerClient
-from gateway.scorer import CLOSE_GRACE_S, Scorer
+from gateway.routing.pool import ScorerClient
+from gateway.routing.scorer import CLOSE_GRACE_S, Scorer
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.targets import Target, Targets

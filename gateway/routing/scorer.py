@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.rounds import Round, round_from_proto
-from gateway.steps import StepsStream
+from gateway.routing.rounds import Round, round_from_proto
+from gateway.routing.steps import StepsStream
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from outrider.rpc.deployment import TlsFiles

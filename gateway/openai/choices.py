@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from google.protobuf.json_format import MessageToDict
-
 from gateway.generation import Chunk, Ending
 from gateway.openai.deltas import MessageReader, MessageReading, message_of
 from gateway.openai.frames import TextFrame
@@ -21,10 +19,10 @@ from gateway.openai.logprobs import (
     prompt_logprobs,
 )
 from gateway.openai.request_objects import Kind
+from gateway.openai.usage import aux_info, counts, prediction_usage
 from gateway.output import OutputToken
 from outrider.params import TokenIds
 from outrider.types import FinishReason, TokenKind, TokenLogprobs, VerifiedDraft
-from outrider.v1 import common_pb2
 
 _CONTENT_ALONE = {"content"}
 DONE = b"data: [DONE]\n\n"
@@ -262,7 +260,7 @@ class Shaper:
         body = self._head("chat.completion.chunk")
         body["choices"] = [choice]
         if self.prompt_lens:
-            body["usage"] = _counts(self.prompt_lens[choice["index"]], tokens)
+            body["usage"] = counts(self.prompt_lens[choice["index"]], tokens)
         elif self.include_usage:
             body["usage"] = None
         return event({**body, **(extra or {})})
@@ -282,12 +280,12 @@ class Shaper:
         prompt = sum(ending.usage.prompt_tokens for ending in firsts)
         completion = sum(ending.usage.completion_tokens for ending in endings)
         usage: dict[str, Any] = {
-            **_counts(prompt, completion),
+            **counts(prompt, completion),
             "prompt_tokens_details": {
                 "cached_tokens": sum(ending.usage.cached_prompt_tokens for ending in firsts)
             },
         }
-        details = _prediction_usage(endings) if self.predicted else {}
+        details = prediction_usage(endings) if self.predicted else {}
         if self.how is not None:
             details["reasoning_tokens"] = thoughts
         if details:
@@ -306,62 +304,3 @@ def finish_reason(ending: Ending, *, called: bool) -> str:
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
-
-
-def aux_info(infos: Sequence[common_pb2.AuxInfo]) -> dict[str, Any]:
-    """Return the fields that tell of speculation: one object for one choice, a list for several."""
-    shown = [aux_info_fields(info) for info in infos]
-    if len(shown) > 1:
-        return {"aux_info": shown}
-    return {"aux_info": shown[0], "metrics": {"speculative_decoding": _vllm_metrics(infos[0])}}
-
-
-def aux_info_fields(info: common_pb2.AuxInfo) -> dict[str, Any]:
-    """Every field of AuxInfo under its own name, zeros included."""
-    fields: dict[str, Any] = MessageToDict(
-        info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return fields
-
-
-def _counts(prompt: int, completion: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-def _vllm_metrics(info: common_pb2.AuxInfo) -> dict[str, Any] | None:
-    """Return speculation under vLLM's names; None if nothing was drafted.
-
-    A step counts if it verified a draft. acceptance_histogram[j]: steps that accepted j tokens.
-    """
-    steps, most = sum(info.k_histogram[1:]), len(info.k_histogram) - 1
-    if not steps:
-        return None
-    reached = [steps, *info.accepted_per_pos, *([0] * most)][: most + 1]
-    after = [*reached[1:], 0]
-    return {
-        "mean_acceptance_length": 1 + info.accepted / steps,
-        "draft_acceptance_rate": info.accepted / max(1, info.drafted),
-        "acceptance_histogram": [here - there for here, there in zip(reached, after, strict=True)],
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": info.accepted,
-        "num_draft_tokens": info.drafted,
-        "num_spec_tokens": most,
-    }
-
-
-def _prediction_usage(endings: Sequence[Ending]) -> dict[str, int]:
-    copied = [
-        counts
-        for ending in endings
-        for counts in ending.aux_info.by_method
-        if counts.method == "deterministic"
-    ]
-    accepted = sum(counts.accepted for counts in copied)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": sum(counts.drafted for counts in copied) - accepted,
-    }

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.admission import Admission
-from gateway.scorers import ScorerPool
+from gateway.routing.scorers import ScorerPool
 from gateway.workers.shared import SharedCounts
 
 

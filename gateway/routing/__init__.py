@@ -1,0 +1,1 @@
+"""Scorers: which one takes a request, and what it adds, over its stream or another's."""
