@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -93,18 +93,19 @@ def _join(texts: Iterable[Text]) -> str:
     return "".join(text.text for text in texts)
 
 
-def _answer(blocks: Iterable[Block], place: str) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant", "content": ""}
+def _answer(blocks: Sequence[Block], place: str) -> dict[str, Any]:
+    thoughts = [block.thinking for block in blocks if isinstance(block, Thinking)]
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": _join(block for block in blocks if isinstance(block, Text)),
+        **({"reasoning_content": "".join(thoughts)} if thoughts else {}),
+    }
     for number, block in enumerate(blocks):
-        if isinstance(block, Text):
-            turn["content"] += block.text
-        elif isinstance(block, Thinking):
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, ToolUse):
+        if isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": block.input}
             call = {"id": block.id, "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
-        else:
+        elif isinstance(block, ToolResult):
             raise _misplaced(block, f"{place}.{number}", "user")
     return turn
 

@@ -16,6 +16,9 @@ _HARMLESS = HARMLESS_IN_MESSAGES | {"phase", "parsed", "logprobs", "prompt_cache
 OPAQUE: Final = "text:"
 """Begins the `encrypted_content` of reasoning, which clients return unread: its plain text."""
 
+_BETWEEN: Final = {"system": "\n\n", "user": "", "assistant": "", "tool": ""}
+"""What stands between the texts of one turn."""
+
 
 class _Noted(Strict):
     harmless = _HARMLESS
@@ -135,12 +138,12 @@ def turns(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any
     """
     made: list[dict[str, Any]] = []
     if instructions:
-        made.append({"role": "system", "content": instructions})
+        made.append({"role": "system", "content": [instructions]})
     for number, item in enumerate(items):
         if isinstance(item, Message) and item.role != "assistant":
             _add_message(made, item)
         elif isinstance(item, FunctionCallOutput):
-            output = _text(item.output)
+            output = [_text(item.output)]
             made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif isinstance(item, ItemReference):
             raise InvalidRequestError(
@@ -150,6 +153,10 @@ def turns(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any
             )
         else:
             _add_answer(made, item, f"input.{number}")
+    for turn in made:  # joined once: a text that grows item by item is copied for each
+        for name, between in (("content", _BETWEEN[turn["role"]]), ("reasoning_content", "")):
+            if name in turn:
+                turn[name] = between.join(turn[name])
     return made
 
 
@@ -161,15 +168,15 @@ def _add_message(made: list[dict[str, Any]], item: Message) -> None:
     text = _text(item.content)
     role = "user" if item.role == "user" else "system"
     if role == "system" and len(made) == 1 and made[0]["role"] == "system":
-        made[0]["content"] += f"\n\n{text}"
+        made[0]["content"].append(text)
     else:
-        made.append({"role": role, "content": text})
+        made.append({"role": role, "content": [text]})
 
 
 def _add_answer(
     made: list[dict[str, Any]], item: Message | FunctionCall | Reasoning, place: str
 ) -> None:
-    """Add a part of an answer to the turn that it belongs to."""
+    """Add a part of an answer to the turn that it belongs to, whose texts are lists."""
     turn = made[-1] if made and made[-1]["role"] == "assistant" else None
     has_calls = turn is not None and "tool_calls" in turn
     has_text = turn is not None and "content" in turn
@@ -181,9 +188,9 @@ def _add_answer(
         turn = {"role": "assistant"}
         made.append(turn)
     if isinstance(item, Reasoning):
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, place)
+        turn.setdefault("reasoning_content", []).append(_reasoning(item, place))
     elif isinstance(item, Message):
-        turn["content"] = turn.get("content", "") + _text(item.content)
+        turn.setdefault("content", []).append(_text(item.content))
     else:
         name = full_name(item.namespace, item.name)
         function = {"name": name, "arguments": item.arguments}
