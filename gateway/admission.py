@@ -33,6 +33,11 @@ class Admission:
         return self._in_flight
 
     @property
+    def in_flight_everywhere(self) -> int:
+        """Return the completions of this process and of the other workers."""
+        return self._in_flight + (0 if self._shared is None else self._shared.in_flight_elsewhere)
+
+    @property
     def draining(self) -> bool:
         return self._grace_end is not None
 
@@ -57,8 +62,7 @@ class Admission:
         try:
             # Told before it is compared: two workers that take the last place at the same time
             # both see too many, and never both too few.
-            elsewhere = 0 if self._shared is None else self._shared.in_flight_elsewhere
-            if self._in_flight + elsewhere > self.max_in_flight:
+            if self.in_flight_everywhere > self.max_in_flight:
                 self._metrics.refused.inc()
                 raise CapacityError("Too many requests are under way. Try again soon.")
             yield
@@ -71,8 +75,9 @@ class Admission:
 
         Raises `DeadlineError`, or `UnavailableError` while draining.
         """
+        end = deadline if self._grace_end is None else min(deadline, self._grace_end)
         try:
-            async with asyncio.timeout_at(deadline) as timeout:
+            async with asyncio.timeout_at(end) as timeout:
                 self._running.add(timeout)
                 try:
                     yield

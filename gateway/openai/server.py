@@ -49,7 +49,7 @@ class ServerRoutes:
         return JSONResponse(body, 200 if accepting else 503)
 
     async def _load(self, _request: Request) -> Response:
-        return JSONResponse({"server_load": self._generator.admission.in_flight})
+        return JSONResponse({"server_load": self._generator.admission.in_flight_everywhere})
 
     async def _version(self, _request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -9,6 +9,7 @@ would look to Prometheus like a restart, and all it had counted like one sudden 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from gateway.processes import Worker
 _ADDED: Final = ("counter", "histogram")
 _ADDED_GAUGES: Final = frozenset({"outrider:gateway_requests_in_flight"})
 """The other gauges are the same in every worker, or nearly: the greatest counts."""
+_log = logging.getLogger(__name__)
 
 
 class WorkerMetrics(Collector):
@@ -43,17 +45,20 @@ class WorkerMetrics(Collector):
         """Write this worker's metrics for the others, and return them."""
         with self._lock:  # a page must not replace a later one
             page = merged([*self._registry.collect(), *self._before])
-            latest = self._file.with_suffix(".new")
-            latest.write_text(json.dumps([_to_json(metric) for metric in page]))
-            latest.replace(self._file)
+            try:
+                _write(self._file, page)
+            except OSError as error:  # a full disk ends no streams: the others see an older page
+                _log.warning("the other workers get no metrics of this one: %s", error.strerror)
         return page
 
 
 def retire(folder: Path, index: int) -> None:
     """Keep of a worker that has ended what it counted, but not how things stood."""
     file = _file(folder, index)
-    if file.exists():
-        file.write_text(json.dumps([_to_json(m) for m in _read(file) if m.type in _ADDED]))
+    try:
+        _write(file, [metric for metric in _read(file) if metric.type in _ADDED])
+    except OSError as error:
+        _log.warning("metrics of worker %d stay as they were: %s", index, error.strerror)
 
 
 def merged(metrics: Iterable[Metric]) -> list[Metric]:
@@ -82,6 +87,13 @@ def _joined(one: Sample, other: Sample, *, adds: bool) -> Sample:
 
 def _file(folder: Path, index: int) -> Path:
     return folder / f"metrics-{index}.json"
+
+
+def _write(file: Path, page: Iterable[Metric]) -> None:
+    """Write a page in the place of the former, which others may be reading."""
+    latest = file.with_suffix(".new")
+    latest.write_text(json.dumps([_to_json(metric) for metric in page]))
+    latest.replace(file)
 
 
 def _read(file: Path) -> list[Metric]:

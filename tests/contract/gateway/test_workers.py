@@ -107,6 +107,9 @@ async def test_workers_share_ports_limit_and_metrics() -> None:
             assert await served.metric("gateway_requests_in_flight") == 10
             assert await served.metric("gateway_requests_refused_total") == 20
             assert await served.metric("gateway_requests_limit") == 10
+            async with httpx.AsyncClient(timeout=60) as client:
+                load = await client.get(f"{served.http}/load")
+            assert load.json() == {"server_load": 10}
             assert await served.metric("gateway_scorers_serving") == 1
 
         async with grpc.aio.insecure_channel(served.grpc) as channel:

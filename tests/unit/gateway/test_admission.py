@@ -43,6 +43,13 @@ async def test_admission_when_draining_shortens_deadlines(admission: Admission) 
     assert all(isinstance(outcome, UnavailableError) for outcome in outcomes)
 
 
+async def test_admission_begun_while_draining_ends_with_the_grace(admission: Admission) -> None:
+    admission.drain(0.0)
+    with pytest.raises(UnavailableError):
+        async with asyncio.timeout(BOUND_S / 2), admission.until(deadline_after(BOUND_S)):
+            await asyncio.sleep(BOUND_S)
+
+
 async def test_admission_past_deadline_raises_deadline_error(admission: Admission) -> None:
     with pytest.raises(DeadlineError):
         async with asyncio.timeout(BOUND_S), admission.until(deadline_after(0.0)):

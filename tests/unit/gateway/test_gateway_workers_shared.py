@@ -16,9 +16,11 @@ from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
 from gateway.processes import Worker, default_workers
 from gateway.workers import supervisor
+from gateway.workers import worker as worker_module
 from gateway.workers.metrics import WorkerMetrics, retire
 from gateway.workers.shared import SharedCounts
 from gateway.workers.supervisor import Workers
+from gateway.workers.worker import Membership
 from outrider.errors import CapacityError
 from outrider.rpc.exposition import encode
 from tests.support.waiting import until
@@ -48,6 +50,7 @@ def test_admission_of_two_workers_has_one_limit(tmp_path: Path) -> None:
             pass
         with other.admitted(1):
             assert counts.in_flight_elsewhere == 3
+            assert one.in_flight_everywhere == other.in_flight_everywhere == 3
     assert (one.in_flight, other.in_flight, counts.in_flight_elsewhere) == (0, 0, 0)
 
 
@@ -183,3 +186,20 @@ async def test_worker_without_a_beat_is_killed_and_started_again(
         assert scripted._processes[0].pid != before[0]
     finally:
         await scripted.stop()
+
+
+async def test_worker_whose_metrics_cannot_be_written_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_BEAT_S", 0.01)
+    SharedCounts.create(tmp_path, 2)
+    member = Membership(worker(tmp_path, 0), CollectorRegistry())
+    (tmp_path / "metrics-0.new").symlink_to("/dev/full")
+    telling = asyncio.create_task(member.tell(lambda: 0))
+    await until(lambda: member.counts.beats(0) > 2)
+    assert not telling.done()
+    assert "No space left" in caplog.text
+    telling.cancel()
+    member.leave()
+    retire(tmp_path, 0)
+    assert list(member.shown.collect()) == []
