@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -88,7 +88,7 @@ class StepsStream:
     def __init__(self, stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
         self._answers: dict[int, Answer] = {}
         self._last_id = 0
-        self._begun: deque[scorer_pb2.StepsCall] = deque()
+        self._begun: OrderedDict[int, scorer_pb2.StepsCall] = OrderedDict()  # not sent yet
         self._cancelled: list[int] = []
         self._to_write = asyncio.Event()
         self._silent_ticks = 0
@@ -114,15 +114,13 @@ class StepsStream:
             raise self._error
         self._last_id += 1
         call_id = self._last_id
-        self._answers[call_id] = answer
-        self._begun.append(
-            scorer_pb2.StepsCall(
-                id=call_id,
-                request=request,
-                timeout_ms=min(_MAX_TIMEOUT_MS, math.ceil(timeout_s * 1e3)),
-                metadata=dict(metadata),
-            )
+        self._begun[call_id] = scorer_pb2.StepsCall(
+            id=call_id,
+            request=request,
+            timeout_ms=min(_MAX_TIMEOUT_MS, math.ceil(timeout_s * 1e3)),
+            metadata=dict(metadata),
         )
+        self._answers[call_id] = answer
         self._to_write.set()
         error = DeadlineError("the request's deadline passed")
         timer = asyncio.get_running_loop().call_later(timeout_s, answer.fail, error)
@@ -130,7 +128,8 @@ class StepsStream:
             yield answer
         finally:
             timer.cancel()
-            if self._answers.pop(call_id, None) is not None:
+            sent = self._begun.pop(call_id, None) is None
+            if self._answers.pop(call_id, None) is not None and sent:
                 self._cancelled.append(call_id)
                 self._to_write.set()
             self._close_if_idle()
@@ -142,12 +141,22 @@ class StepsStream:
 
     async def close(self) -> None:
         """End at once, with all requests."""
-        self._running.cancel()
+        self._cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
     def _close_if_idle(self) -> None:
         if self._retired and not self._answers:
-            self._running.cancel()
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self._running.cancel()  # whose task may have had no turn yet
+        self._fail(UnavailableError("the stream was closed"))
+
+    def _fail(self, error: OutriderError) -> None:
+        self._error = error
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.fail(error)
 
     async def _run(self, stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
         call = stub.GenerateSteps()
@@ -166,10 +175,7 @@ class StepsStream:
             _log.exception("the stream to a scorer failed")
         finally:
             call.cancel()
-            self._error = error
-            answers, self._answers = self._answers, {}
-            for answer in answers.values():
-                answer.fail(error)
+            self._fail(error)
 
     async def _read(self, call: Any) -> None:
         answers = self._answers
@@ -177,6 +183,9 @@ class StepsStream:
             self._silent_ticks = 0
             details = {each.id: each for each in message.details}
             token_ids, kinds, at = list(message.token_ids), message.kinds, 0
+            rows = len(message.ids) == len(message.counts)
+            if not (rows and sum(message.counts) == len(token_ids) == len(kinds)):
+                raise UnavailableError("the scorer sent rows that do not add up")
             for call_id, count in zip(message.ids, message.counts, strict=True):
                 begin, at = at, at + count
                 answer = answers.get(call_id)
@@ -210,9 +219,8 @@ class StepsStream:
             await self._to_write.wait()
             self._to_write.clear()
             while self._begun:
-                begin = self._begun.popleft()
-                if begin.id in self._answers:  # else it was cancelled before it was sent
-                    await call.write(scorer_pb2.GenerateStepsRequest(begin=begin))
+                _, begin = self._begun.popitem(last=False)
+                await call.write(scorer_pb2.GenerateStepsRequest(begin=begin))
             if self._cancelled:
                 cancelled, self._cancelled = self._cancelled, []
                 await call.write(scorer_pb2.GenerateStepsRequest(cancelled_ids=cancelled))

@@ -9,16 +9,17 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+import openai
 import pytest
 
 from gateway.routing import scorer as scorer_module
-from gateway.routing.steps import Answer
-from outrider.errors import DeadlineError
+from gateway.routing.steps import Answer, StepsStream
+from outrider.errors import DeadlineError, UnavailableError
 from outrider.models.resolve import resolve_model
 from outrider.rpc.channel import open_channel
 from outrider.types import FinishReason, TokenKind
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
-from tests.support.services.fake_scorer import Script, logprobs_of
+from tests.support.services.fake_scorer import FakeScorer, Script, logprobs_of
 from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
 from tests.support.services.up import addresses, service
 from tests.support.waiting import until
@@ -129,3 +130,45 @@ async def test_answer_that_is_not_taken_holds_all_in_one_place() -> None:
     assert list(round_.aux_info.accepted_per_pos) == [7]
     with pytest.raises(DeadlineError):
         await answer.take()
+
+
+async def test_steps_stream_closed_before_its_first_turn_fails_its_requests() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        stream = StepsStream(scorer_pb2_grpc.ScorerServiceStub(channel))
+        request = scorer_pb2.ScorerServiceGenerateRequest()
+        with stream.begun(request, (), 60.0) as answer:
+            await stream.close()
+            async with asyncio.timeout(5):
+                with pytest.raises(UnavailableError):
+                    await answer.take()
+        assert stream.broken
+
+
+@pytest.mark.parametrize("field", ["kinds", "counts", "ids", "token_ids"])
+async def test_gateway_whose_scorer_sends_rows_that_do_not_add_up_goes_on_elsewhere(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = fake_scorer(Script(tokens(TEXT)), "scorer-a")
+    sound = fake_scorer(Script(tokens(TEXT), prompt_len=2), "scorer-b")
+    write = FakeScorer._row
+
+    async def row(self: FakeScorer, begin: Any, down: Any) -> None:
+        class Spoiled(asyncio.Queue[Any]):
+            def put_nowait(self, item: Any) -> None:
+                if item is not None and item.token_ids:
+                    spoiled = {"kinds": b"", "counts": [7], "ids": [1, 2], "token_ids": [5]}
+                    item.ClearField(field)
+                    given = scorer_pb2.GenerateStepsResponse(**{field: spoiled[field]})
+                    item.MergeFrom(given)
+                down.put_nowait(item)
+
+        await write(self, begin, Spoiled() if self is broken else down)
+
+    monkeypatch.setattr(FakeScorer, "_row", row)
+    async with running_gateway(broken, sound) as gateway:
+        texts = await asyncio.gather(*(complete(gateway) for _ in range(12)))
+        assert texts == [TEXT] * 12
+        async with running_gateway(broken) as alone:
+            with pytest.raises(openai.APIStatusError) as refused:
+                await complete(alone)
+        assert refused.value.status_code == 503
