@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from gateway.http_connection import direct
 from gateway.openai.errors import public_error
 from gateway.openai.job import Job, gather, run_job
 from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
+from gateway.openai.responses import Completion
 from outrider.errors import OutriderError
 
 T = TypeVar("T")
@@ -91,7 +92,11 @@ class Answer(Response):
                         await _send_events(chunks, events, send, start_stream)
                         return
                     completions = await gather(job, chunks)
-                    response: Response = JSONResponse(rendering.whole(completions))
+                    response: Response
+                    if job.shaper.prompts:  # up to seconds: other requests go on meanwhile
+                        response = await asyncio.to_thread(_whole, rendering, completions)
+                    else:
+                        response = _whole(rendering, completions)
         except Exception as error:
             response, piece = self._failure(public_error(error), made, events)
             if started:  # the status is gone: an error event, and the end
@@ -109,6 +114,10 @@ class Answer(Response):
         job, rendering = made
         shown = job.renamed(error)
         return rendering.error(shown), b"" if events is None else events.error(shown)
+
+
+def _whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:
+    return JSONResponse(rendering.whole(completions))
 
 
 async def _send_events(

@@ -30,6 +30,9 @@ _WHOLE_INTERVALS: Final = range(33, 65)
 Requests that begin together get different numbers, so that not all are worked on in one step.
 """
 
+MAX_ANSWER_LOGPROBS: Final = 2**20
+"""Of prompts, with the likeliest tokens, over all choices: some 60 MB of JSON."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -87,6 +90,7 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         assert isinstance(body, CompletionRequest)
         prompts, echoes, ends = await _prompts(body, generator)
         plan = Plan(*body.constraint(), ends=ends)
+    _check_scores(body, prompts)
     request_id = request_id or uuid.uuid4().hex
     work = await _work(body, prompts, generator, plan, (tenant, request_id))
     n, per_prompt = body.num_choices()
@@ -152,6 +156,20 @@ def _reading(body: Request, plan: Plan) -> MessageReading | None:
     if plan.reading is None or not isinstance(body, ChatRequest):
         return None
     return MessageReading(plan.reading, with_reasoning=body.include_reasoning is not False)
+
+
+def _check_scores(body: Request, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise `InvalidRequestError` for more logprobs of prompts than one answer can hold."""
+    top = body.wanted_prompt_logprobs()
+    if top is None:
+        return
+    told = sum(map(len, prompts)) * (1 + top) * body.num_choices()[0]
+    require(
+        told <= MAX_ANSWER_LOGPROBS,
+        body.prompt_param,
+        f"split among several requests: {told} logprobs of prompts are asked for, and an answer "
+        f"has at most {MAX_ANSWER_LOGPROBS}",
+    )
 
 
 async def _scored_prompts(

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.openai import job
 from outrider.errors import InvalidRequestError
 from outrider.v1 import common_pb2, scorer_pb2
 from tests.support.services.fake_scorer import Script, logprobs_of
@@ -207,6 +208,26 @@ async def test_logprobs_when_another_scorer_continues_stay_aligned() -> None:
     ]
     resumed = [request.num_resumed_tokens for s in scorers for request in s.requests]
     assert sorted(resumed) == [0, 5]
+
+
+async def test_more_logprobs_of_prompts_than_an_answer_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """3 and 1 tokens with 2 alternatives each, for 2 choices."""
+    monkeypatch.setattr(job, "MAX_ANSWER_LOGPROBS", 4 * 3 * 2)
+    asked: Any = {"n": 2, "extra_body": {"prompt_logprobs": 2}}
+    async with running_gateway(Script(tokens(TEXT), scores_prompts=True)) as gateway:
+        answer = await complete(gateway, prompt=[[1, 2, 3], [4]], **asked)
+        told = [choice.prompt_logprobs for choice in answer.choices]
+        assert [len(each) for each in told] == [3, 3, 1, 1]
+        for wrong in ({"prompt": [[1, 2, 3], [4, 5]]}, {"prompt": [[1, 2, 3], [4]], "n": 3}):
+            with pytest.raises(openai.BadRequestError, match="prompt must be split") as refused:
+                await complete(gateway, **{**asked, **wrong})
+            assert refused.value.param == "prompt"
+        echoed: Any = {"echo": True, "logprobs": 6, "prompt": [[1, 2, 3], [4]]}
+        with pytest.raises(openai.BadRequestError, match="prompt must be split"):
+            await complete(gateway, **echoed)
+        assert len(gateway.scorer.requests) == 4
 
 
 async def test_logprobs_missing_from_scorer_fail_the_request() -> None:
