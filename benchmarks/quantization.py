@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one model, over all texts."""
+    """The scores of one model over all texts."""
 
     nats: float  # per token of the prompts
     choices: list[list[int]]  # the likeliest token after each token, by text

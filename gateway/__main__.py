@@ -19,8 +19,8 @@ from outrider.rpc.targets import parse_entries
 from outrider.signals import end_at_sigterm
 
 _GC_THRESHOLDS = (50_000, 10, 10)
-"""A thousand streams make and drop thousands of objects a step, hardly any in circles: by default,
-looking for those takes a seventh of a gateway's time."""
+"""Streams make and drop thousands of objects a step, hardly any in reference cycles. With Python's
+default thresholds, looking for cycles takes a seventh of a gateway's time."""
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayConfig)}
 
 

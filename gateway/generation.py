@@ -56,8 +56,8 @@ class Chunk(NamedTuple):  # one per round: a frozen dataclass takes three times 
     tokens: tuple[OutputToken, ...]
     ending: Ending | None = None
     drafts: tuple[VerifiedDraft, ...] = ()
-    """Drafts that were verified since the last chunk, if the request asks: after so many tokens of
-    the output as `base_len` says. They may come before their tokens."""
+    """Drafts that were verified since the last chunk, if the request asks for them. `base_len` is
+    the number of output tokens before a draft. A draft may come before its tokens."""
 
     @property
     def text(self) -> str:

@@ -124,7 +124,7 @@ class Gateway:
         }
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something until the gateway stops."""
+        """Run a coroutine in the background until the gateway stops."""
         self._background.append(asyncio.create_task(work))
 
     def _public_metrics(

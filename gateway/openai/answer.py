@@ -157,7 +157,7 @@ async def _with_beats(
 
 
 async def _beating(work: Awaitable[T], beat: Beat) -> T:
-    """Return what `work` does, and call `beat` every `_SILENCE_S` until it is done."""
+    """Await `work` and return its result; call `beat` every `_SILENCE_S` meanwhile."""
     working = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({working}, timeout=_SILENCE_S))[0]:

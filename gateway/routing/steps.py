@@ -21,8 +21,8 @@ from outrider.v1 import scorer_pb2, scorer_pb2_grpc
 
 _TICK_S: Final = 0.25
 _SILENT_TICKS: Final = 6
-"""A scorer that says nothing for so many ticks hangs or is gone: its heartbeat takes 2. They are
-counted on this event loop, so a gateway that was itself held up blames nobody."""
+"""A scorer that is silent for so many ticks hangs or is gone, since its heartbeat takes 2 ticks.
+Ticks are counted on this event loop, so a delay of the gateway itself is not the scorer's."""
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ _NAME: Final = "counts"
 class SharedCounts:
     """A slot for each worker, which it alone writes while it runs.
 
-    There is no lock, so a worker that is stopped in the middle holds nobody up. A number is one
-    aligned word, which is written as a whole.
+    There is no lock, since a worker that is stopped could hold it. A number is one aligned word,
+    which is written as a whole.
     """
 
     def __init__(self, folder: Path, count: int, index: int | None = None) -> None:

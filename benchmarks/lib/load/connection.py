@@ -42,7 +42,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another request may be sent."""
+        """Another request may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._keeps
 
     def send(self, request: bytes, stream: Stream, timeout_s: float) -> None:

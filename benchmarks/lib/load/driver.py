@@ -18,9 +18,9 @@ from benchmarks.lib.load.tally import Stream, Tally, now
 _BUFFER_BYTES: Final = 256 * 2**10
 _CONNECT_S: Final = 10.0
 _DIALLING: Final = 64
-"""Connections that are opened at a time: more would wait in the server's backlog."""
+"""Connections that are opened at once. More would wait in the server's backlog."""
 _PAUSE_S: Final = 0.5
-"""In a closed loop, before the request after a failed one."""
+"""Pause of a closed loop after a failed request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Limits:
     requests: int
     seconds: float
     timeout_s: float
-    """Of one request; also how long the last ones are waited for."""
+    """Time-out of one request, and of the wait for the last ones."""
     connections: int
-    """Open at once; a request that arrives beyond fails."""
+    """Connections open at once. A request that finds none free fails."""
 
 
 class Driver:

@@ -25,7 +25,7 @@ _LONG_S: Final = 3600.0
 _BEGIN_S: Final = 240.0
 _TOKENS: Final = 8000
 _CONNECTIONS: Final = 32
-"""Of gRPC, so that every worker of a gateway has some."""
+"""gRPC connections, enough for every worker of a gateway to have some."""
 _GENERATE: Final = "/outrider.v1.GenerationService/Generate"
 
 

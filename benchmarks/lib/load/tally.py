@@ -1,4 +1,4 @@
-"""What a load's requests showed, in bounded memory whatever the number of events."""
+"""Sum up a load's requests, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
