@@ -39,7 +39,7 @@ HOST_VARIABLE = "OUTRIDER_HOST"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         vllm_flags: list[str] = []
         if words[:1] == ["serve"]:

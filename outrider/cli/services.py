@@ -55,9 +55,10 @@ class ServeConfig:
             and self.draft_model is None
             and not (embedded and self.head in EMBEDDED_HEADS)
         ):
+            brought = ", ".join(sorted(EMBEDDED_HEADS))
             raise ConfigError(
                 f"--method {self.head} needs --draft-model: the folder or the Hugging Face id of "
-                f"its checkpoint. Only the embedded model brings {', '.join(EMBEDDED_HEADS)}."
+                f"its checkpoint. Only the embedded model brings {brought}."
             )
         if "draft_model" in self.methods and not embedded and self.draft_model is None:
             raise ConfigError(

@@ -170,9 +170,10 @@ class HeadConfig(ModelConfig):
         if self.model == EMBEDDED and not (
             self.target_model == EMBEDDED and self.name in EMBEDDED_HEADS
         ):
+            brought = ", ".join(sorted(EMBEDDED_HEADS))
             raise ConfigError(
                 f"--method {self.name} needs --model: the folder or the Hugging Face id of its "
-                f"checkpoint. Only the embedded model brings {', '.join(EMBEDDED_HEADS)}."
+                f"checkpoint. Only the embedded model brings {brought}."
             )
         if self.tree_width < 1:
             raise ConfigError("--tree-width is at least 1.")

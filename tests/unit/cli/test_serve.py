@@ -59,6 +59,16 @@ def value(spec: ServiceSpec, flag: str) -> str | None:
     return spec.argv[spec.argv.index(flag) + 1] if flag in spec.argv else None
 
 
+def test_command_line_without_a_command_shows_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("serve", "demo", "generate", "batch", "train"))
+
+
 def test_gpus_are_counted_as_torch_counts_them() -> None:
     assert count_gpus() == torch.cuda.device_count()
 
