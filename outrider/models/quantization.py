@@ -81,7 +81,7 @@ def _fp8(settings: Mapping[str, Any]) -> StoredFormat:
 def _compressed_tensors(settings: Mapping[str, Any]) -> StoredFormat:
     name = "compressed-tensors"
     if (kind := settings.get("format")) not in _FORMATS:
-        raise ConfigError(f"{name}, format {kind}")
+        raise ConfigError(f"{name}, format {kind}" if kind else f"{name} without a format")
     for other in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if settings.get(other):
             raise ConfigError(f"{name}, {other}")
