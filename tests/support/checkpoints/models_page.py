@@ -33,7 +33,7 @@ A checkpoint is served exactly, or refused in one line with exit code 2. Exactly
 
 ## Language models
 
-Targets and draft models: a folder with config.json and safetensors in float32, float16 or bfloat16. Of a checkpoint with several modalities the text model is served. Other architectures of `transformers` are served too, if the self-test passes.
+Targets and draft models: a folder with config.json and safetensors in float32, float16, bfloat16 or [some 8-bit formats](engines.md#quantised-weights). Of a checkpoint with several modalities the text model is served. Other architectures of `transformers` are served too, if the self-test passes.
 """  # noqa: E501
 _MODULES = """
 ## Draft modules
