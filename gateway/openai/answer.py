@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.generation import Chunk, Generator
 from gateway.http_connection import direct
+from gateway.openai.choices import Completion
 from gateway.openai.errors import public_error
 from gateway.openai.job import Job, gather, run_job
 from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
-from gateway.openai.responses import Completion
 from outrider.errors import OutriderError
 
 T = TypeVar("T")
