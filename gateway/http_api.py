@@ -218,8 +218,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the same shape."""
     assert isinstance(error, HTTPException)
     path = request.url.path
+    elsewhere = "Metrics are on --metrics-port." if path == "/metrics" else served(request.app)
     said = {
-        404: f"There is no {path} here. {served(request.app)}",
+        404: f"There is no {path} here. {elsewhere}",
         405: f"{path} does not take {request.method}.",
     }
     shown = InvalidRequestError(said.get(error.status_code, str(error.detail)))

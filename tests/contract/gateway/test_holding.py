@@ -49,7 +49,9 @@ async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_met
             assert answered.status_code == 503
             shown = await client.get(f"http://127.0.0.1:{metrics}/metrics")
             assert "outrider:gateway_scorers_serving 0.0\n" in shown.text
-            assert (await client.get("/metrics")).status_code == 404  # not where clients are
+            metrics = await client.get("/metrics")
+            assert metrics.status_code == 404  # not where clients are
+            assert "Metrics are on --metrics-port." in metrics.text
             async with open_channel(f"127.0.0.1:{health}") as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 process = await stub.Check(health_pb2.HealthCheckRequest())
