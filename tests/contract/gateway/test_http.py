@@ -86,14 +86,16 @@ async def test_model_named_default_is_the_served_one() -> None:
             assert (answer.model, answer.choices[0].text) == ("a/b", TEXT)
 
 
-async def test_completion_when_streamed_has_whole_characters(gateway: Running) -> None:
-    stream = await gateway.client.completions.create(
-        model="default", prompt="def f(", stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
+async def test_completion_when_streamed_has_whole_characters() -> None:
+    apart = Script(tokens(TEXT), delay_s=0.02)  # rounds that come at once are one event
+    async with running_gateway(apart) as gateway:
+        stream = await gateway.client.completions.create(
+            model="default", prompt="def f(", stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
     pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
     assert "".join(pieces) == TEXT
-    assert len(pieces) > 5
+    assert len(pieces) > 2
     assert not any("\ufffd" in piece for piece in pieces)
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     assert reasons == [None] * (len(reasons) - 1) + ["stop"]
