@@ -149,8 +149,8 @@ class Workers:
             began = time.monotonic()
             try:
                 await self._start(index)
-            except OutriderError as error:
-                _log.error("%s", error.message)
+            except (OutriderError, OSError) as error:  # or no memory for another process
+                _log.error("%s", error)
                 self._processes[index].kill()
             else:
                 _log.info("worker %d is back", index)
@@ -158,6 +158,8 @@ class Workers:
     async def _ended(self, index: int) -> int:
         """Return the exit code of a worker, and kill it if its event loop does not run."""
         process = self._processes[index]
+        if not process.started:
+            return os.EX_OSERR
         ended = asyncio.create_task(process.wait())
         try:
             looks, beats = 0, self._counts.beats(index)

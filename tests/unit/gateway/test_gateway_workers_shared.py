@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -184,6 +188,29 @@ async def test_worker_without_a_beat_is_killed_and_started_again(
         await until(lambda: "worker 0 is back" in caplog.text, 60)
         assert "worker 0 hangs: it is killed" in caplog.text
         assert scripted._processes[0].pid != before[0]
+    finally:
+        await scripted.stop()
+
+
+async def test_worker_that_no_process_can_be_made_for_is_tried_again(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    scripted.script = READY + "import time; time.sleep(60)"
+    make, left = asyncio.create_subprocess_exec, [2]
+
+    async def fail(*args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return await make(*args, **kwargs)
+
+    try:
+        await scripted.start()
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+        os.kill(scripted._processes[0].pid, signal.SIGKILL)
+        await until(lambda: "worker 0 is back" in caplog.text, 60)
+        assert caplog.text.count("Cannot allocate memory") == 2
     finally:
         await scripted.stop()
 
