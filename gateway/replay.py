@@ -86,11 +86,11 @@ class Replayer:
                             return
                 raise UnavailableError("The scorer ended its answer early.")
             except CapacityError:
-                # Another one may have room. A request under way waits rather than fails.
+                # Another one may have room. A request that one had taken waits rather than fails.
                 give_up = self._patience(deadline) if give_up is None else give_up
                 full |= {scorer}
                 if not set(self._pool.serving) - full:
-                    if not committed or _now() >= give_up:
+                    if not (committed or failures) or _now() >= give_up:
                         raise
                     full = frozenset()
                     await asyncio.sleep(_FULL_RETRY_S)

@@ -149,6 +149,17 @@ async def test_request_resumed_at_full_scorer_waits() -> None:
         assert first.choices[0].text + "".join(rest) == TEXT
 
 
+async def test_request_whose_scorer_failed_before_a_token_waits_at_a_full_one() -> None:
+    scorer = fake_scorer(scripted(refuse=UnavailableError("gone")))
+    async with running_gateway(scorer) as gateway:
+        answer = asyncio.create_task(complete(gateway))
+        await until(lambda: len(scorer.requests) >= 1)
+        scorer.script.refuse = CapacityError("full")
+        await until(lambda: len(scorer.requests) >= 4)
+        scorer.script.refuse = None
+        assert (await answer).choices[0].text == TEXT
+
+
 async def test_request_resumed_at_scorer_that_stays_full_ends_with_error() -> None:
     scorer = fake_scorer(scripted(die_after=6))
     async with running_gateway(scorer, resume_timeout_s=0.5) as gateway:
