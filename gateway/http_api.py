@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -23,7 +23,7 @@ from gateway.chat import plan_chat
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.openai.answer import Answer, Made, Refusal, while_connected
-from gateway.openai.body import read_body
+from gateway.openai.body import read_as
 from gateway.openai.errors import NotServedError, error_body, error_response, public_error
 from gateway.openai.job import Job, admit, make_job
 from gateway.openai.middleware import middleware, request_id
@@ -39,6 +39,8 @@ from gateway.responses_api.rendering import ResponseRendering
 from gateway.responses_api.requests import ALLOWED, NAMES, ResponseRequest
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.rpc.exposition import encode
+
+_T = TypeVar("_T")
 
 
 def create_app(
@@ -110,27 +112,26 @@ class _OpenAI:
         return endpoint
 
     async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = parse(CompletionRequest, await self._read(request))
+        body = await self._read(request, partial(parse, CompletionRequest))
         return self._answer(body, _choices, request, tenant, deadline)
 
     async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = parse(ChatRequest, await self._read(request))
+        body = await self._read(request, partial(parse, ChatRequest))
         return self._answer(body, _choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = read(ResponseRequest, await self._read(request), ALLOWED)
-        chat = body.chat()
+        body, chat = await self._read(request, _response_and_chat)
         shape = partial(ResponseRendering, body, chat)
         with named(NAMES):
             return self._answer(chat, shape, request, tenant, deadline, _refuse_response)
 
     async def _messages(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = read(MessagesRequest, await self._read(request), {})
+        body, chat = await self._read(request, _message_and_chat)
         shape, refuse = partial(MessageRendering, body), anthropic_errors.error_response
-        return self._answer(body.chat(), shape, request, tenant, deadline, refuse)
+        return self._answer(chat, shape, request, tenant, deadline, refuse)
 
     async def _count(self, request: Request, _tenant: str, _deadline: float) -> Response:
-        chat = read(CountRequest, await self._read(request), {}).chat()
+        chat = await self._read(request, lambda body: read(CountRequest, body, {}).chat())
         generator = self._generator
         generator.intake.check_model(chat.model)
         with admit(chat, generator):
@@ -139,8 +140,8 @@ class _OpenAI:
             plan = await plan_chat(chat.chat(), generator)
         return JSONResponse({"input_tokens": len(plan.token_ids)})
 
-    async def _read(self, request: Request) -> bytes:
-        return await read_body(request, self._config.max_body_bytes)
+    async def _read(self, request: Request, make: Callable[[bytes], _T]) -> _T:
+        return await read_as(request, self._config.max_body_bytes, make)
 
     def _answer(
         self,
@@ -190,6 +191,16 @@ class _OpenAI:
             "owned_by": "outrider",
             "max_model_len": self._generator.pool.max_model_len,
         }
+
+
+def _response_and_chat(body: bytes) -> tuple[ResponseRequest, ChatRequest]:
+    response = read(ResponseRequest, body, ALLOWED)
+    return response, response.chat()
+
+
+def _message_and_chat(body: bytes) -> tuple[MessagesRequest, ChatRequest]:
+    message = read(MessagesRequest, body, {})
+    return message, message.chat()
 
 
 def _authorization(request: Request) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -14,7 +15,7 @@ from starlette.routing import Route
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.openai.answer import while_connected
-from gateway.openai.body import read_body
+from gateway.openai.body import read_as
 from gateway.openai.parse import parse, validated
 from gateway.openai.request_objects import UINT32, Items, Strict
 from gateway.openai.requests import ChatRequest, CompletionRequest
@@ -62,7 +63,7 @@ class TokenRoutes:
 
     async def _tokenize(self, request: Request, _tenant: str, _deadline: float) -> Response:
         generator = self._generator
-        body = _read_text(await read_body(request, self._config.max_body_bytes))
+        body = await read_as(request, self._config.max_body_bytes, _read_text)
         generator.intake.check_model(body.model)
         with generator.admission.admitted(1):
             await self._known(request)
@@ -88,7 +89,8 @@ class TokenRoutes:
 
     async def _detokenize(self, request: Request, _tenant: str, _deadline: float) -> Response:
         generator = self._generator
-        body = validated(Detokenize, await read_body(request, self._config.max_body_bytes))
+        make = partial(validated, Detokenize)
+        body = await read_as(request, self._config.max_body_bytes, make)
         generator.intake.check_model(body.model)
         with generator.admission.admitted(1):
             await self._known(request)
