@@ -118,6 +118,8 @@ def from_status(data: bytes) -> errors.OutriderError:
     with contextlib.suppress(DecodeError):
         status.ParseFromString(data)
     code = _CODE_BY_VALUE.get(status.code, grpc.StatusCode.INTERNAL)
+    if code is grpc.StatusCode.OK:  # nothing of it could be read
+        code = grpc.StatusCode.INTERNAL
     return _error(code, status.message or code.name, *_unpacked(status))
 
 

@@ -248,4 +248,7 @@ def test_status_in_a_message_keeps_the_error(error: errors.OutriderError) -> Non
 
 
 def test_status_that_does_not_parse_is_an_internal_error() -> None:
-    assert type(status.from_status(b"\xff")) is errors.InternalError
+    for unread in (b"\xff", b""):
+        error = status.from_status(unread)
+        assert type(error) is errors.InternalError
+        assert error.message == "INTERNAL"
