@@ -145,7 +145,7 @@ async def test_chat_with_key_runs_and_stops(tmp_path: Path) -> None:
     ("fault", "shown"),
     [
         ({"refuse": InternalError("broken")}, "500: "),
-        ({"die_after": 4}, "No scorer"),
+        ({"die_after": 4, "refuse": InternalError("broken")}, "broken"),
     ],
 )
 async def test_errors_are_shown_with_text_so_far(fault: dict[str, Any], shown: str) -> None:
