@@ -24,7 +24,7 @@ from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensor
 from outrider.drafting.hidden_states.heads.base import HeadShape, Place, spread
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
-from outrider.drafting.hidden_states.heads.llama import LlamaStack
+from outrider.drafting.hidden_states.heads.llama import LlamaStack, read_stack
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.layers.linear import Linear
@@ -70,17 +70,7 @@ def read_block_head(
     project: bool,
 ) -> B:
     """Read all of a checkpoint. Raises `ConfigError`."""
-    stack = LlamaStack(
-        found.checkpoint,
-        found.layer_config,
-        found.layer_prefixes,
-        place,
-        max_model_len,
-        target_len=target.max_positions,
-        windows=found.windows,
-    )
-    expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
-    target.check_trained_for(found.checkpoint.folder, expected)
+    stack = read_stack(found, target, place, max_model_len, windows=found.windows)
     head = kind(found, target, stack, place, project=project)
     found.checkpoint.check_all_taken()
     return head

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.heads.base import Place, spread
 from outrider.drafting.hidden_states.heads.eagle3_format import Eagle3Format
-from outrider.drafting.hidden_states.heads.llama import LlamaHead, LlamaStack
+from outrider.drafting.hidden_states.heads.llama import LlamaHead, LlamaStack, read_stack
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
@@ -58,17 +58,7 @@ def read_eagle3(
 ) -> Eagle3Head:
     """Read all of a checkpoint. Raises `ConfigError`."""
     target, place = TargetTensors(target_folder), Place.of(dtype, device)
-    stack = LlamaStack(
-        found.checkpoint,
-        found.layer_config,
-        found.layer_prefixes,
-        place,
-        max_model_len,
-        target_len=target.max_positions,
-        input_states=2,
-    )
-    expected = found.checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
-    target.check_trained_for(found.checkpoint.folder, expected)
+    stack = read_stack(found, target, place, max_model_len, input_states=2)
     head = Eagle3Head(found, target, stack, place, project=project)
     found.checkpoint.check_all_taken()
     return head

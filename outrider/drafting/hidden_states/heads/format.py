@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,9 @@ from outrider.errors import ConfigError
 
 class HeadFormat:
     """A checkpoint whose tensors may have `model.` before their names."""
+
+    layer_prefixes: Sequence[str]
+    """Before the names of each layer's tensors, where the layers are Llama's."""
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = Checkpoint(folder)

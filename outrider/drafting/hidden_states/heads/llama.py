@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.drafting.hidden_states.checkpoints import Checkpoint, TensorSource
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors, TensorSource
 from outrider.drafting.hidden_states.heads.base import HeadShape, Place, RecurrentHead, wanted_rows
+from outrider.drafting.hidden_states.heads.format import HeadFormat
 from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.kv_cache.pools import KVPools, LayerPool
 from outrider.engine.layers.linear import Linear
@@ -182,6 +183,35 @@ class LlamaStack:
             if i:
                 name = f"{prefix}input_layernorm.weight"
                 self.norms.append(place.put(checkpoint.tensor(name, hidden)))
+
+
+def read_stack(
+    found: HeadFormat,
+    target: TargetTensors,
+    place: Place,
+    max_model_len: int | None,
+    *,
+    input_states: int = 1,
+    windows: Mapping[int, int] = MappingProxyType({}),
+) -> LlamaStack:
+    """Read a module's layers, as `LlamaStack` says.
+
+    Raises `ConfigError`, also for a module that was trained for a target of another width.
+    """
+    checkpoint = found.checkpoint
+    stack = LlamaStack(
+        checkpoint,
+        found.layer_config,
+        found.layer_prefixes,
+        place,
+        max_model_len,
+        target_len=target.max_positions,
+        input_states=input_states,
+        windows=windows,
+    )
+    expected = checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
+    target.check_trained_for(checkpoint.folder, expected)
+    return stack
 
 
 class LlamaHead(RecurrentHead):
