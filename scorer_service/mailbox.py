@@ -26,7 +26,7 @@ class Mailbox:
         self._commits: list[Commit] = []
         self._wake = asyncio.Event()
         self.error: Exception | None = None
-        """What the stream ends with, after the commits."""
+        """The stream ends with it, after the commits."""
         self.on_ready: Callable[[], None] | None = None
         """Called, in the place of waking `take`, once there is enough to take."""
 

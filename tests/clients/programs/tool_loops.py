@@ -23,7 +23,7 @@ agents.set_tracing_disabled(True)
 
 
 class Tools:
-    """What was called, in order."""
+    """Tools that note their calls, in order."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, Any]] = []

@@ -27,7 +27,7 @@ def turn(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def sees(query: int, key: int, start: int, *, causal: bool, window: int | None) -> bool:
-    """Whether the block's token at position `query` sees position `key`; the block is at `start`.
+    """Return whether the block's token at `query` sees position `key`; the block is at `start`.
 
     Positions before the block are context.
     """

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @dataclass
 class Received:
-    """What one request was told; the fields of its details are merged as Generate's would be."""
+    """Holds what one request was told; details are merged as Generate's would be."""
 
     token_ids: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)

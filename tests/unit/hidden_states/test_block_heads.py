@@ -96,7 +96,7 @@ def _drafter(head: BlockHead, tree_width: int = 4) -> BlockDrafter:
 
 @dataclass(frozen=True)
 class Slots:
-    """What differs between the formats of DFlash."""
+    """Names what differs between the formats of DFlash."""
 
     causal: Sequence[bool] = (False,) * made.NUM_LAYERS
     windows: Sequence[int | None] = (None,) * made.NUM_LAYERS
@@ -107,7 +107,7 @@ class Slots:
     def logits(
         self, text: list[int], count: int, tensors: Mapping[str, Tensor], target: Target
     ) -> Tensor:
-        """What the formula says of `count` tokens after a text."""
+        """Return what the formula says of `count` tokens after a text."""
         block = [text[-1]] + [made.MASK_TOKEN] * (count - self.from_anchor)
         outputs = reference.dflash(
             tensors,
