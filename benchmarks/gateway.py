@@ -1,11 +1,12 @@
 """Measure what a gateway's processes spend on a message, and what its workers carry.
 
-    python -m benchmarks.gateway [--workers 1 2] [--beside FOLDER]
+    python -m benchmarks.gateway [--workers 1 2] [--beside FOLDER] [--without-steps]
 
 A message is what one round of one request becomes on its way to the client. A scorer without a
 model makes a token of every stream each `--step-ms`. CPU time is the kernel's account of all the
 gateway's processes while every stream is under way; the scorer's and this generator's are told
-apart. `--beside` measures another checkout in the same run, in turns.
+apart. In the same run, in turns, `--beside` measures another checkout, and `--without-steps` a
+gateway whose scorer offers no stream of steps, so that it calls Generate for each request.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -32,6 +34,14 @@ _SETTLE_S: Final = 2.0
 _FACES: Final[dict[str, Holding]] = {"http": http_streams, "grpc": grpc_streams}
 
 
+@dataclass(frozen=True, slots=True)
+class _System:
+    name: str
+    folder: Path
+    workers: int | None = None  # None: it has one process, and no flag for more
+    scorer_flags: tuple[str, ...] = ()
+
+
 def parser() -> argparse.ArgumentParser:
     p = arguments("benchmarks.gateway", __doc__)
     p.add_argument("--streams", type=int, default=500)
@@ -41,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--workers", type=int, nargs="+", default=[1])
     p.add_argument("--faces", nargs="+", choices=tuple(_FACES), default=list(_FACES))
     p.add_argument("--beside", type=Path, help="folder of another checkout; it has one process")
+    p.add_argument("--without-steps", action="store_true", help="also a call for each request")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/gateway"))
     return p
 
@@ -52,16 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    systems: list[tuple[str, Path, int]] = [(f"{n} workers", REPO, n) for n in args.workers]
+    systems = [_System(f"{n} workers", REPO, n) for n in args.workers]
+    if args.without_steps:
+        systems.insert(0, _System("without steps", REPO, 1, ("--no-steps",)))
     if args.beside is not None:
-        systems.insert(0, ("beside", args.beside.resolve(), 0))
+        systems.insert(0, _System("beside", args.beside.resolve()))
     cells: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number in range(args.rounds):
         for face in args.faces:
-            for name, folder, workers in systems:
-                cell = _measure(args, face, folder, workers)
-                say(f"round {number}, {face}, {name}: {cell}")
-                cells.setdefault((face, name), []).append(cell)
+            for system in systems:
+                cell = _measure(args, face, system)
+                say(f"round {number}, {face}, {system.name}: {cell}")
+                cells.setdefault((face, system.name), []).append(cell)
     rows: list[dict[str, Any]] = [
         {"face": face, "system": name, **{key: _median(runs, key) for key in runs[0]}, "runs": runs}
         for (face, name), runs in cells.items()
@@ -83,29 +96,30 @@ def _median(runs: Sequence[dict[str, float]], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
-def _measure(args: argparse.Namespace, face: str, folder: Path, workers: int) -> dict[str, float]:
+def _measure(args: argparse.Namespace, face: str, system: _System) -> dict[str, float]:
     """Return the numbers of one gateway. Raises `ProcessError`."""
     with TemporaryDirectory() as logs, stopping([]) as children:
         scorer = _start(
             children,
             Path(logs),
-            folder,
+            system.folder,
             "benchmarks.lib.streaming_scorer",
             "--step-ms",
             args.step_ms,
+            *system.scorer_flags,
         )
         address = scorer.ready(_START_S)["grpc"]
         gateway = _start(
             children,
             Path(logs),
-            folder,
+            system.folder,
             "gateway",
             "--scorer",
             address,
             "--max-in-flight",
             2 * args.streams,
             *("--resume-timeout", 60),  # where the machine does other things, too
-            *(("--workers", workers) if workers else ()),
+            *(("--workers", system.workers) if system.workers else ()),
         )
         ready = gateway.ready(_START_S)
         loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
