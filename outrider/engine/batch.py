@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -105,18 +106,19 @@ class Model(Protocol):
 
 def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> PackedBatch:
     """Pack rows into one batch; host work is vectorised over tokens."""
-    query_lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
-    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-    num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
+    tokens, starts_of_rows, tables, num_logits_of_rows, *_ = zip(*rows, strict=True)
+    query_lens = np.array([*map(len, tokens)])
+    starts, num_logits = np.array(starts_of_rows), np.array(num_logits_of_rows)
     ends = np.cumsum(query_lens)
-    input_ids = np.concatenate([np.asarray(row.token_ids, np.int64) for row in rows])
+    input_ids = np.fromiter(chain.from_iterable(tokens), np.int64, ends[-1])
     row_of_token = np.repeat(np.arange(len(rows)), query_lens)
     places = np.arange(len(input_ids)) - np.repeat(ends - query_lens - starts, query_lens)
     context_lens = starts + query_lens
-    block_table = np.zeros((len(rows), int(-(-context_lens.max() // page_size))), np.int32)
-    for i, row in enumerate(rows):
-        needed = int(-(-context_lens[i] // page_size))
-        block_table[i, :needed] = row.block_table[:needed]
+    num_pages = -(-context_lens // page_size)
+    used = map(islice, tables, num_pages.tolist())
+    pages = np.fromiter(chain.from_iterable(used), np.int32, num_pages.sum())
+    block_table = np.zeros((len(rows), num_pages.max()), np.int32)
+    block_table[np.arange(block_table.shape[1]) < num_pages[:, None]] = pages
     slots = block_table[row_of_token, places // page_size].astype(np.int64) * page_size
     slots += places % page_size
     logit_starts = np.repeat(ends - np.cumsum(num_logits), num_logits)
