@@ -135,6 +135,28 @@ def test_triton_attention_with_extras_equals_sdpa(
         close(attention.attend(query, pool, params), expected, dtype)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])  # blocks of keys of several pages, and of one
+@pytest.mark.parametrize("group", [1, 4])
+def test_triton_attention_to_prompts_equals_sdpa(page_size: int, group: int) -> None:
+    rows = [(9, 1), (130, 5), (200, 90), (0, 70), (64, 33), (63, 9), (5, 0)]
+    batch, pool, query = _paged(rows, page_size, (2, 32, 32), group, torch.float32)
+    params = AttentionParams(32**-0.5)
+    expected = _reference(_without_empty(batch), pool, query, params)
+    close(TritonPagedAttention(batch, 132).attend(query, pool, params), expected, torch.float32)
+
+
+def _without_empty(batch: PackedBatch) -> PackedBatch:
+    """Leave out the last row, which has no tokens, as a bucket's missing rows have none."""
+    return replace(
+        batch,
+        cu_seqlens_q=batch.cu_seqlens_q[:-1],
+        seq_lens=batch.seq_lens[:-1],
+        block_table=batch.block_table[:-1],
+        query_lens=batch.query_lens[:-1],
+        context_lens=batch.context_lens[:-1],
+    )
+
+
 TREE = (-1, -1, 0, 0, 1, 3, 5, 6)  # of eight nodes
 DEEP = tuple(range(-1, 63))  # as many as fit
 

@@ -145,7 +145,7 @@ def _make_flash4(traits: AttentionTraits, device: torch.device) -> AttentionBack
     from outrider.engine.cuda.attention.flash import Flash4Backend
 
     group = traits.num_heads // traits.num_kv_heads
-    flash = Flash4Backend(traits.num_kv_heads, group, _multiprocessors(device))
+    flash = Flash4Backend(group, _multiprocessors(device))
     return TreeFallback(flash, _make_triton(traits, device))
 
 

@@ -6,59 +6,55 @@ import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.attention.triton import TritonPagedAttention
+from outrider.engine.cuda.attention.triton import SHORT_QUERIES, TritonPagedAttention
 from outrider.engine.kv_cache.pools import LayerPool
 
-_TILE_QUERIES = 64  # query tokens times heads per key head in one program
 _one_at_a_time = threading.Lock()  # a call may compile, at start in several threads
 
 
 @dataclass(frozen=True, slots=True)
 class Flash4Backend:
-    """FlashAttention-4, and Triton where splitting the keys is faster.
+    """FlashAttention-4 for prompts, and Triton for the rows beside them and for other steps.
 
-    On Hopper FlashAttention-4 runs one program per row and key head, so that few long rows leave
-    most of the device idle. Steps whose rows do not fill the device go to `TritonPagedAttention`.
+    On Hopper FlashAttention-4 gives each row and key head a tile of 128 queries.
     The choice depends on the batch's shape alone, so that a captured graph keeps it.
     """
 
     capturable: ClassVar[bool] = True
 
-    num_kv_heads: int
     group: int  # query heads per key head
     multiprocessors: int
 
     def __call__(self, batch: PackedBatch) -> StepAttention:
-        rows = len(batch.query_lens)
-        short = batch.max_query_len * self.group <= _TILE_QUERIES
-        if short and rows * self.num_kv_heads <= 2 * self.multiprocessors:
-            return TritonPagedAttention(batch, self.multiprocessors)
-        return Flash4Attention(batch)
+        rows = TritonPagedAttention(batch, self.multiprocessors)
+        return Flash4Attention(rows, self.group) if rows.has_prompts(self.group) else rows
 
 
 class Flash4Attention:
-    """Implements `StepAttention` with `flash_attn.cute`.
+    """Implements `StepAttention` with `flash_attn.cute` for prompts.
 
     A CUDA graph can capture it once each kind of layer has run. The first call compiles it for
-    head dims, window, softcap, sinks, and whether the longest row's queries fit one tile.
+    head dims, window, softcap and sinks.
     """
 
-    def __init__(self, batch: PackedBatch) -> None:
-        self._batch = batch
-        self._max_query_len = batch.max_query_len
+    def __init__(self, rows: TritonPagedAttention, group: int) -> None:
+        self._rows = rows
+        lengths = rows.batch.cu_seqlens_q.diff()
+        self._prompt_lens = torch.where(lengths * group > SHORT_QUERIES, lengths, 0)
 
     @property
     def batch(self) -> PackedBatch:
-        return self._batch
+        return self._rows.batch
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func
 
-        batch = self._batch
+        batch = self.batch
         window = params.sliding_window
         with _one_at_a_time:
             out, _ = flash_attn_varlen_func(
@@ -66,8 +62,9 @@ class Flash4Attention:
                 pool.keys,
                 pool.values,
                 cu_seqlens_q=batch.cu_seqlens_q,
+                seqused_q=self._prompt_lens,
                 seqused_k=batch.seq_lens,
-                max_seqlen_q=self._max_query_len,
+                max_seqlen_q=batch.max_query_len,
                 page_table=batch.block_table,
                 softmax_scale=params.scaling,
                 causal=True,
@@ -75,4 +72,6 @@ class Flash4Attention:
                 learnable_sink=params.sinks,
                 softcap=params.softcap or 0.0,
             )
-        return out.view(*query.shape[:3], out.shape[-1])  # type: ignore[no-any-return]
+        whole: Tensor = out.view(*query.shape[:3], out.shape[-1])
+        self._rows.attend_short(query, pool, params, whole)
+        return whole

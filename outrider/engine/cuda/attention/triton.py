@@ -23,6 +23,7 @@ from outrider.engine.tree_mask import MAX_TREE_NODES
 
 _MAX_SPLITS = 16
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
+SHORT_QUERIES = 32  # likewise of a row that is no prompt where others may be
 _MAX_JOINED = 16  # likewise in a tile of rows that share pages
 _SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
 
@@ -67,7 +68,8 @@ def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
 class TritonPagedAttention:
     """Implements `StepAttention` over page-major pools. A CUDA graph can capture it.
 
-    The number of splits depends on the batch's shape, not on its lengths.
+    The number of splits depends on the batch's shape, not on its lengths. Where rows may be
+    prompts, these are attended in tiles, and the short rows as in steps without prompts.
     """
 
     def __init__(self, batch: PackedBatch, multiprocessors: int) -> None:
@@ -83,11 +85,25 @@ class TritonPagedAttention:
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         if self._too_wide(params):
             return SdpaAttention(self._batch).attend(query, pool, params)
-        return self._launch(query, None, pool, params)
+        out = query.new_empty(*query.shape[:3], pool.shape[2])
+        if self.has_prompts(query.shape[2]):
+            self._launch(query, None, pool, params, out, tiled=True)
+        self._launch(query, None, pool, params, out)
+        return out
+
+    def attend_short(
+        self, query: Tensor, pool: LayerPool, params: AttentionParams, out: Tensor
+    ) -> None:
+        """Write to `out` what `attend` returns for rows of at most `SHORT_QUERIES`."""
+        self._launch(query, None, pool, params, out)
+
+    def has_prompts(self, group: int) -> bool:
+        """Return whether rows may be too long for one tile."""
+        return self._max_query_len * group > _MAX_QUERIES
 
     def takes_new(self, group: int, params: AttentionParams) -> bool:
         """Return whether `attend_new` supports so many query heads per key head."""
-        return self._max_query_len * group <= _MAX_QUERIES and not self._too_wide(params)
+        return not self.has_prompts(group) and not self._too_wide(params)
 
     def attend_new(
         self, query: Tensor, rope: Tensor, pool: LayerPool, params: AttentionParams
@@ -97,7 +113,9 @@ class TritonPagedAttention:
         query [tokens, kv_heads, group, dim] is the first part of rows in which the new keys and
         values [2, kv_heads, dim] follow; rope as for `LlamaOps.rotate_and_store`.
         """
-        return self._launch(query, rope, pool, params)
+        out = query.new_empty(*query.shape[:3], pool.shape[2])
+        self._launch(query, rope, pool, params, out)
+        return out
 
     def _too_wide(self, params: AttentionParams) -> bool:
         """Return whether a node's ancestors may be outside the window."""
@@ -113,37 +131,50 @@ class TritonPagedAttention:
         return 1 << most.bit_length() - 1
 
     def _launch(
-        self, query: Tensor, rope: Tensor | None, pool: LayerPool, params: AttentionParams
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        rope: Tensor | None,
+        pool: LayerPool,
+        params: AttentionParams,
+        out: Tensor,
+        *,
+        tiled: bool = False,
+    ) -> None:
+        """Write the outputs of rows that fit one tile, or if `tiled` of the others."""
         assert isinstance(pool, PageMajorPool)
         assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
         batch, trees, shared = self._batch, self._batch.trees, self._batch.shared
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
-        joined = self._joined(group, params)
+        prompts = self.has_prompts(group)
+        joined = 1 if prompts else self._joined(group, params)
         queries = joined * self._max_query_len * group
-        block_m = min(_MAX_QUERIES, max(16, triton.next_power_of_2(queries)))
-        tiles = triton.cdiv(queries, block_m)
+        if prompts:
+            queries = _MAX_QUERIES if tiled else SHORT_QUERIES
+        block_m = max(16, triton.next_power_of_2(queries))
         block_dim = max(16, triton.next_power_of_2(dim))
         block_value_dim = max(16, triton.next_power_of_2(value_dim))
-        # Prompts have many tiles, and a kernel without splits serves all their lengths.
         programs = triton.cdiv(self._rows, joined) * kv_heads
-        alone = programs * _MAX_SPLITS <= self._multiprocessors and tiles == 1
+        alone = programs * _MAX_SPLITS <= self._multiprocessors and not prompts
         tiling = _tiling(block_m, max(dim, value_dim), alone=alone, joined=joined > 1)
         most = tiling.programs * self._multiprocessors
-        splits = _splits(programs, most) if tiles == 1 else 1
-        out = query.new_empty(tokens, kv_heads, group, value_dim)
+        splits = 1 if prompts else _splits(programs, most)
         partial, lse = out, out
         if splits > 1:
             heads = tokens * kv_heads * group
             partial = query.new_empty((heads, splits, value_dim), dtype=torch.float32)
             lse = query.new_empty((heads, splits), dtype=torch.float32)
         block_bytes = tiling.keys * (block_dim + block_value_dim) * query.element_size()
-        # Loads of the page table take every second one of Triton's stages.
         buffers = min(3, _SHARED_BYTES // block_bytes)
+        # Loads of the page table for each key take every second one of Triton's stages.
+        stages = buffers if tiled and batch.page_size % tiling.keys == 0 else 2 * buffers
         grid = (splits, kv_heads, self._rows)
-        if tiles > 1:  # short rows have fewer tiles than the longest one
-            grid = (tokens * group // block_m + self._rows, kv_heads, 1)
+        if tiled:
+            # A row of more than SHORT_QUERIES has at most a tile for each SHORT_QUERIES of them.
+            most = min(tokens * group // block_m + self._rows, tokens * group // SHORT_QUERIES)
+            grid = (most, kv_heads, 1)
+            if most == 0:
+                return
         unused = batch.seq_lens  # in place of tensors that the kernel does not read
         tensors = (
             *(query, unused if rope is None else rope, batch.slot_mapping, pool.keys, pool.values),
@@ -165,8 +196,9 @@ class TritonPagedAttention:
             *shape,
             *(extra is not None for extra in extras),
             min(16, block_m // triton.next_power_of_2(group)),
-            *(joined, tiles > 1, splits > 1, block_m, tiling.keys, block_dim, block_value_dim),
-            2 * buffers + 1 if buffers > 1 else 1,
+            *(joined, SHORT_QUERIES if tiled else 0, splits > 1),
+            *(block_m, tiling.keys, block_dim, block_value_dim),
+            stages + 1 if buffers > 1 else 1,
             num_warps=tiling.warps,
             **launch_options(),
         )
@@ -175,7 +207,6 @@ class TritonPagedAttention:
             combine_splits_kernel[(len(lse),)](
                 partial, lse, out, *widths, num_warps=1, **launch_options()
             )
-        return out
 
 
 def _splits(programs: int, most: int) -> int:

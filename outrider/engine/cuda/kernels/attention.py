@@ -69,24 +69,21 @@ def _store_new(
 @triton.jit
 def _attend(
     query,  # [BLOCK_M, BLOCK_DIM]
-    row,  # whose pages, one or [BLOCK_N]
-    key,  # int32 [BLOCK_N]: among that row's slots
-    written,  # bool [BLOCK_N]
+    slot,  # int64 [BLOCK_N]: of the keys
+    written,  # bool [BLOCK_N], read if MASKED, as the next
     seen,  # bool [BLOCK_M, BLOCK_N]
     highest,  # [BLOCK_M], of the blocks before, as the next two
     total,
     sums,
-    table_ptr,
-    table_stride,
     keys_ptr,
     values_ptr,
     kv_head,
     kv_heads,
     scale,
     softcap,
+    MASKED: tl.constexpr,  # not all queries see all keys of the block
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
@@ -94,26 +91,29 @@ def _attend(
     """Return `highest`, `total` and `sums` after a block of keys."""
     column = tl.arange(0, BLOCK_DIM)
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
-    page = tl.load(table_ptr + row * table_stride + key // PAGE_SIZE, mask=written, other=0)
-    slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE) * kv_heads + kv_head
-    keys = tl.load(
-        keys_ptr + slot[None, :] * DIM + column[:, None],
-        mask=written[None, :] & (column < DIM)[:, None],
-        other=0.0,
-    )
-    values = tl.load(
-        values_ptr + slot[:, None] * VALUE_DIM + value_column[None, :],
-        mask=written[:, None] & (value_column < VALUE_DIM)[None, :],
-        other=0.0,
-    )
-    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    slot = slot * kv_heads + kv_head
+    key_at = keys_ptr + slot[None, :] * DIM + column[:, None]
+    value_at = values_ptr + slot[:, None] * VALUE_DIM + value_column[None, :]
+    key_there = (column < DIM)[:, None]
+    value_there = (value_column < VALUE_DIM)[None, :]
+    if MASKED:
+        key_there &= written[None, :]
+        value_there &= written[:, None]
+    keys = tl.load(key_at, mask=key_there, other=0.0)
+    values = tl.load(value_at, mask=value_there, other=0.0)
+    scores = tl.dot(query, keys, input_precision="ieee")
     if HAS_SOFTCAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
-    scores = tl.where(seen, scores * _LOG2E, -float("inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    # A query that has seen no key yet must not compute inf - inf.
-    base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-    weights = tl.exp2(scores - base[:, None])
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)  # tanh
+        unit = _LOG2E
+    else:
+        unit = scale * _LOG2E
+    if MASKED:
+        scores = tl.where(seen, scores, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * unit)
+    base = new_highest
+    if MASKED:  # a query that has seen no key yet must not compute inf - inf
+        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    weights = tl.exp2(scores * unit - base[:, None])
     fading = tl.exp2(highest - base)
     total = total * fading + tl.sum(weights, axis=1)
     sums = sums * fading[:, None]
@@ -122,18 +122,46 @@ def _attend(
 
 
 @triton.jit
-def _row_of_tile(tile, cu_seqlens_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row of a tile, and the row's first tile.
+def _slots_of(key, written, table_ptr, PAGE_SIZE: tl.constexpr):
+    """Return the slots of keys of one or several rows' page tables."""
+    page = tl.load(table_ptr + key // PAGE_SIZE, mask=written, other=0)
+    return page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
 
-    The tiles of a row that begins at token t start at t * GROUP // BLOCK_M + row, so that each row
-    has enough of them without a prefix sum.
+
+@triton.jit
+def _slots_of_block(
+    block, end, table_ptr, ONE_PAGE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the slots of a block of keys, of which those from `end` on may not exist."""
+    key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ONE_PAGE:
+        page = tl.load(table_ptr + block * BLOCK_N // PAGE_SIZE)
+        return page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    return _slots_of(key, key < end, table_ptr, PAGE_SIZE)
+
+
+@triton.jit
+def _row_of_tile(
+    nth, cu_seqlens_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHORT: tl.constexpr
+):
+    """Return the row and tile that the nth program attends for, a row's last tile first.
+
+    Rows of at most SHORT queries have no tile. The row is `num_rows` at least if no tile is left.
     """
-    row = tl.full([], -1, tl.int32)
-    for some in range(0, num_rows, 64):
-        rows = some + tl.arange(0, 64)
-        start = tl.load(cu_seqlens_ptr + rows, mask=rows < num_rows, other=2**24)
-        row += tl.sum((start * GROUP // BLOCK_M + rows <= tile).to(tl.int32), axis=0)
-    return row, tl.load(cu_seqlens_ptr + row) * GROUP // BLOCK_M + row
+    row = tl.full([], 0, tl.int32)
+    before = tl.full([], 0, tl.int32)  # tiles of rows before `some`, then before `row`
+    first = tl.full([], 0, tl.int32)
+    for some in range(0, num_rows, 256):
+        rows = some + tl.arange(0, 256)
+        start = tl.load(cu_seqlens_ptr + rows, mask=rows < num_rows, other=0)
+        end = tl.load(cu_seqlens_ptr + rows + 1, mask=rows < num_rows, other=0)
+        queries = (end - start) * GROUP
+        tiles = tl.where(queries > SHORT, tl.cdiv(queries, BLOCK_M), 0)
+        after = before + tl.cumsum(tiles, axis=0)
+        row += tl.sum((after <= nth).to(tl.int32), axis=0)
+        first = tl.maximum(first, tl.max(tl.where(after <= nth, after, 0), axis=0))
+        before += tl.sum(tiles, axis=0)
+    return row, nth - first
 
 
 # Other numbers of rows, pages or splits need no compilation.
@@ -176,8 +204,9 @@ def paged_attention_kernel(
     BLOCK_NEW: tl.constexpr,  # new keys that are rotated at a time
     ROWS: tl.constexpr,  # at most in a tile, a power of two. If more than 1, all rows have equally
     # many queries, which fit one tile, without window and trees
-    TILES: tl.constexpr,  # rows may have several tiles, which follow one another on the first
-    # axis, as `_row_of_tile` counts them. ROWS is 1 then, and nothing is split
+    SHORT: tl.constexpr,  # if positive, rows of more queries have tiles, which follow one another
+    # on the first axis, and the others none. Else a row has one tile, or none if it is too long.
+    # If positive, ROWS is 1 and nothing is split
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -196,14 +225,19 @@ def paged_attention_kernel(
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     row = tl.program_id(2)
-    if TILES:
-        row, first_tile = _row_of_tile(tl.program_id(0), cu_seqlens_ptr, num_rows, GROUP, BLOCK_M)
-        tile = tl.program_id(0) - first_tile
+    if SHORT > 0:
+        nth = tl.program_id(0)
+        row, tile = _row_of_tile(nth, cu_seqlens_ptr, num_rows, GROUP, BLOCK_M, SHORT)
+        idle = row >= num_rows
+        row = tl.minimum(row, num_rows - 1)
     start = tl.load(cu_seqlens_ptr + row)
     query_len = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
     queries = query_len  # of the tile's rows
-    idle = tile * BLOCK_M >= query_len * GROUP
+    if SHORT > 0:
+        tile = tl.cdiv(query_len * GROUP, BLOCK_M) - 1 - tile
+    else:
+        idle = (query_len == 0) | (query_len * GROUP > BLOCK_M)
     if ROWS > 1:
         # The rows from here on that belong to one run of shared pages.
         nth = tl.arange(0, ROWS)
@@ -308,7 +342,39 @@ def paged_attention_kernel(
         highest = tl.where(split == 0, sink * _LOG2E, highest)
         total = tl.where(split == 0, 1.0, total)
     sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
-    for block in tl.range(from_block, to_block, num_stages=STAGES):
+    table = table_ptr + row * table_stride
+    one_page: tl.constexpr = SHORT > 0 and PAGE_SIZE % BLOCK_N == 0
+    unmasked: tl.constexpr = SHORT > 0 and not HAS_WINDOW
+    from_masked = from_block
+    if unmasked:
+        # The first query sees all keys of the blocks before.
+        first_end = seq_len - query_len + tile * BLOCK_M // GROUP + 1
+        if HAS_TREES:
+            first_end = tl.minimum(first_end, tree)
+        from_masked = tl.maximum(first_end // BLOCK_N, from_block)
+        for block in tl.range(from_block, from_masked, num_stages=STAGES):
+            highest, total, sums = _attend(
+                query,
+                _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
+                None,
+                None,
+                highest,
+                total,
+                sums,
+                keys_ptr,
+                values_ptr,
+                kv_head,
+                kv_heads,
+                scale,
+                softcap,
+                False,
+                DIM,
+                VALUE_DIM,
+                HAS_SOFTCAP,
+                BLOCK_DIM,
+                BLOCK_VALUE_DIM,
+            )
+    for block in tl.range(from_masked, to_block, num_stages=1 if unmasked else STAGES):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
         seen = key[None, :] <= place[:, None]
         if ROWS > 1:
@@ -324,24 +390,21 @@ def paged_attention_kernel(
             seen = (seen & (node < 0)[None, :]) | (related & within)
         highest, total, sums = _attend(
             query,
-            row,
-            key,
+            _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
             key < end,
             seen,
             highest,
             total,
             sums,
-            table_ptr,
-            table_stride,
             keys_ptr,
             values_ptr,
             kv_head,
             kv_heads,
             scale,
             softcap,
+            True,
             DIM,
             VALUE_DIM,
-            PAGE_SIZE,
             HAS_SOFTCAP,
             BLOCK_DIM,
             BLOCK_VALUE_DIM,
@@ -356,24 +419,21 @@ def paged_attention_kernel(
             seen = (one[None, :] == owner[:, None]) & (key[None, :] <= place[:, None])
             highest, total, sums = _attend(
                 query,
-                row + one,
-                key,
+                _slots_of(key, key < length, table + one * table_stride, PAGE_SIZE),
                 key < length,
                 seen,
                 highest,
                 total,
                 sums,
-                table_ptr,
-                table_stride,
                 keys_ptr,
                 values_ptr,
                 kv_head,
                 kv_heads,
                 scale,
                 softcap,
+                True,
                 DIM,
                 VALUE_DIM,
-                PAGE_SIZE,
                 HAS_SOFTCAP,
                 BLOCK_DIM,
                 BLOCK_VALUE_DIM,
