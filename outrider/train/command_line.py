@@ -14,6 +14,7 @@ from outrider.flag_numbers import number, whole
 METHODS = {
     "eagle3": "one layer over three of the target's states (EAGLE-3)",
     "dflash": "a few layers that fill a block of tokens from four of the target's states (DFlash)",
+    "dspark": "a DFlash whose tokens know the one before them, and how sure they are (DSpark)",
     "mtp": "a multi-token-prediction module in Qwen3.5's layout; embedding and head are shared",
     "medusa": "a residual block for each drafted position, before the target's head (Medusa-1)",
     "mlp_speculator": "IBM's recurrent MLP, its matrices shared by all positions",
@@ -24,6 +25,7 @@ _SIZE_FLAGS = {
     "mlp_speculator": ("--inner-size",),
     "mtp": _LAYER_SIZES,
     "dflash": (*_LAYER_SIZES, "--draft-vocab-size"),
+    "dspark": (*_LAYER_SIZES, "--draft-vocab-size"),
     "eagle3": ("--hidden-size", *_LAYER_SIZES, "--draft-vocab-size"),
     "draft_model": ("--hidden-size", *_LAYER_SIZES),
 }
@@ -97,8 +99,10 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
         parser.add_argument(
             flag, type=_positive, help=f"default: the target's {of_target}".rstrip()
         )
-    if method in ("draft_model", "dflash"):
+    if method in ("draft_model", "dflash", "dspark"):
         _number(parser, "--num-layers", 2, "decoder layers")
+    if method == "dspark":
+        _number(parser, "--markov-rank", 128, "values that tell a slot the token before")
 
 
 def _positive(text: str) -> int:

@@ -17,7 +17,7 @@ from outrider.train.target import Target, TargetBatch
 
 
 class Blocks:
-    """Blocks of `width` tokens that begin at every row at once, and who sees whom.
+    """Blocks of `width` tokens that begin at every row at once.
 
     The block of row p is the token at p + 1 and mask tokens after it. All of it sees the states of
     rows up to p, and itself.
@@ -25,12 +25,30 @@ class Blocks:
 
     def __init__(self, length: int, width: int, device: torch.device) -> None:
         row = torch.arange(length, device=device)
-        slot = torch.arange(width, device=device)
-        self.rows = row
-        self.positions = (row + 1 + slot[:, None]).flatten()  # of the tokens, slot by slot
-        of_query = row.repeat(width)[:, None]
-        seen = (row <= of_query, row.repeat(width) == of_query)
-        self.mask = torch.cat(seen, -1)  # [width * length, (1 + width) * length]
+        self.width, self.rows = width, row
+        self.positions = (row[:, None] + 1 + torch.arange(width, device=device)).flatten()
+        self.hidden = (row > row[:, None])[:, None]  # states that a row's slots do not see
+
+    def attend(
+        self, query: Tensor, states: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Return what queries read: [rows, heads, length * width, dim], a block after the other.
+
+        `states` are keys and values [rows, heads, length, dim] of the target's states, `own` those
+        of the blocks, shaped as the queries. A block's tokens are few, so they have products of
+        their own instead of a mask over all blocks.
+        """
+        rows, heads, count, dim = query.shape
+        length = count // self.width
+        query = query * dim**-0.5
+        own_key, own_value = (each.view(rows, heads, length, self.width, dim) for each in own)
+        seen = (query @ states[0].mT).view(rows, heads, length, self.width, length)
+        seen = seen.masked_fill(self.hidden, -torch.inf)
+        inside = query.view_as(own_key) @ own_key.mT
+        share = torch.cat((seen, inside), -1).float().softmax(-1).to(query.dtype)
+        of_states = share[..., :length].reshape(rows, heads, count, length)
+        read: Tensor = of_states @ states[1]
+        return read + (share[..., length:] @ own_value).reshape(read.shape)
 
 
 class BlockAttention(nn.Module):
@@ -49,21 +67,23 @@ class BlockAttention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
     def forward(self, x: Tensor, states: Tensor, blocks: Blocks) -> Tensor:
-        """Map tokens [rows, width * length, size]; `states` are [rows, length, size]."""
+        """Map tokens [rows, length * width, size]; `states` are [rows, length, size]."""
         shape, rows = self.shape, len(x)
-        both = torch.cat((states, x), 1)
         query = self.q_norm(self.q_proj(x).view(rows, x.shape[1], shape.num_heads, -1))
-        key = self.k_norm(self.k_proj(both).view(rows, both.shape[1], shape.num_kv_heads, -1))
-        value = self.v_proj(both).view(rows, both.shape[1], shape.num_kv_heads, -1)
-        positions = torch.cat((blocks.rows, blocks.positions))
         query = rotate(query.transpose(1, 2), shape.rope_theta, blocks.positions)
-        key = rotate(key.transpose(1, 2), shape.rope_theta, positions)
-        group = shape.num_heads // shape.num_kv_heads
-        key = key.repeat_interleave(group, 1)
-        value = value.transpose(1, 2).repeat_interleave(group, 1)
-        y = F.scaled_dot_product_attention(query, key, value, attn_mask=blocks.mask)
+        of_states = self._keys_values(states, blocks.rows)
+        y = blocks.attend(query, of_states, self._keys_values(x, blocks.positions))
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return out
+
+    def _keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [rows, heads, n, dim], repeated for queries that share them."""
+        rows, length, _ = x.shape
+        shape, group = self.shape, self.shape.num_heads // self.shape.num_kv_heads
+        key = self.k_norm(self.k_proj(x).view(rows, length, shape.num_kv_heads, -1))
+        key = rotate(key.transpose(1, 2), shape.rope_theta, positions)
+        value = self.v_proj(x).view(rows, length, shape.num_kv_heads, -1).transpose(1, 2)
+        return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
 
 
 class BlockLayer(nn.Module):
@@ -99,7 +119,9 @@ class DFlash(Head):
     want fewer. `sample [rows, n]` are tokens from which the spread of states is measured.
     """
 
-    table_names: ClassVar = ("lm_head",)
+    table_names: ClassVar[tuple[str, ...]] = ("lm_head",)
+    from_anchor: ClassVar[bool] = False
+    """The block's first token, which is no mask, guesses the next token."""
     state_scale: Tensor
 
     def __init__(
@@ -129,24 +151,28 @@ class DFlash(Head):
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
         """Yield what the slots guess; with gradients, those of shorter blocks as well."""
+        head = self.shared_head if self.draft_ids is None else self.lm_head.weight
+        for guess in self._slots(batch, num_steps):
+            yield F.linear(guess, head.to(guess.dtype))
+
+    def _slots(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
+        """Yield the normed outputs [rows, length, size] of the slots that guess, as `unroll`."""
         ids, dtype = batch.token_ids[:, 1:], self.fc.weight.dtype
         rows, length = ids.shape
         count = min(num_steps, self.num_steps)
         if torch.is_grad_enabled():
             count = block_length(batch.token_ids, count)
         states = self.hidden_norm(self.fc((batch.layers[:, :-1] / self.state_scale).to(dtype)))
-        masks = ids.new_full((rows, count * length), self.mask_token)
-        x = F.embedding(torch.cat((ids, masks), 1), self.shared_embedding).to(dtype)
-        blocks = Blocks(length, count + 1, ids.device)
+        first = int(not self.from_anchor)
+        masks = ids.new_full((rows, length, count + first - 1), self.mask_token)
+        tokens = torch.cat((ids[:, :, None], masks), -1).flatten(1)
+        x = F.embedding(tokens, self.shared_embedding).to(dtype)
+        blocks = Blocks(length, count + first, ids.device)
         for layer in self.blocks:
             x = layer(x, states, blocks)
-        slots = self.norm(x).view(rows, count + 1, length, -1)
+        slots = self.norm(x).view(rows, length, count + first, -1)
         for step in range(count):
-            guess = shift_rows(slots[:, step + 1], step)
-            if self.draft_ids is None:
-                yield F.linear(guess, self.shared_head.to(guess.dtype))
-            else:
-                yield self.lm_head(guess)
+            yield shift_rows(slots[:, :, first + step], step)
 
     def export(self) -> Export:
         """Return tensors and config as published DFlash checkpoints have them."""
@@ -164,7 +190,7 @@ class DFlash(Head):
             "tie_word_embeddings": False,
             "vocab_size": self.vocab_size,
             "num_target_layers": self.num_target_layers,
-            "block_size": self.num_steps + 1,
+            "block_size": self.num_steps + (not self.from_anchor),
             "dflash_config": {
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token,

@@ -33,6 +33,8 @@ class Head(nn.Module):
     """Target tokens that the head can draft, ascending; None: all."""
     table_names: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of embeddings and head matrices, which learn by AdamW."""
+    acceptance: Tensor | None = None
+    """Logits [rows, length] that the last guess is right; None: the head foresees none."""
 
     def __init__(self, draft_ids: Tensor | None = None) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ from outrider.train.data import (
 )
 from outrider.train.dflash import DFlash, DFlashShape
 from outrider.train.draft_model import DraftModel
+from outrider.train.dspark import DSpark
 from outrider.train.eagle3 import Eagle3
 from outrider.train.evaluate import acceptance
 from outrider.train.files import check_folder, round_module, write_checkpoint, writing
@@ -196,8 +197,11 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Tokens]) -
         ids = draft_vocabulary(arrays, vocab_size, args.draft_vocab_size)
         share = np.isin(arrays[-1], ids.numpy()).mean()
         logger.info(f"draft vocabulary: {len(ids)} tokens, {share:.2%} of the last --data")
+    sizes = DFlashShape(shape, getattr(args, "num_layers", 1), steps)
     if args.method == "dflash":
-        return DFlash(target, DFlashShape(shape, args.num_layers, steps), ids, sample)
+        return DFlash(target, sizes, ids, sample)
+    if args.method == "dspark":
+        return DSpark(target, sizes, ids, sample, args.markov_rank)
     if target.config.num_hidden_layers < 7:
         raise ConfigError("eagle3 reads three layers' inputs, from layer 2 on: the target needs 7.")
     return Eagle3(target, shape, ids, sample)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.errors import ConfigError
@@ -172,6 +173,11 @@ class Trainer:
                 loss = loss + _STEP_DECAY**step * self._loss(guess, wanted, first, inside * known)
                 scale += _STEP_DECAY**step
                 right = (guess.detach().argmax(-1) == first) * known * inside
+                if self._head.acceptance is not None:
+                    sure = F.binary_cross_entropy_with_logits(
+                        self._head.acceptance.flatten().float(), right, inside
+                    )
+                    loss = loss + _STEP_DECAY**step * sure
                 matches.append(right.sum() / inside.sum())
         return loss / scale, matches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,10 +22,12 @@ from outrider.cli.ports import free_port
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
+from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.trees import TargetDraws
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
@@ -56,6 +59,9 @@ METHODS = {
     "dflash": "--intermediate-size 48 --num-layers 2",
     "dflash narrow": "--intermediate-size 48 --num-layers 1 --draft-vocab-size 128 "
     "--mantissa-bits 4",
+    "dspark": "--intermediate-size 48 --num-layers 2 --markov-rank 16",
+    "dspark narrow": "--intermediate-size 48 --num-layers 1 --draft-vocab-size 128 "
+    "--markov-rank 8 --mantissa-bits 4",
     "mtp": "--intermediate-size 48",
     "medusa": "",
     "mlp_speculator": "--inner-size 16",
@@ -139,8 +145,9 @@ def product_chain(
             state, logits = mlp.step(state, batch.token_ids[0, base + 1 + i : base + 2 + i], i)
             found.append(logits[0])
         return found
-    if case.startswith("dflash"):
-        return product_block(load_dflash(*where, torch.float32, CPU), batch, base)
+    if case.startswith(("dflash", "dspark")):
+        load = load_dflash if case.startswith("dflash") else load_dspark
+        return product_block(load(*where, torch.float32, CPU), batch, base)
     head: Any
     if case == "mtp":
         head, features = load_mtp(*where, torch.float32, CPU), batch.hidden[0]
@@ -174,9 +181,10 @@ def product_block(head: DFlashHead, batch: TargetBatch, base: int) -> list[Tenso
     given = DraftInput(row, STEPS, SamplingParams(temperature=0.0), features=features)
     backend = choose_backend(None, head.attention_traits(), CPU)
     with torch.inference_mode():
-        outputs = head.run([given], backend, 4)
-        assert outputs is not None
-        return list(head.logits(outputs[0]))
+        states = head.run([given], backend, 4)
+        assert states is not None
+        before = batch.token_ids[0, base + 1 :]
+        return [head.step(states, before[i : i + 1], i)[1][0] for i in range(STEPS)]
 
 
 def test_trained_head_when_loaded_computes_the_same_logits(
@@ -202,6 +210,31 @@ def test_trained_head_when_loaded_computes_the_same_logits(
             assert int(torch.isfinite(found).sum()) == len(head.draft_ids) == 128
             found = found[head.draft_ids]
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_trained_dspark_when_loaded_is_as_sure_of_its_first_token(folder: Path) -> None:
+    out = folder / "sure"
+    assert main(flags("dspark", folder, "--steps", "20", "--out", str(out))) == 0
+    head, target = written_head("dspark", folder, out)
+    text = torch.from_numpy(np.load(folder / "text.npy")[None, :20]).long()
+    batch, base = as_sent(target.read(text, head.layers)), 9
+    with torch.no_grad():
+        next(head.unroll(batch, STEPS))
+        expected = torch.nn.functional.logsigmoid(head.acceptance[0, base])
+        product = load_dspark(out, folder / "target", torch.float32, CPU)
+        product.bind(KVPools(16, 4, torch.float32, CPU))
+        row = RowSlice(text[0, 1 : base + 2].tolist(), 0, list(range(1, 12)), 1)
+        given = DraftInput(
+            row,
+            STEPS,
+            SamplingParams(temperature=0.0),
+            features=batch.layers[0, : base + 1].bfloat16(),
+        )
+        outputs = product.run([given], choose_backend(None, product.attention_traits(), CPU), 4)
+        assert outputs is not None
+        found = product.guess(outputs, text[0, base + 1 : base + 2], TargetDraws(None), STEPS, 1)
+    assert abs(float(expected) - math.log(0.5)) > 1e-3  # it was trained
+    torch.testing.assert_close(found[0, 3, 0].view(torch.float32), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_training_of_every_method_lowers_the_loss(trained: tuple[str, Path], folder: Path) -> None:
