@@ -46,15 +46,17 @@ class Committed:
     seconds: float  # from the step's launch to its result
     now: float  # of the result
 
-    @property
-    def new_tokens(self) -> list[NewTokens]:
-        """Return the tokens as a proposer on the engine's thread hears of them."""
+    def new_tokens(self, *, drafting: bool) -> list[NewTokens]:
+        """Return the tokens as a proposer on the engine's thread hears of them.
+
+        `drafting` says that the next round may have drafts.
+        """
         return [
             NewTokens(
                 row.seq.session_id,
                 row.base_len,
                 row.output,
-                row.seq.drafting.num_draft_tokens,
+                row.seq.drafting.num_draft_tokens if drafting else 0,
                 row.finish_reason is not None,
             )
             for row in self.emitted

@@ -21,9 +21,10 @@ from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.in_flight import InFlight, StepClock, hold_places, lack_only
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.runner import FailedLaunch, Runner, StepRunner
+from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds
 from outrider.policy.adaptive import AdaptivePolicy
@@ -76,6 +77,7 @@ class Engine:
         self._clock = StepClock(clock)
         self._device_drafts: DeviceDrafts | None = None  # for the next step
         self._in_flight: InFlight | None = None
+        self._behind: InFlight | None = None  # launched behind the step in flight
         self._collected: tuple[Committed, StepEvents] | None = None  # not finalized yet
         self._failed: StepEvents | None = None  # a step that failed, not reported yet
         self._uncounted: list[ArrivedBlock] = []  # useful blocks
@@ -90,7 +92,7 @@ class Engine:
     def launch(self) -> bool:
         """Hand the ready rows to the runner; False if none is ready before `wake_at`.
 
-        Until `collect` ends, no session may be aborted.
+        No step may be in flight: see `launch_ahead`.
         """
         assert self._in_flight is None
         began = self._clock.now()
@@ -105,13 +107,49 @@ class Engine:
             return False
         if drafts is not None:
             step = replace(step, device_drafts=drafts)
+        self._in_flight = self._launch(step, began)
+        return True
+
+    def launch_ahead(self) -> bool:
+        """Launch the step behind the one in flight, so that the device waits for no host.
+
+        False if there is none in flight, or it must be collected first: its draft decides what
+        follows, say. `collect` then collects the older step.
+        """
+        if not self.may_launch_ahead:
+            return False
+        assert self._in_flight is not None
+        assert self._in_flight.pending.verified is not None
+        began = self._clock.now()
+        verified = self._in_flight.pending.verified
+        step = self._scheduler.schedule_ahead(self._in_flight.step, verified, began)
+        if step is None:
+            return False
+        self._behind = self._launch(step, began, behind=True)
+        return True
+
+    @property
+    def in_flight(self) -> bool:
+        """Tell whether a step was launched and not collected."""
+        return self._in_flight is not None
+
+    @property
+    def may_launch_ahead(self) -> bool:
+        """Tell whether `launch_ahead` is worth a call before the step in flight is collected."""
+        flight = self._in_flight
+        if flight is None or self._behind is not None or self.features is not None:
+            return False
+        drafts = any(row.draft for row in flight.step.rows)
+        return not drafts and flight.pending.verified is not None
+
+    def _launch(self, step: Step, began: float, *, behind: bool = False) -> InFlight:
         scheduled = self._clock.now()
+        pending: Pending
         try:
             pending = self._runner.launch(step)
         except Exception as error:
             pending = FailedLaunch(error)
-        self._in_flight = self._clock.launched(step, pending, began, scheduled)
-        return True
+        return self._clock.launched(step, pending, began, scheduled, behind=behind)
 
     def collect(self) -> None:
         """Wait for the step in flight and commit its tokens; `finalize_step` comes next.
@@ -124,7 +162,7 @@ class Engine:
                 self.features.gather(self._scheduler.by_session)
             return
         self._note_launch()
-        flight, self._in_flight = self._in_flight, None
+        flight, self._in_flight, self._behind = self._in_flight, self._behind, None
         if self.features is not None:
             self.features.read_ahead(flight.step)
         try:
@@ -132,7 +170,8 @@ class Engine:
         except Exception as error:
             log.exception("a forward failed")
             failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
-            self._failed = self._fail([row.seq.session_id for row in flight.step.rows], failure)
+            failed = (row.seq.session_id for row in flight.step.rows if row.seq.admitted)
+            self._failed = self._fail(list(failed), failure)
             return
         now = self._clock.result()
         took_s = flight.seconds(result, now)
@@ -170,7 +209,7 @@ class Engine:
     @property
     def wake_at(self) -> float:
         """Time on the engine's clock at which there is more to do if nothing arrives before."""
-        if self._collected is not None or self._failed is not None:
+        if self._in_flight is not None or self._collected is not None or self._failed is not None:
             return 0.0
         if self.features is not None and (self.features.due or self.features.copied):
             return 0.0
@@ -191,16 +230,15 @@ class Engine:
         )
 
     def abort(self, session_id: int) -> None:
-        """Forget a session, known or not. No event follows."""
-        assert self._in_flight is None
+        """Forget a session, known or not. No event follows, whatever is in flight."""
         if session_id in self._scheduler.by_session:
             self._scheduler.remove(session_id)
 
     def fail_all(self, error: Exception) -> StepEvents:
         """End every session with `error`; the engine can go on afterwards."""
         self._device_drafts = None
-        if self._in_flight is not None:
-            flight, self._in_flight = self._in_flight, None
+        while self._in_flight is not None:
+            flight, self._in_flight, self._behind = self._in_flight, self._behind, None
             with contextlib.suppress(Exception):
                 flight.pending.wait()  # before its pages go to others
         return self._fail(list(self._scheduler.by_session), error)
@@ -236,7 +274,10 @@ class Engine:
     @property
     def new_tokens(self) -> list[NewTokens]:
         """Return what the last `collect` committed, until `finalize_step` counts it."""
-        return [] if self._collected is None else self._collected[0].new_tokens
+        if self._collected is None:
+            return []
+        # A draft is of use only after the step in flight, whose tokens will ask for it.
+        return self._collected[0].new_tokens(drafting=self._in_flight is None)
 
     @property
     def verify_output(self) -> VerifyOutput | None:
@@ -260,8 +301,10 @@ class Engine:
         step, and a newcomer would wait for one more round.
         """
         sequences = self._scheduler.by_session
-        if not lack_only(drafts, sequences) or not self._runner.takes_device_drafts(
-            len(sequences), max(drafts.lengths.values())
+        if (
+            self._in_flight is not None
+            or not lack_only(drafts, sequences)
+            or not self._runner.takes_device_drafts(len(sequences), max(drafts.lengths.values()))
         ):
             return False
         hold_places(drafts, sequences)

@@ -22,12 +22,13 @@ class InFlight:
     began: float  # its scheduling
     scheduled: float
     timings: StepTimings  # as far as they are known
+    behind: bool = False  # it was launched while another step was in flight
     set_aside: tuple[int, ...] | None = None  # None: the policy does not know of the launch
 
     def seconds(self, result: StepResult, now: float) -> float:
         """Return how long the step took until `now`, when its `result` came."""
-        if self.step.device_drafts is not None:  # the device came to the step after its launch
-            return result.forward_s + result.verify_s
+        if self.behind or self.step.device_drafts is not None:
+            return result.forward_s + result.verify_s  # the device came to it after its launch
         return now - self.scheduled
 
     def count_drafting(self, seconds: float) -> None:
@@ -65,24 +66,29 @@ class StepClock:
         """Note that no step follows the last one directly."""
         self._result_at = None
 
-    def launched(self, step: Step, pending: Pending, began: float, scheduled: float) -> InFlight:
-        """Note a step whose scheduling began and ended then, and that was launched just now."""
+    def launched(
+        self, step: Step, pending: Pending, began: float, scheduled: float, *, behind: bool = False
+    ) -> InFlight:
+        """Note a step whose scheduling began and ended then, and that was launched just now.
+
+        `behind` says that another step is in flight.
+        """
         draft_s, self._draft_s = self._draft_s, 0.0
         gap_ms = None  # with device drafts the device is still busy with these
-        if self._result_at is not None and step.device_drafts is None:
+        if self._result_at is not None and not behind and step.device_drafts is None:
             gap_ms = (self.now() - self._result_at - draft_s) * 1e3
         timings = StepTimings(
             schedule_ms=(scheduled - began) * 1e3,
             forward_ms=0.0,
             verify_ms=0.0,
             commit_ms=0.0,
-            idle_ms=(began - self._committed_at - draft_s) * 1e3,
+            idle_ms=0.0 if behind else (began - self._committed_at - draft_s) * 1e3,
             num_rows=len(step.rows),
             num_tokens=step.num_tokens,
             gap_ms=gap_ms,
             draft_ms=draft_s * 1e3,
         )
-        return InFlight(step, pending, began, scheduled, timings)
+        return InFlight(step, pending, began, scheduled, timings, behind)
 
     def result(self) -> float:
         """Note that a step's result came, and return when."""

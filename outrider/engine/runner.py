@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_to
 from outrider.engine.sampling.prompt_logprobs import split_prompt_logits, split_rows
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import verify_rows
-from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.step import DrawnTokens, ScheduledRow, Step, StepResult
 from outrider.engine.tree_mask import depths
 from outrider.engine.tree_walk import padded, path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
@@ -44,10 +45,13 @@ class Pending(Protocol):
 
 
 class StepRunner(Protocol):
-    """Runs steps, of which one at most is in flight."""
+    """Runs steps, of which two at most are in flight."""
 
     def launch(self, step: Step) -> Pending:
-        """Enqueue the step's work and return. May raise what the forward raises."""
+        """Enqueue the step's work and return. May raise what the forward raises.
+
+        The step before may be in flight if `step` knows all that it needs of it.
+        """
         ...
 
     def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
@@ -80,8 +84,11 @@ class Verified(NamedTuple):
 class Forwards(Protocol):
     """A faster way to do some of a model's forwards."""
 
-    def logits(self, rows: Sequence[RowSlice]) -> Tensor | None:
-        """Return what the model's `forward` returns; None if these rows do not fit."""
+    def logits(self, rows: Sequence[RowSlice], drawn: DrawnTokens | None) -> Tensor | None:
+        """Return what the model's `forward` returns; None if these rows do not fit.
+
+        `drawn` replaces placeholders among the rows' last tokens.
+        """
         ...
 
 
@@ -110,9 +117,13 @@ class Runner:
         May raise what the model raises.
         """
         slices = [row.forward_slice for row in step.rows]
-        logits = None if self._forwards is None else self._forwards.logits(slices)
+        logits = None if self._forwards is None else self._forwards.logits(slices, step.drawn)
         if logits is None:
-            logits = self.model.forward(pack(slices, self.model.page_size, self.model.device))
+            batch = pack(slices, self.model.page_size, self.model.device)
+            if step.drawn is not None:
+                ends = accumulate([len(row.token_ids) for row in slices])
+                step.drawn.fill_in(batch.input_ids, [end - 1 for end in ends])
+            logits = self.model.forward(batch)
         if any(row.num_prompt_logits for row in step.rows):
             scored = [row.scored_tokens for row in step.rows]
             counts = [row.slice.num_logits for row in step.rows]
@@ -212,17 +223,17 @@ def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
 class _Lazy:
     """A step that runs on the host once it is waited for."""
 
-    verified = None
-
     def __init__(self, runner: Runner, step: Step) -> None:
         self._runner = runner
         self._step = step
+        self.verified: Tensor | None = None  # until it has run
 
     def wait(self) -> StepResult:
         began = time.perf_counter()
         logits, prompts = self._runner.forward(self._step)
         forwarded = time.perf_counter()
         verified = self._runner.verify(self._step, logits)
+        self.verified = verified.tokens
         tokens = verified.tokens.tolist()
         verify_s = time.perf_counter() - forwarded
         result = _to_result(self._step, tokens, verified.logprobs, forwarded - began, verify_s)

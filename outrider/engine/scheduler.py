@@ -8,6 +8,9 @@ known + draft. Chunked prefill, decode and verification are the same case, in on
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+
+from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
@@ -19,6 +22,7 @@ from outrider.engine.sampling.prompt_logprobs import narrow
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import (
     NO_DRAFT,
+    DrawnTokens,
     ScheduledRow,
     Step,
     StepResult,
@@ -28,6 +32,9 @@ from outrider.engine.step import (
 from outrider.policy.base import Policy, Ready
 from outrider.policy.tracker import DraftTracker
 from outrider.types import Failure, Request, VerifiedDraft
+
+_TO_BE_DRAWN = 0
+"""A placeholder for a token of the step in flight."""
 
 
 class Scheduler:
@@ -67,6 +74,8 @@ class Scheduler:
         """Forget a session, wherever it is, and free its pages at once."""
         seq = self.by_session.pop(session_id)
         (self.running if seq.admitted else self.waiting).remove(seq)
+        seq.admitted = False
+        # A step in flight may still write to them, but no later step runs before it.
         self.pool.release(seq.block_table)
 
     def schedule(self, now: float) -> Step | None:
@@ -78,6 +87,8 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in self.running:
             length = len(seq.token_ids)
+            if length == seq.max_len:  # the step in flight draws its last token
+                continue
             # Only the last token, which the previous step emitted, lacks KV.
             caught_up = seq.num_computed == length - 1 and length > seq.num_prompt_tokens
             (decoding if caught_up else prefilling).append(seq)
@@ -94,8 +105,48 @@ class Scheduler:
         num_tokens = sum([len(row.slice.token_ids) for row in rows])
         return Step(tuple(rows), num_tokens, prompts_only=bool(decoding) and not ready.rows)
 
+    def schedule_ahead(self, step: Step, verified: Tensor, now: float) -> Step | None:
+        """Return the step behind `step`, which is in flight and leaves its tokens in `verified`.
+
+        None unless all but the tokens themselves is known: nobody drafts, and no row's choice
+        depends on the token before. A row that turns out to have ended runs in vain.
+        """
+        rows = [row for row in step.rows if row.seq.admitted]
+        drawing = [row.seq for row in rows if row.slice.num_logits]
+        if any(seq.draft is not None or seq.drafting.num_draft_tokens for seq in self.running):
+            return None
+        if not drawing or any(row.draft for row in rows) or any(s.edits_logits for s in drawing):
+            return None
+        for seq in drawing:
+            seq.token_ids.append(_TO_BE_DRAWN)
+        for row in rows:
+            row.seq.num_computed += len(row.slice.token_ids)
+        try:
+            page_size = self.config.page_size
+            short = [s for s in self.running if len(s.token_ids) > len(s.block_table) * page_size]
+            missing = [self._missing_pages(seq, len(seq.token_ids)) for seq in short]
+            if sum(missing) > self.pool.num_free:
+                return None  # a row in flight cannot be preempted
+            following = self.schedule(now)
+        finally:
+            for row in rows:
+                row.seq.num_computed -= len(row.slice.token_ids)
+            for seq in drawing:
+                seq.token_ids.pop()
+        if following is None:
+            return None
+        with_logits = (row.seq for row in step.rows if row.slice.num_logits)
+        drawn_at = {seq: place for place, seq in enumerate(with_logits)}
+        sources = tuple([drawn_at.get(row.seq, -1) for row in following.rows])
+        if max(sources) < 0:
+            return following
+        return replace(following, drawn=DrawnTokens(verified, sources))
+
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
         """Note that a step is on its way. Return sessions whose proposer was awaited in vain."""
+        if step.drawn is not None:
+            drawn = zip(step.rows, step.drawn.sources, strict=True)
+            self.tracker.looked_at([row.seq for row, source in drawn if source >= 0], now)
         rows = [(row.seq, len(row.draft)) for row in step.rows]
         return tuple([seq.session_id for seq in self.tracker.launched(rows, now)])
 
@@ -111,7 +162,7 @@ class Scheduler:
             self.tracker.policy.measured.costs.observe_step(
                 len(step.rows), step.num_tokens, seconds
             )
-        num_running, page_size = len(self.running), self.config.page_size
+        num_running, page_size = max(1, len(self.running)), self.config.page_size
         temperatures = [seq.request.sampling.temperature for seq in self.running]
         emitted: list[Emitted] = []
         failures: list[Failure] = []
@@ -121,6 +172,8 @@ class Scheduler:
         results = zip(step.rows, result.choices, result.accepted, all_logprobs, strict=True)
         for row, choices, accepted, logprobs in results:
             seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
+            if not seq.admitted:  # it ended while the step was in flight
+                continue
             # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
             # this row's own, and are written again by the tokens that follow. What was accepted of
             # a tree has already moved to the slots before them.
@@ -256,11 +309,16 @@ class Scheduler:
     ) -> ScheduledRow | None:
         """Return a row of at most `left` tokens, with pages for them; None if there are none."""
         start, length = seq.num_computed, len(seq.token_ids)
+        page_size = self.config.page_size
+        if seq.draft is None and length == start + 1 > seq.num_prompt_tokens:  # as most rows are
+            covered = length <= len(seq.block_table) * page_size or self._cover(seq, length, rows)
+            last = RowSlice((seq.token_ids[start],), start, seq.block_table, 1)
+            return ScheduledRow(seq, last, ()) if covered else None
         end = length if length - start <= left else start + left
         draft, parents, probs = NO_DRAFT
         if seq.draft is not None and end == length:
             draft, parents, probs = choose_draft(seq, min(max_draft, left - (end - start)))
-        if end + len(draft) > len(seq.block_table) * self.config.page_size:
+        if end + len(draft) > len(seq.block_table) * page_size:
             if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
                 draft, parents, probs = NO_DRAFT  # no draft is worth another row's pages
             if not self._cover(seq, end + len(draft), rows):

@@ -6,6 +6,9 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.batch import RowSlice
@@ -59,6 +62,23 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node))
 
 
+class DrawnTokens(NamedTuple):
+    """Tokens that the step in flight draws: the last known ones of rows of the step behind it."""
+
+    verified: Tensor  # on the device: `Verified.tokens` of the step in flight
+    sources: tuple[int, ...]  # per row of the step behind: its row of `verified`, or -1 for none
+
+    def fill_in(self, input_ids: Tensor, last: Rows[int]) -> None:
+        """Enqueue their copy to `input_ids` int64 [num_tokens].
+
+        `last` are the places of the rows' last known tokens.
+        """
+        pairs = [(place, row) for place, row in zip(last, self.sources, strict=True) if row >= 0]
+        places, rows = torch.tensor(pairs).T.to(input_ids.device, non_blocking=True)
+        drawn = self.verified[:, 1].index_select(0, rows)
+        input_ids.index_copy_(0, places, drawn.to(input_ids.dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The frozen input of one forward."""
@@ -69,6 +89,8 @@ class Step:
     device_drafts: DeviceDrafts | None = None
     """Drafts that replace those of all rows. A runner that ignores them stays correct: it verifies
     the rows' own drafts, which are placeholders."""
+    drawn: DrawnTokens | None = None
+    """Tokens for which rows have placeholders; not with drafts."""
 
 
 @dataclass(frozen=True, slots=True)

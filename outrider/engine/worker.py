@@ -218,19 +218,28 @@ class EngineWorker:
     def _serve(self, engine: Engine) -> None:
         """Run steps until `stop` is called, the host's work beside the device's.
 
-        A step is finalized and published while the device works on the next one. What arrives
-        during a step is carried out before the next one is scheduled. An error ends all sessions,
-        and not this loop.
+        A step is finalized and published while the device works on the next one. Where nobody
+        drafts, that one is launched before the step is even collected. What arrives during a step
+        is carried out before the next one is scheduled. An error ends all sessions, and not this
+        loop.
         """
         while True:
             try:
                 if not self._carry_out_commands(engine):
                     break
+                if engine.launch_ahead():
+                    engine.collect()
+                    self._colocated.draft_between_steps(engine)
+                    self._publish(engine, engine.finalize_step())
+                    continue
+                if engine.in_flight:
+                    engine.collect()
                 self._colocated.draft_between_steps(engine)
                 engine.launch()
                 self._publish(engine, engine.finalize_step())  # of the step before
                 self._colocated.after_launch(engine)
-                engine.collect()
+                if not engine.may_launch_ahead:
+                    engine.collect()  # without a step in flight, hidden states
             except Exception as error:
                 log.exception("a step failed")
                 failure = InternalError(f"The engine failed: {type(error).__name__}.")

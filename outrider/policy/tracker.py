@@ -164,6 +164,11 @@ class DraftTracker:
             (waiting if lacks_draft and now < current.deadline else ready).append(row)
         return self.policy.choose_rows(ready, waiting, num_prefilling, now)
 
+    def looked_at(self, rows: Rows[Row], now: float) -> None:
+        """Note that rows without drafts were chosen before their last round had ended."""
+        for row in rows:
+            row.drafting.round.looked_at = now
+
     def cut(self, drafts: Rows[tuple[Row, bytes]], other_tokens: int) -> list[int]:
         """Return how many tokens of each draft at hand the next step verifies; see `Policy.cut`."""
         counts = self.policy.cut([(row.drafting, told) for row, told in drafts], other_tokens)

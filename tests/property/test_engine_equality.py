@@ -26,6 +26,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy
 from outrider.policy.fixed import FixedPolicy
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
+from tests.support.models.at_once import AtOnce
 from tests.support.models.hash_model import HashModel, Sequential
 
 VOCAB = 24
@@ -70,11 +71,19 @@ class Scenario:
         self.rng = rng
         self.now = 0.0
         self.model = HashModel(VOCAB, config.page_size, config.num_pages, MAX_LEN)
-        self.engine = Engine(self.model, config, eos_token_ids=EOS, policy=policy, clock=self.clock)
+        self.engine = Engine(
+            self.model,
+            config,
+            eos_token_ids=EOS,
+            policy=policy,
+            runner=AtOnce(self.model),
+            clock=self.clock,
+        )
         self.samplings: Sequence[SamplingParams] = SAMPLINGS
         self.top_logprobs: Sequence[int | None] = (None, None, 0, 3)
         self.clients: dict[int, Client] = {}
         self.open: set[int] = set()
+        self.ahead = 0  # steps that were launched behind another one
 
     def clock(self) -> float:
         self.now += self.rng.random() * 0.001
@@ -152,13 +161,18 @@ class Scenario:
             self.open.difference_update(failure.session_id for failure in events.failures)
 
     def step(self) -> bool:
-        """One step, or several of which each is launched before the one before is told of."""
+        """One step, or several of which each is launched before the one before is told of.
+
+        Some are launched before the one before is even collected.
+        """
         launched = stepped = self.engine.launch()
         while launched:
             self.engine.check_invariants()  # in flight, too
+            ahead = self.rng.random() < 0.7 and self.go_ahead()
+            self.ahead += ahead
             self.engine.collect()
             self.engine.check_invariants()
-            launched = self.rng.random() < 0.5 and self.go_on()
+            launched = ahead or (self.rng.random() < 0.5 and self.go_on())
             events = self.engine.finalize_step()
             assert events is not None
             self.take_events(events)
@@ -171,6 +185,14 @@ class Scenario:
         if self.open and self.rng.random() < 0.1:
             self.attach(self.rng.choice(("a", "b", None)))
         return self.engine.launch()
+
+    def go_ahead(self) -> bool:
+        """What may come while a step is in flight, and the launch of one behind it."""
+        if len(self.clients) < 20 and self.rng.random() < 0.2:
+            self.submit()
+        if self.open and self.rng.random() < 0.1:
+            self.abort()
+        return self.engine.launch_ahead()
 
     def take_events(self, events: StepEvents) -> None:
         assert not events.failures

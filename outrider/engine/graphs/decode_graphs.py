@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,10 +53,18 @@ class _CapturedStep:
     walk: Work | None  # along the trees, in `verified`; only after captured sampling
 
 
+class _Place(NamedTuple):
+    """Where a step in flight leaves its outputs and times on the host."""
+
+    outputs: Tensor  # int32, flat
+    events: Sequence[Event]  # start of a step, end of its captured part, end
+
+
 class DecodeGraphs:
     """A `StepRunner` that captures every bucket when it is built.
 
-    Logits and outputs have one place for all buckets, so at most one step is in flight.
+    Logits and outputs have one place for all buckets. On the host outputs have two, since two steps
+    may be in flight.
     """
 
     def __init__(
@@ -80,8 +88,13 @@ class DecodeGraphs:
         self._inputs = DecodeInputs(buckets, layout)
         self._logits = torch.empty(tokens, model.vocab_size, dtype=model.dtype, device=device)
         self._verified = torch.empty(num_outputs, dtype=torch.int32, device=device)
-        self._on_host = torch.empty(num_outputs, dtype=torch.int32, pin_memory=on_cuda)
-        self._events = make_events(device, 3)  # start of a step, end of its captured part, end
+        self._places = [
+            _Place(
+                torch.empty(num_outputs, dtype=torch.int32, pin_memory=on_cuda),
+                make_events(device, 3),
+            )
+            for _ in range(2)
+        ]
 
         def captured(bucket: Bucket) -> _CapturedStep:
             step = self._capture(bucket, capture)
@@ -92,29 +105,33 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
-        """Enqueue the step. The one before must have been waited for."""
+        """Enqueue the step. The one before the last must have been waited for."""
         bucket = self._fit(step)
         if bucket is None:
             return self._runner.launch(step)
         captured = self._buckets[bucket]
         eager_sampling = self._inputs.fill(step.rows, bucket)
-        self._events[0].record()
+        self._places.reverse()
+        place = self._places[0]
+        place.events[0].record()
         self._inputs.send(bucket)
         if step.device_drafts is not None:
             self._inputs.take_device_drafts(step.device_drafts, step.rows, bucket)
+        if step.drawn is not None:
+            self._inputs.take_drawn(step.drawn, bucket)
         captured.work()
         if captured.walk is not None and not eager_sampling:
             captured.walk()
-        self._events[1].record()
+        place.events[1].record()
         verified, logprobs = captured.verified, None
         if eager_sampling:
             verified, logprobs = self._runner.verify(step, self._real_logits(step, bucket))
-        on_host = self._on_host[: verified.numel()].view(verified.shape)
+        on_host = place.outputs[: verified.numel()].view(verified.shape)
         on_host.copy_(verified, non_blocking=True)
         if logprobs is not None:
             logprobs = logprobs.to("cpu", non_blocking=True)  # pinned
-        self._events[2].record()
-        return _InFlight(step, verified, on_host, logprobs, self._events)
+        place.events[2].record()
+        return _InFlight(step, verified, on_host, logprobs, place.events)
 
     def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
         """Return whether a captured step, which reads its inputs on the device, would fit."""
@@ -126,19 +143,20 @@ class DecodeGraphs:
     def trial_times(self, repeats: int = 2) -> list[tuple[int, int, float]]:
         """Return (rows, tokens, seconds) of every bucket over no context, as a first estimate."""
         times = []
+        events = self._places[0].events
         for bucket in self._buckets:
             captured = self._buckets[bucket]
             self._inputs.fill((), bucket)
             self._inputs.send(bucket)
             seconds = []
             for _ in range(repeats):
-                self._events[0].record()
+                events[0].record()
                 captured.work()
                 if captured.walk is not None:
                     captured.walk()
-                self._events[1].record()
-                self._events[2].record()
-                seconds.append(elapsed_seconds(self._events)[0])
+                events[1].record()
+                events[2].record()
+                seconds.append(elapsed_seconds(events)[0])
             times.append((bucket.rows, bucket.tokens, min(seconds)))
         return times
 

@@ -25,7 +25,7 @@ from outrider.engine.graphs.staging import PageLayout, Staging, select_rows
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
-from outrider.engine.step import ScheduledRow
+from outrider.engine.step import DrawnTokens, ScheduledRow
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
@@ -189,9 +189,10 @@ class DecodeInputs:
     def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
         """Write a step's rows, and padding rows after them, to the host's buffer.
 
-        No copy of the buffer may be in progress. Returns whether some row needs eager sampling.
+        Returns whether some row needs eager sampling.
         """
         layout, query_len, eager_sampling = self._layout, bucket.query_len, False
+        self._staging.await_copy()
         slices = [row.slice for row in rows]
         tokens, starts, tables, *_ = zip(*slices, strict=True) if rows else ((),) * 3
         for i, table in enumerate(tables):
@@ -253,6 +254,11 @@ class DecodeInputs:
         drafts = select_rows(late.tokens[:, :width], places)
         ids = self._staging.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
         ids[:count, 1 : 1 + width] = drafts
+
+    def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
+        """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""
+        firsts = range(0, len(drawn.sources) * bucket.query_len, bucket.query_len)
+        drawn.fill_in(self._staging.device("input_ids"), firsts)
 
     def _view(self, bucket: Bucket) -> _BucketViews:
         rows, shape = bucket.rows, (bucket.rows, bucket.query_len)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.staging import PageLayout, Staging
+from outrider.engine.step import DrawnTokens
 
 _TOKENS = (*range(64, 1024, 64), *range(1024, 2049, 128))
 """Sizes of which a launch of all kernels takes longer than the forward."""
@@ -78,10 +80,10 @@ class PrefillInputs:
     def fill(self, rows: Sequence[RowSlice], bucket: PrefillBucket) -> Tensor:
         """Write rows that the bucket holds and enqueue their copy to the device.
 
-        The forward before must have read its own. Returns which tokens get logits: int64
-        [num_logits], on the host.
+        Returns which tokens get logits: int64 [num_logits], on the host.
         """
         layout = self._layout
+        self._staging.await_copy()
         missing = bucket.tokens - sum([len(row.token_ids) for row in rows])
         pages = [layout.scratch_page] * -(-missing // layout.page_size)
         batch = pack([*rows, RowSlice([0] * missing, 0, pages, 0)], layout.page_size, _CPU)
@@ -96,6 +98,11 @@ class PrefillInputs:
         to("block_table")[:num_rows, :width] = batch.block_table
         self._staging.send("block_table", num_rows)
         return batch.logits_index
+
+    def take_drawn(self, drawn: DrawnTokens, rows: Sequence[RowSlice]) -> None:
+        """Enqueue, behind the copy, what replaces placeholders by tokens on the device."""
+        ends = accumulate([len(row.token_ids) for row in rows])
+        drawn.fill_in(self._staging.device("input_ids"), [end - 1 for end in ends])
 
 
 def _fill(to: NDArray[Any], numbers: Tensor, rest: int) -> None:

@@ -38,6 +38,7 @@ class Staging:
             end = self._starts[name] + dtype.itemsize * math.prod(shape)
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def host(self, name: str) -> Tensor:
         return self._view(self._host, name)
@@ -55,6 +56,16 @@ class Staging:
         dtype, (_, *shape) = self._columns[last]
         end = self._starts[last] + num_rows * dtype.itemsize * math.prod(shape)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def await_copy(self) -> None:
+        """Return when the last copy has been made, after which the host's columns may change.
+
+        It waits behind a step in flight only, never for one: by then the step before has ended.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         dtype, shape = self._columns[name]

@@ -47,6 +47,7 @@ from outrider.policy.fixed import FixedPolicy
 from outrider.policy.row import Drafting
 from outrider.policy.tracker import DraftTracker
 from outrider.types import Commit, FinishReason, Request, StepEvents
+from tests.support.models.at_once import AtOnce
 from tests.support.models.hash_model import HashModel, Sequential
 
 CONFIG = EngineConfig(page_size=4, num_pages=512, max_model_len=64, max_num_batched_tokens=256)
@@ -74,12 +75,16 @@ class Gate(HashModel):
         return super().forward(batch)
 
 
-class Recorder(Runner):
-    """A runner that writes down what happens, and whose launches fail while told to."""
+class Recorder(AtOnce):
+    """A runner that writes down what happens, and whose launches fail while told to.
 
-    def __init__(self, model: HashModel, diary: list[str]) -> None:
+    Without `ahead`, nothing tells of a step before its result is there.
+    """
+
+    def __init__(self, model: HashModel, diary: list[str], *, ahead: bool = False) -> None:
         super().__init__(model)
         self.diary = diary
+        self.ahead = ahead
         self.failures = 0
 
     def launch(self, step: Step) -> Pending:
@@ -87,10 +92,11 @@ class Recorder(Runner):
         if self.failures:
             self.failures -= 1
             raise RuntimeError("the device fell over")
-        pending, diary = super().launch(step), self.diary
+        launch = super().launch if self.ahead else super(AtOnce, self).launch
+        pending, diary = launch(step), self.diary
 
         class Waiting:
-            verified = None
+            verified = pending.verified
 
             def wait(self) -> StepResult:
                 diary.append("wait")
@@ -335,6 +341,50 @@ def test_worker_publishes_a_step_while_the_next_is_in_flight() -> None:
     gaps = [timings.gap_ms for timings in (first, second, third) if timings is not None]
     assert gaps[0] is None, "it followed no step"
     assert all(gap is not None and gap > 0 for gap in gaps[1:])
+
+
+def test_worker_where_nobody_drafts_launches_before_it_waits() -> None:
+    diary: list[str] = []
+    model = Gate()
+    with running(model, runner=Recorder(model, diary, ahead=True)) as (worker, inbox, _):
+        worker.submit(asked := request(1, max_tokens=4))
+        inbox.wait(lambda box: 1 in box.ended)
+        assert diary == ["launch", *["launch", "wait"] * 3, "wait"]  # none behind the last one
+        assert inbox.tokens[1] == Sequential(model).output(asked, 64, frozenset())[0]
+        stats = inbox.commits(1)[-1].stats
+        assert stats is not None
+        assert (stats.iter_count, stats.rounds, stats.fallback_rounds) == (4, 4, 3)
+
+
+def test_worker_that_launches_ahead_with_200_requests_answers_all() -> None:
+    model = Gate()
+    truth = Sequential(model)
+    stops = frozenset({3, 17})  # rows end that run already behind
+    with running(model, runner=AtOnce(model)) as (worker, inbox, _):
+        requests = [request(i, temperature=i % 2, seed=i) for i in range(200)]
+        requests = [replace(r, stop=replace(r.stop, stop_token_ids=stops)) for r in requests]
+        for r in requests:
+            worker.submit(r)
+            if r.session_id % 20 == 19:
+                worker.abort(r.session_id - 5)
+        kept = [r for r in requests if r.session_id % 20 != 14]
+        inbox.wait(lambda box: {r.session_id for r in kept} <= {*box.ended})
+        for r in kept:
+            assert inbox.tokens[r.session_id] == truth.output(r, 64, frozenset())[0]
+
+
+def test_worker_with_failing_step_behind_fails_only_its_requests() -> None:
+    model = Gate()
+    with running(model, runner=AtOnce(model)) as (worker, inbox, _):
+        model.failures = 1
+        model.open.clear()
+        worker.submit(request(1))
+        worker.submit(request(2))
+        model.open.set()
+        inbox.wait(lambda box: {1, 2} <= {*box.ended})
+        worker.submit(again := request(24))
+        inbox.wait(lambda box: 24 in box.ended)
+        assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
 
 def test_worker_without_next_step_publishes_events(
