@@ -64,8 +64,9 @@ _FIELDS: Final = {
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "prompt_token_ids", "sampling_params"),
     "vllm.v1.sample.metadata:SamplingMetadata": ("all_greedy", "all_random"),
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("num_draft_tokens",),
+    "vllm.config:CompilationConfig": ("cudagraph_mode", "max_cudagraph_capture_size"),
     "vllm.config:VllmConfig": (
-        *("additional_config", "model_config", "parallel_config"),
+        *("additional_config", "compilation_config", "model_config", "parallel_config"),
         *("scheduler_config", "speculative_config"),
     ),
     "vllm.config:ModelConfig": (
@@ -161,6 +162,18 @@ def read_config(config: Any) -> Served:
         data_parallel_rank=config.parallel_config.data_parallel_rank,
         flags=str((config.additional_config or {}).get("outrider", "")),
     )
+
+
+def max_graph_rows(config: Any) -> int:
+    """Return up to how many rows run in one CUDA graph if all have as many draft tokens.
+
+    With drafts of other lengths vLLM runs attention apart from graphs. 0 if it has no such graphs.
+    """
+    compilation = config.compilation_config
+    if "FULL" not in getattr(compilation.cudagraph_mode, "name", ""):
+        return 0
+    query_len = 1 + int(config.speculative_config.num_speculative_tokens)
+    return int(compilation.max_cudagraph_capture_size or 0) // query_len
 
 
 def find_runner(drafter: object) -> Any:

@@ -23,6 +23,7 @@ class HostedRow(DraftedRow):
         super().__init__(request, max_len=max_len, stop_ids=stop_ids, drafting=drafting)
         self.name = name
         self.started_at = started_at
-        self.num_verified = 0  # draft tokens in the step that runs
+        self.num_drafted = 0  # tokens of the draft that was chosen for the next step
+        self.num_verified = 0  # of them in the step that runs
         self.ended = False
         self.stale = False  # the text may not be vLLM's

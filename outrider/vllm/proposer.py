@@ -71,7 +71,11 @@ class RemoteProposer:
             return
         policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)
         self._host = host = DraftHost(
-            served.num_speculative_tokens, served.max_model_len, served.max_num_seqs, policy=policy
+            served.num_speculative_tokens,
+            served.max_model_len,
+            served.max_num_seqs,
+            policy=policy,
+            max_graph_rows=adapter.max_graph_rows(runner.vllm_config),
         )
         self._server = DraftServer(host, self._options)
         self.info |= self._server.start(served_model(served, self._options, str(runner.device)))

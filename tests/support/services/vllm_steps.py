@@ -40,9 +40,11 @@ class VllmSteps(Listener):
         monkeypatch: pytest.MonkeyPatch,
         names: tuple[str, ...] = ("a", "b"),
         max_wait_s: float = MAX_WAIT_S,
+        max_graph_rows: int = 0,
     ) -> None:
         monkeypatch.setattr(adapter, "shared_drafts", lambda drafts, *_: drafts)
-        self.host = DraftHost(K, CONTEXT, 8, policy=LockstepFixedPolicy(K, max_wait_s=max_wait_s))
+        policy = LockstepFixedPolicy(K, max_wait_s=max_wait_s)
+        self.host = DraftHost(K, CONTEXT, 8, policy=policy, max_graph_rows=max_graph_rows)
         self.host.listener = self
         metrics = ScorerMetrics(CollectorRegistry(), "m")
         self.hub = Hub(cast("Any", self.host), SERVED, DraftLimits(), metrics)
