@@ -15,6 +15,7 @@ _SUMMED = (
     *("network_ms", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
     "hits_after_miss",
 )
+_SUMMED_LISTS = ("accepted_per_pos", "k_histogram", "drafts_per_context", "accepted_per_context")
 _ONE_PLAIN = (TokenKind.PLAIN,)
 
 
@@ -83,8 +84,8 @@ class Account:
         segment = self._seen if self._reported is None else self._reported
         for name in _SUMMED:
             setattr(self._total, name, getattr(self._total, name) + getattr(segment, name))
-        _add_elementwise(self._total.accepted_per_pos, segment.accepted_per_pos)
-        _add_elementwise(self._total.k_histogram, segment.k_histogram)
+        for name in _SUMMED_LISTS:
+            _add_elementwise(getattr(self._total, name), getattr(segment, name))
         known = set(self._total.proposer_ids)
         self._total.proposer_ids.extend(p for p in segment.proposer_ids if p not in known)
         _add_methods(self._total, segment.by_method)
@@ -140,6 +141,10 @@ def _add_methods(total: common_pb2.AuxInfo, more: Iterable[common_pb2.MethodCoun
 
 def _take_back(result: common_pb2.AuxInfo) -> None:
     """One accepted token less. Which method drafted it is known only if there was one."""
+    per_context = result.accepted_per_context
+    last = next((i for i in reversed(range(len(per_context))) if per_context[i]), None)
+    if last is not None:
+        per_context[last] -= 1
     for counts in reversed(result.by_method):
         if counts.accepted:
             counts.accepted -= 1

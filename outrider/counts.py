@@ -22,6 +22,16 @@ class Admission(NamedTuple):
     cached_prompt_tokens: int
 
 
+def context_class(length: int) -> int:
+    """Return 0 for a context below 1024 tokens, and one more for every fourfold length."""
+    return max(0, (length.bit_length() - 9) // 2)
+
+
+def context_class_from(index: int) -> int:
+    """Return the shortest context of a class."""
+    return 1 << (8 + 2 * index) if index else 0
+
+
 class RoundSums(NamedTuple):
     """The sums over rounds by their (drafted, accepted) tokens."""
 
@@ -57,6 +67,9 @@ class StepCounts:
     round only if a draft was verified with it."""
     drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by proposer
     accepted_by: Counter[str] = field(default_factory=Counter)
+    drafts_by_context: Counter[int] = field(default_factory=Counter)
+    """Rounds that verified a draft, by `context_class`."""
+    accepted_by_context: Counter[int] = field(default_factory=Counter)
     output_tokens: int = 0
     fates: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rounds that wanted a draft, each once, by (proposer, one of `DRAFT_FATES`)."""

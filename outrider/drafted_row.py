@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from outrider.counts import sum_rounds
 from outrider.draft_tree import DraftTree
 from outrider.params import TokenIds
@@ -104,8 +106,10 @@ class DraftedRow:
             rounds=c.rounds.total(),
             drafted=sums.drafted,
             accepted=sums.accepted,
-            accepted_per_pos=tuple(sums.by_position[i] for i in range(len(sums.by_position))),
-            k_histogram=tuple(sums.by_k[k] for k in range(max(sums.by_k, default=-1) + 1)),
+            accepted_per_pos=_as_list(sums.by_position),
+            drafts_per_context=_as_list(c.drafts_by_context),
+            accepted_per_context=_as_list(c.accepted_by_context),
+            k_histogram=_as_list(sums.by_k),
             hits=c.fates["hit"],
             misses_late=c.fates["late"],
             misses_wrong=c.fates["wrong"],
@@ -127,3 +131,8 @@ class DraftedRow:
             verification=self.request.speculation.verification.rule,
             by_method=tuple(MethodCounts(name, *counts) for name, counts in c.by_method.items()),
         )
+
+
+def _as_list(counts: Counter[int]) -> tuple[int, ...]:
+    """Return the counts of 0, 1, ... up to the last that is there."""
+    return tuple(counts[i] for i in range(max(counts, default=-1) + 1))

@@ -45,6 +45,8 @@ class Counters:
     after_hit: list[int] = field(default_factory=lambda: [0, 0])  # misses, hits
     after_miss: list[int] = field(default_factory=lambda: [0, 0])
     by_method: dict[str, tuple[int, int]] = field(default_factory=dict)  # drafted, accepted
+    drafts_by_context: Counter[int] = field(default_factory=Counter)  # see `StepCounts`
+    accepted_by_context: Counter[int] = field(default_factory=Counter)
 
     def count_round(self, drafted: int, accepted: int, method: str) -> None:
         """Count a round that emitted something; `accepted` after trimming. `method` drafted."""

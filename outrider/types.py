@@ -130,6 +130,8 @@ class RequestStats:
     rounds_after_miss: int = 0
     hits_after_miss: int = 0
     by_method: tuple[MethodCounts, ...] = ()
+    drafts_per_context: tuple[int, ...] = ()  # by `context_class`
+    accepted_per_context: tuple[int, ...] = ()
     verification: VerificationRule = VerificationRule.COUPLED
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from outrider.counts import DRAFT_FATES, StepCounts, sum_rounds
+from outrider.counts import DRAFT_FATES, StepCounts, context_class_from, sum_rounds
 from outrider.features import FeatureBatch
 from outrider.policy.base import DraftMode
 from outrider.rpc.telemetry import METRIC_PREFIX
@@ -94,6 +94,17 @@ class ScorerMetrics:
             "position",
         )
         self._accepted_per_pos(0)  # reported also where no draft is ever accepted
+        self._per_context = {
+            name: self._labelled(
+                f"spec_decode_num_{name}_per_context",
+                f"{about}, by the tokens before: `context` and more, below the next `context`.",
+                "context",
+            )
+            for name, about in (
+                ("drafts", "Rounds that verified a draft"),
+                ("accepted_tokens", "Draft tokens accepted"),
+            )
+        }
         self._rounds = self._labelled(
             "spec_decode_num_rounds",
             "Rounds of requests, by draft tokens verified (0: the row went without a draft).",
@@ -224,6 +235,10 @@ class ScorerMetrics:
             self._rounds(k).inc(rounds)
         for position, rounds in sums.by_position.items():
             self._accepted_per_pos(position).inc(rounds)
+        for index, rounds in counts.drafts_by_context.items():
+            context = context_class_from(index)
+            self._per_context["drafts"](context).inc(rounds)
+            self._per_context["accepted_tokens"](context).inc(counts.accepted_by_context[index])
         for proposer_id, tokens in counts.drafted_by.items():
             pool = self._pools.get(proposer_id, _OTHER)
             self._pool_drafted(pool).inc(tokens)

@@ -88,7 +88,8 @@ def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
     first = row.base_len == seq.num_prompt_tokens
     drafted_by = (row.proposer_id, row.method)
-    tracker.account.round(seq.counters, round_, len(output), drafted_by, None if first else step_s)
+    verified_s = None if first else step_s
+    tracker.account.round(seq.counters, round_, len(output), drafted_by, verified_s, row.base_len)
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None

@@ -5,7 +5,7 @@ Nothing is decided by these counts: they are for `aux_info` and metrics.
 
 from __future__ import annotations
 
-from outrider.counts import StepCounts
+from outrider.counts import StepCounts, context_class
 from outrider.policy.base import Policy, Row
 from outrider.rounds import Counters, Round
 
@@ -61,11 +61,13 @@ class DraftAccount:
         num_output: int,
         drafted_by: tuple[str, str],
         verified_s: float | None,
+        base_len: int,
     ) -> None:
         """Count a row's round in its own account and in the step's.
 
         `num_output` tokens of the round are output, after trimming. `drafted_by` names proposer and
         method. `verified_s` is the step's time; None for the row's first round, of its prompt.
+        `base_len` tokens were committed before it.
         """
         counts, drafted = self.counts, round_.drafted
         accepted = min(round_.accepted, num_output)
@@ -77,6 +79,10 @@ class DraftAccount:
             if drafted:
                 counts.drafted_by[proposer_id] += drafted
                 counts.accepted_by[proposer_id] += accepted
+                context = context_class(base_len)
+                for each in (counters, counts):
+                    each.drafts_by_context[context] += 1
+                    each.accepted_by_context[context] += accepted
         if verified_s is not None:
             counters.score_s += verified_s
             counts.score_s += verified_s

@@ -65,7 +65,7 @@ _STATS_FIELDS: Final = (
     *("hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms"),
     *("prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens"),
     *("proposer_ids", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
-    "hits_after_miss",
+    *("hits_after_miss", "drafts_per_context", "accepted_per_context"),
 )
 """Fields of `RequestStats` and AuxInfo with the same name and meaning."""
 _VERIFICATION_FIELDS: Final = ("epsilon", "alpha", "max_candidate_len", "verify_window")

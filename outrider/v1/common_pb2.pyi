@@ -157,7 +157,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class AuxInfo(_message.Message):
-    __slots__ = ("cost_time", "output_len", "iter_count", "avg_tokens_per_iter", "rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens", "proposer_ids", "scorer_id", "retries", "verification", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss", "hits_after_miss", "exact", "by_method")
+    __slots__ = ("cost_time", "output_len", "iter_count", "avg_tokens_per_iter", "rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens", "proposer_ids", "scorer_id", "retries", "verification", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss", "hits_after_miss", "exact", "by_method", "drafts_per_context", "accepted_per_context")
     COST_TIME_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
     ITER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,8 @@ class AuxInfo(_message.Message):
     HITS_AFTER_MISS_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     BY_METHOD_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_PER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     cost_time: float
     output_len: int
     iter_count: int
@@ -222,7 +224,9 @@ class AuxInfo(_message.Message):
     hits_after_miss: int
     exact: bool
     by_method: _containers.RepeatedCompositeFieldContainer[MethodCounts]
-    def __init__(self, cost_time: _Optional[float] = ..., output_len: _Optional[int] = ..., iter_count: _Optional[int] = ..., avg_tokens_per_iter: _Optional[float] = ..., rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_pos: _Optional[_Iterable[int]] = ..., k_histogram: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses_late: _Optional[int] = ..., misses_wrong: _Optional[int] = ..., waits: _Optional[int] = ..., wait_ms: _Optional[float] = ..., fallback_rounds: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., propose_ms: _Optional[float] = ..., score_ms: _Optional[float] = ..., network_ms: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., proposer_ids: _Optional[_Iterable[str]] = ..., scorer_id: _Optional[str] = ..., retries: _Optional[int] = ..., verification: _Optional[str] = ..., preemptions: _Optional[int] = ..., rounds_after_hit: _Optional[int] = ..., hits_after_hit: _Optional[int] = ..., rounds_after_miss: _Optional[int] = ..., hits_after_miss: _Optional[int] = ..., exact: _Optional[bool] = ..., by_method: _Optional[_Iterable[_Union[MethodCounts, _Mapping]]] = ...) -> None: ...
+    drafts_per_context: _containers.RepeatedScalarFieldContainer[int]
+    accepted_per_context: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cost_time: _Optional[float] = ..., output_len: _Optional[int] = ..., iter_count: _Optional[int] = ..., avg_tokens_per_iter: _Optional[float] = ..., rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_pos: _Optional[_Iterable[int]] = ..., k_histogram: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses_late: _Optional[int] = ..., misses_wrong: _Optional[int] = ..., waits: _Optional[int] = ..., wait_ms: _Optional[float] = ..., fallback_rounds: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., propose_ms: _Optional[float] = ..., score_ms: _Optional[float] = ..., network_ms: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., proposer_ids: _Optional[_Iterable[str]] = ..., scorer_id: _Optional[str] = ..., retries: _Optional[int] = ..., verification: _Optional[str] = ..., preemptions: _Optional[int] = ..., rounds_after_hit: _Optional[int] = ..., hits_after_hit: _Optional[int] = ..., rounds_after_miss: _Optional[int] = ..., hits_after_miss: _Optional[int] = ..., exact: _Optional[bool] = ..., by_method: _Optional[_Iterable[_Union[MethodCounts, _Mapping]]] = ..., drafts_per_context: _Optional[_Iterable[int]] = ..., accepted_per_context: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MethodCounts(_message.Message):
     __slots__ = ("method", "drafted", "accepted")

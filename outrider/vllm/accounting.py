@@ -130,7 +130,12 @@ class Accounting:
         row, first, num_output, round_, _, proposer_id, method = emitted
         seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
         self.tracker.account.round(
-            row.counters, round_, num_output, (proposer_id, method), None if first else seconds
+            row.counters,
+            round_,
+            num_output,
+            (proposer_id, method),
+            None if first else seconds,
+            len(row.token_ids) - num_output,
         )
         if first:
             row.counters.prefill_s = self.step.ended - row.started_at

@@ -23,7 +23,7 @@ _OF_DRAFTS = (
     *("rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late"),
     *("misses_wrong", "waits", "wait_ms", "fallback_rounds", "propose_ms", "score_ms"),
     *("network_ms", "proposer_ids", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
-    "hits_after_miss",
+    *("hits_after_miss", "drafts_per_context", "accepted_per_context"),
 )
 """Fields of `RequestStats` that the draft side knows better."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -124,8 +124,7 @@ class Progress:
         if told is None:
             return ours
         fields = {name: told[name] for name in _OF_DRAFTS}
-        for name in ("accepted_per_pos", "k_histogram", "proposer_ids"):
-            fields[name] = tuple(fields[name])
+        fields = {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
         by_method = told["by_method"]
         if isinstance(by_method, list | tuple):
             fields["by_method"] = tuple(MethodCounts(*counts) for counts in by_method)

@@ -436,6 +436,7 @@ def test_stats_with_several_methods_count_rounds_by_method() -> None:
     assert stats is not None
     assert stats.by_method == (MethodCounts("ngram", 5, 1), MethodCounts("suffix", 2, 2))
     assert (stats.drafted, stats.accepted, stats.proposer_ids) == (7, 3, ("a",))
+    assert (stats.drafts_per_context, stats.accepted_per_context) == ((3,), (3,))
 
 
 @pytest.mark.parametrize(("runs_ahead", "hits_after_hit"), [(False, 0), (True, 2)])

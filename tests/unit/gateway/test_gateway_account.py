@@ -93,6 +93,8 @@ def reported(verification: str, *, exact: bool, **by_method: tuple[int, int]) ->
         exact=exact,
         accepted=sum(accepted for _, accepted in by_method.values()),
         accepted_per_pos=[sum(accepted for _, accepted in by_method.values())],
+        drafts_per_context=[1, 2],
+        accepted_per_context=[0, sum(accepted for _, accepted in by_method.values())],
         by_method=[
             common_pb2.MethodCounts(method=method, drafted=drafted, accepted=accepted)
             for method, (drafted, accepted) in by_method.items()
@@ -111,6 +113,8 @@ def test_methods_over_segments_add_up() -> None:
     result = account.close(output_len=9, cost_time_ms=1)
     counts = [(each.method, each.drafted, each.accepted) for each in result.by_method]
     assert counts == [("ngram", 6, 3), ("suffix", 3, 1)]
+    assert list(result.drafts_per_context) == [2, 4]
+    assert list(result.accepted_per_context) == [0, 4]
     assert (result.verification, result.exact) == ("coupled", True)
 
 
@@ -124,6 +128,7 @@ def test_methods_with_cut_text_lose_what_was_cut() -> None:
         ("suffix", 1),
         ("ngram", 0),
     ]
+    assert list(result.accepted_per_context) == [0, 1]
     assert result.accepted == 1
 
 

@@ -243,6 +243,7 @@ def test_codec_with_aux_info_carries_every_statistic() -> None:
     for i, field in enumerate(dataclasses.fields(RequestStats), start=1):
         values[field.name] = (str(i),) if field.name == "proposer_ids" else i
     values["accepted_per_pos"], values["k_histogram"] = (3, 2), (1, 0, 4)
+    values["drafts_per_context"], values["accepted_per_context"] = (2, 1), (3, 0)
     values["by_method"] = (MethodCounts("ngram", 5, 3),)
     values["verification"] = VerificationRule.REJECTION
     stats = RequestStats(**values)  # type: ignore[arg-type]

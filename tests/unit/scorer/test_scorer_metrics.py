@@ -37,6 +37,8 @@ COUNTS = StepCounts(
     wait_s=0.004,
     propose_s=0.5,
     network_s=0.25,
+    drafts_by_context=Counter({0: 2, 3: 1}),
+    accepted_by_context=Counter({0: 5, 3: 1}),
     score_s=0.088,
     plain_s=0.06,
     way="on demand",
@@ -67,6 +69,10 @@ def test_scorer_metrics_after_a_step_count_it() -> None:
     assert metrics("spec_decode_num_accepted_tokens_total") == 2 * 6
     per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
     assert [metrics(per_pos, position=str(i)) for i in range(5)] == [6, 2, 2, 2, None]
+    for context, drafts, accepted in (("0", 2, 5), ("16384", 1, 1)):
+        here = {"context": context}
+        assert metrics("spec_decode_num_drafts_per_context_total", **here) == 2 * drafts
+        assert metrics("spec_decode_num_accepted_tokens_per_context_total", **here) == 2 * accepted
     by_k = "spec_decode_num_rounds_total"
     assert [metrics(by_k, num_draft_tokens=k) for k in ("0", "1", "4")] == [2, None, 6]
     for pool, drafted, accepted in (("large", 16, 10), ("small", 8, 2)):

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from outrider.config import EngineConfig
-from outrider.counts import StepCounts
+from outrider.counts import StepCounts, context_class, context_class_from
 from outrider.params import SamplingParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.fixed import FixedPolicy
@@ -90,3 +90,10 @@ def test_step_counts_of_all_steps_sum_to_request_stats(
     # Waits after a preemption are of the request, and of no admission.
     assert sum(s.queue_ms for s in stats) / 1e3 > sum(a.queue_s for a in total.admissions)
     assert total.plain_s > 0.0
+
+
+def test_context_class_of_any_length_contains_it() -> None:
+    for length in (0, 1, 255, 1023, 1024, 4095, 4096, 16_384, 65_535, 65_536, 1_000_000):
+        index = context_class(length)
+        assert context_class_from(index) <= length < context_class_from(index + 1), length
+    assert [context_class_from(index) for index in range(4)] == [0, 1024, 4096, 16_384]
