@@ -6,7 +6,7 @@ Every constructor raises `InvalidRequestError`, naming the field, for a value ou
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.errors import InvalidRequestError
 
@@ -69,6 +69,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def of_draft(self, base_len: int) -> SamplingParams:
+        """Return these with the seed of one draft, after `base_len` tokens, and its verification.
+
+        Block verification needs it: what becomes of a draft depends on draws behind the tokens
+        that the draft adds.
+        """
+        return replace(self, seed=(self.seed + 0x9E3779B97F4A7C15 * base_len) % 2**64)
+
     @property
     def has_penalties(self) -> bool:
         """Tell whether earlier tokens change the logits of later ones."""
@@ -125,13 +133,19 @@ class VerificationRule(enum.Enum):
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+    BLOCK = "block"
     TYPICAL = "typical"
     TOP_P_WINDOW = "top_p_window"
 
     @property
     def exact(self) -> bool:
         """Tell whether the output has the target's distribution."""
-        return self in (VerificationRule.COUPLED, VerificationRule.REJECTION)
+        return self is VerificationRule.COUPLED or self.samples
+
+    @property
+    def samples(self) -> bool:
+        """Tell whether drafts are drawn with noise of their own, and sent with distributions."""
+        return self in (VerificationRule.REJECTION, VerificationRule.BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

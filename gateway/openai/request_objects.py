@@ -121,7 +121,7 @@ class TextPart(Strict):
 class Verification(Strict):
     """Which drafted tokens are accepted; as a string, the rule alone."""
 
-    rule: Literal["coupled", "rejection", "typical", "top_p_window"] = "coupled"
+    rule: Literal["coupled", "rejection", "block", "typical", "top_p_window"] = "coupled"
     epsilon: float | None = None
     alpha: float | None = None
     max_candidate_len: UINT32 | None = None

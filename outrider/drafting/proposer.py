@@ -95,8 +95,8 @@ class SessionStart:
 
     @property
     def samples(self) -> bool:
-        """Drafts are drawn with noise of their own, since rejection verifies them."""
-        return self.rule is VerificationRule.REJECTION and not self.sampling.greedy
+        """Drafts are drawn with noise of their own, as the rule asks."""
+        return self.rule.samples and not self.sampling.greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +198,20 @@ class Follower:
         self.tokens: list[int] = []
         self.length = 0
         self.pushed: DraftTree | None = None
-        self.sampling = start.sampling
+        self.sampling, self._rule = start.sampling, start.rule
         self.max_model_len = traits.max_model_len
         self.max_len = min(start.max_len, traits.max_model_len)
         self.vocab_size = traits.vocab_size or 2**31
         self.max_draft_tokens = traits.max_draft_tokens
         self.num_draft_tokens = min(start.num_draft_tokens, traits.max_draft_tokens)
         self._append(start.prefix)
+
+    @property
+    def draft_sampling(self) -> SamplingParams:
+        """Return the parameters that the next draft is drawn with."""
+        if self._rule is not VerificationRule.BLOCK:
+            return self.sampling
+        return self.sampling.of_draft(self.length)
 
     def commit(
         self, base_len: int, tokens: Sequence[int], num_draft_tokens: int

@@ -176,7 +176,6 @@ class Runner:
         drafted: list[DraftedRow] = []
         for row in rows:
             request, count = row.seq.request, row.slice.num_logits
-            rejection = request.verification_rule is VerificationRule.REJECTION
             end = row.slice.start + len(row.slice.token_ids) + 1
             if row.draft and request.verification_rule is not VerificationRule.COUPLED:
                 drafted.append(
@@ -195,7 +194,7 @@ class Runner:
                 positions += [first, *(first + 1 + depth for depth in depths(row.slice.parents))]
             else:
                 positions += range(end - count, end)
-            lanes += [Lane.RECOVER if rejection else Lane.SHARED] * count
+            lanes += [Lane.RECOVER if request.verification_rule.samples else Lane.SHARED] * count
         batch = SamplingBatch.build(params, positions, self.model.device, lanes)
         drawn = self._sample(logits, batch)
         apply_rules(logits, drafted, drawn)

@@ -48,6 +48,7 @@ FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.i
 RULE_TO_PROTO: Final = {
     VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
     VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
+    VerificationRule.BLOCK: common_pb2.VERIFICATION_RULE_BLOCK,
     VerificationRule.TYPICAL: common_pb2.VERIFICATION_RULE_TYPICAL,
     VerificationRule.TOP_P_WINDOW: common_pb2.VERIFICATION_RULE_TOP_P_WINDOW,
 }

@@ -14,6 +14,7 @@ class VerificationRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERIFICATION_RULE_REJECTION: _ClassVar[VerificationRule]
     VERIFICATION_RULE_TYPICAL: _ClassVar[VerificationRule]
     VERIFICATION_RULE_TOP_P_WINDOW: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_BLOCK: _ClassVar[VerificationRule]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ VERIFICATION_RULE_COUPLED: VerificationRule
 VERIFICATION_RULE_REJECTION: VerificationRule
 VERIFICATION_RULE_TYPICAL: VerificationRule
 VERIFICATION_RULE_TOP_P_WINDOW: VerificationRule
+VERIFICATION_RULE_BLOCK: VerificationRule
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

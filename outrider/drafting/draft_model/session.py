@@ -165,4 +165,4 @@ class DraftRow:
     def input(self) -> DraftInput:
         follower, mask = self.state.follower, self.state.mask
         editor = mask.after(follower.tokens) if mask is not None and self.wanted else None
-        return DraftInput(self.slice(), self.wanted, follower.sampling, editor)
+        return DraftInput(self.slice(), self.wanted, follower.draft_sampling, editor)

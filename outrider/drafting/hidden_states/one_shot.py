@@ -116,7 +116,7 @@ class _Row:
     def input(self) -> DraftInput:
         follower = self.state.follower
         last = RowSlice(follower.tokens[-1:], self.length - LEAD, (), 1)
-        return DraftInput(last, follower.wanted, follower.sampling, self.mask)
+        return DraftInput(last, follower.wanted, follower.draft_sampling, self.mask)
 
 
 class OneShotProposer(FeatureMethod):

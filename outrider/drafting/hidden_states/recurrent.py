@@ -77,7 +77,7 @@ class _HeadRow:
         return DraftInput(
             RowSlice(tokens, start, self.cache.block_table, 1),
             self.wanted,
-            follower.sampling,
+            follower.draft_sampling,
             self.mask,
             self.state.rows(start, self.end),
         )

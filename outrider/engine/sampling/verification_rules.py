@@ -7,11 +7,13 @@ choice at a drafted place may be the drafted token itself:
 
 rejection     with chance min(1, target_prob / draft_prob), else a draw from the residual of the
               target's distribution (Leviathan et al. 2023; Chen et al. 2023): exact in law
+block         if the draft up to it, or further, is likely enough (Sun et al. 2024): exact in law,
+              and accepts no less than rejection
 typical       if the target finds the token typical enough (Medusa, Cai et al. 2024): lossy
 top_p_window  if the token is a candidate, or the tokens after it agree (PaddleNLP): lossy
 
-The first three functions are the definitions, a row at a time; `apply_rules` is them, batched.
-docs/sampling.md argues why rejection keeps the law. With temperature 0 every rule is coupled.
+The first four functions are the definitions, a row at a time; `apply_rules` is them, batched.
+docs/sampling.md argues why the exact ones keep the law. With temperature 0 every rule is coupled.
 """
 
 from __future__ import annotations
@@ -63,6 +65,42 @@ def rejection(
     weights = residual if any(residual) else target_probs
     scores = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(weights, noise, strict=True)]
     return scores.index(max(scores))
+
+
+def block(
+    draft: TokenIds,
+    draft_probs: Sequence[DraftProbs | None],
+    target_probs: Sequence[Sequence[float]],
+    uniforms: Sequence[float],
+    noise: Sequence[Sequence[float]],
+) -> list[int]:
+    """Return the choices at all drafted places, given what `rejection` is given at each.
+
+    `ratio` is how likely the target is to write the draft so far, over how likely the proposer was
+    to draw it, capped at 1 from place to place. A round ends at the last place that passes. (Sun et
+    al. 2024, arXiv 2403.10444, algorithm 2.)
+    """
+    ratio, accepted = 1.0, 0
+    recovered: list[int] = []
+    for i, token in enumerate(draft):
+        ids, probs = draft_probs[i] or ((token,), (1.0,))
+        total = sum(probs)
+        residual = [ratio * prob for prob in target_probs[i]]
+        for t, prob in zip(ids, probs, strict=True):
+            residual[t] = max(0.0, residual[t] - prob / total)
+        left, missing = sum(residual), 1 - ratio
+        # All of both is 0 where the draft is what the target would write.
+        if i and uniforms[i - 1] * (left + missing) <= left:
+            accepted = i
+        weights = residual if any(residual) else target_probs[i]
+        scores = [
+            math.log(p) + g if p > 0 else -math.inf for p, g in zip(weights, noise[i], strict=True)
+        ]
+        recovered.append(scores.index(max(scores)))
+        ratio = min(1.0, ratio * target_probs[i][token] * total / probs[ids.index(token)])
+    if uniforms[-1] < ratio:
+        accepted = len(draft)
+    return [*draft[:accepted], *recovered[accepted:]]
 
 
 def typical(
@@ -127,6 +165,17 @@ class _Places:
         return torch.tensor(values, dtype=dtype).to(self.drafted.device, non_blocking=True)
 
     @property
+    def positions(self) -> Tensor:
+        """int64 [n]."""
+        return self.tensor([row.position + i for row in self.rows for i in range(len(row.draft))])
+
+    def uniforms(self, seeds: Sequence[int]) -> Tensor:
+        """Return float64 [n] that decide on acceptance, by a seed for each row."""
+        of_places = [s for s, row in zip(seeds, self.rows, strict=True) for _ in row.draft]
+        keys = seed_keys(of_places, [Lane.ACCEPT] * len(of_places))
+        return uniforms(keys.to(self.drafted.device, non_blocking=True), self.positions)
+
+    @property
     def drafted_prob(self) -> Tensor:
         """float64 [n, 1]: the target's probability of the drafted token."""
         return self.target_probs.gather(1, self.drafted[:, None])
@@ -136,7 +185,7 @@ def apply_rules(logits: Tensor, rows: Sequence[DraftedRow], drawn: Tensor) -> No
     """Put the rules' choices at the drafted places of `rows` into `drawn`, in place.
 
     logits [num_logits, vocab]; drawn int64 [num_logits] holds the target's own draws, under
-    rejection with the noise of `Lane.RECOVER`. Rows do not affect each other.
+    rejection and block with the noise of `Lane.RECOVER`. Rows do not affect each other.
     """
     device = logits.device
     most = max(1, _MAX_PROBS // logits.shape[-1])
@@ -158,30 +207,78 @@ def apply_rules(logits: Tensor, rows: Sequence[DraftedRow], drawn: Tensor) -> No
 
 
 def _rejections(places: _Places) -> Tensor:
-    rows, drafted, target_probs = places.rows, places.drafted, places.target_probs
-    positions = places.tensor([row.position + i for row in rows for i in range(len(row.draft))])
-    seeds = [row.sampling.seed for row in rows for _ in row.draft]
-    accept, recover = (
-        seed_keys(seeds, [lane] * len(seeds)).to(drafted.device, non_blocking=True)
-        for lane in (Lane.ACCEPT, Lane.RECOVER)
-    )
-    drawn_from = [
-        probs or DraftProbs((token,), (1.0,))
-        for row in rows
-        for token, probs in zip(row.draft, row.draft_probs or (None,) * len(row.draft), strict=True)
-    ]
-    width = max([len(probs.token_ids) for probs in drawn_from])
-    padding = [(0,) * (width - len(probs.token_ids)) for probs in drawn_from]
-    of_rows = [*zip(drawn_from, padding, strict=True)]
-    ids = places.tensor([(*probs.token_ids, *fill) for probs, fill in of_rows])
-    draft_probs = places.tensor([(*probs.probs, *fill) for probs, fill in of_rows], torch.float64)
-    draft_probs /= draft_probs.sum(dim=1, keepdim=True)
-    prob = (draft_probs * (ids == drafted[:, None])).sum(dim=1)
-    accepted = uniforms(accept, positions) * prob < places.drafted_prob[:, 0]
-    residual = target_probs.scatter_add(1, ids, -draft_probs).clamp_(min=0.0)
-    scores = residual.log() + gumbel_noise(recover, positions, target_probs.shape[-1])
-    recovered = torch.where(residual.sum(dim=1) > 0.0, scores.argmax(dim=1), places.drawn)
-    return torch.where(accepted, drafted, recovered)
+    drawn_from = _DrawnFrom.of(places)
+    uniform = places.uniforms([row.sampling.seed for row in places.rows])
+    accepted = uniform * drawn_from.prob < places.drafted_prob[:, 0]
+    recovered = _recovered(places, drawn_from.residual(places.target_probs))
+    return torch.where(accepted, places.drafted, recovered)
+
+
+def _blocks(places: _Places) -> Tensor:
+    drawn_from, lens = _DrawnFrom.of(places), [len(row.draft) for row in places.rows]
+    most = max(lens)
+    flat = [row * most + i for row, count in enumerate(lens) for i in range(count)]
+    at, ends = places.tensor(flat), places.tensor(lens)[:, None]
+
+    def padded(values: Tensor) -> Tensor:  # [n] to [rows, most]
+        return values.new_zeros(len(lens) * most).index_copy_(0, at, values).view(-1, most)
+
+    ratios = [torch.ones_like(ends[:, 0], dtype=torch.float64)]
+    for step in padded(places.drafted_prob[:, 0] / drawn_from.prob).unbind(1):
+        ratios.append((ratios[-1] * step).clamp(max=1.0))
+    ratio = torch.stack(ratios, dim=1)  # [rows, most + 1]
+    before = ratio[:, :-1].flatten()[at]
+    residual = drawn_from.residual(before[:, None] * places.target_probs)
+    left = residual.sum(dim=1)
+    # Where place i fails, the round may still end behind it.
+    seeds = [row.sampling.of_draft(row.position).seed for row in places.rows]
+    uniform = padded(places.uniforms(seeds))
+    inside = uniform[:, :-1] * padded(left + 1 - before)[:, 1:] <= padded(left)[:, 1:]
+    place = torch.arange(1, most + 1, device=at.device)
+    inside = torch.nn.functional.pad(inside, (0, 1)) & (place < ends)
+    whole = (uniform < ratio[:, 1:]) & (place == ends)
+    accepted = ((inside | whole) * place).amax(dim=1, keepdim=True)
+    kept = (place <= accepted).flatten()[at]
+    return torch.where(kept, places.drafted, _recovered(places, residual))
+
+
+def _recovered(places: _Places, residual: Tensor) -> Tensor:
+    """Return a draw from each residual [n, vocab], or the target's own where there is none."""
+    seeds = [row.sampling.seed for row in places.rows for _ in row.draft]
+    keys = seed_keys(seeds, [Lane.RECOVER] * len(seeds)).to(residual.device, non_blocking=True)
+    scores = residual.log() + gumbel_noise(keys, places.positions, residual.shape[-1])
+    return torch.where(residual.sum(dim=1) > 0.0, scores.argmax(dim=1), places.drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnFrom:
+    """The distributions that the n drafted tokens were drawn from."""
+
+    ids: Tensor  # int64 [n, width]
+    probs: Tensor  # float64 [n, width], summing to 1
+    prob: Tensor  # float64 [n]: of the drafted token
+
+    @classmethod
+    def of(cls, places: _Places) -> _DrawnFrom:
+        rows = places.rows
+        drawn_from = [
+            probs or DraftProbs((token,), (1.0,))
+            for row in rows
+            for token, probs in zip(
+                row.draft, row.draft_probs or (None,) * len(row.draft), strict=True
+            )
+        ]
+        width = max([len(probs.token_ids) for probs in drawn_from])
+        padding = [(0,) * (width - len(probs.token_ids)) for probs in drawn_from]
+        of_rows = [*zip(drawn_from, padding, strict=True)]
+        ids = places.tensor([(*probs.token_ids, *fill) for probs, fill in of_rows])
+        found = places.tensor([(*probs.probs, *fill) for probs, fill in of_rows], torch.float64)
+        found /= found.sum(dim=1, keepdim=True)
+        return cls(ids, found, (found * (ids == places.drafted[:, None])).sum(dim=1))
+
+    def residual(self, target_probs: Tensor) -> Tensor:
+        """Return what of `target_probs` [n, vocab] is above these."""
+        return target_probs.scatter_add(1, self.ids, -self.probs).clamp_(min=0.0)
 
 
 def _typical(places: _Places) -> Tensor:
@@ -211,6 +308,7 @@ def _top_p_window(places: _Places) -> Tensor:
 
 _BATCHED = {
     VerificationRule.REJECTION: _rejections,
+    VerificationRule.BLOCK: _blocks,
     VerificationRule.TYPICAL: _typical,
     VerificationRule.TOP_P_WINDOW: _top_p_window,
 }

@@ -45,6 +45,7 @@ VOCAB, LENGTH, PROMPT = 3, 5, (1, 2)
 NUM_REQUESTS = 2000
 PAGES = {"page_size": 8, "num_pages": NUM_REQUESTS, "max_model_len": 8}
 REJECTION = SpeculationParams(verification=Verification(VerificationRule.REJECTION))
+BLOCK = SpeculationParams(verification=Verification(VerificationRule.BLOCK))
 TARGET = HashModel(VOCAB, **PAGES, peak=1.5)
 
 
@@ -153,7 +154,8 @@ class ByTrees(Drafts):
         """Per request a token after the prompt and `path`, and what it was drawn from."""
         text = [*PROMPT, *path]
         logits = torch.from_numpy(self.model.logits_of(text)).expand(len(self.requests), -1)
-        params = [request.sampling for request in self.requests]
+        place = sum((token + 1) * 4**i for i, token in enumerate(path))  # other noise by path
+        params = [request.sampling.of_draft(place) for request in self.requests]
         lanes = [Lane.DRAFT] * len(params)
         batch = SamplingBatch.build(params, [len(text)] * len(params), lanes=lanes)
         drawn, ids, probs = (part.tolist() for part in draw_of_likeliest(logits, batch))
@@ -237,20 +239,33 @@ def chi_square(outputs: dict[int, list[int]], params: SamplingParams) -> tuple[f
     return statistic, chi_square_limit(len(cells) - 1)
 
 
-CASES: dict[str, tuple[Drafts, int, SamplingParams]] = {
-    "draft model, K = 1, hot, top_k": (ByDraftModel(1), 1, SamplingParams(1.6, top_k=2)),
-    "draft model, K = 2, cold, top_p": (ByDraftModel(2), 2, SamplingParams(0.6, top_p=0.8)),
-    "draft model, K = 4": (ByDraftModel(4), 4, SamplingParams(1.0)),
-    "late trees, K = 2": (ByTrees(), 2, SamplingParams(1.0)),
-    "point masses, K = 3": (ByTrees(lambda _: None, greedy=True), 3, SamplingParams(0.8)),
+CASES: dict[str, Callable[[], tuple[Drafts, int, SamplingParams]]] = {
+    "draft model, K = 1, hot, top_k": lambda: (ByDraftModel(1), 1, SamplingParams(1.6, top_k=2)),
+    "draft model, K = 2, cold, top_p": lambda: (ByDraftModel(2), 2, SamplingParams(0.6, top_p=0.8)),
+    "draft model, K = 4": lambda: (ByDraftModel(4), 4, SamplingParams(1.0)),
+    "late trees, K = 2": lambda: (ByTrees(), 2, SamplingParams(1.0)),
+    "point masses, K = 3": lambda: (ByTrees(lambda _: None, greedy=True), 3, SamplingParams(0.8)),
 }
 
 
+@pytest.mark.parametrize("speculation", [REJECTION, BLOCK], ids=["rejection", "block"])
 @pytest.mark.parametrize("case", CASES)
-def test_rejection_with_any_draft_probs_emits_the_target_distribution(case: str) -> None:
-    drafts, k, params = CASES[case]
-    statistic, limit = chi_square(run(requests_with(params, REJECTION), drafts, k), params)
+def test_sampled_drafts_with_any_draft_probs_emit_the_target_distribution(
+    case: str, speculation: SpeculationParams
+) -> None:
+    drafts, k, params = CASES[case]()
+    statistic, limit = chi_square(run(requests_with(params, speculation), drafts, k), params)
     assert statistic < limit
+
+
+def test_block_with_the_noise_of_rejected_drafts_is_biased(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why each draft has a seed of its own; and the test above can fail."""
+    monkeypatch.setattr(SamplingParams, "of_draft", lambda params, _: params)
+    params = SamplingParams(1.0)
+    statistic, limit = chi_square(run(requests_with(params, BLOCK), ByDraftModel(4), 4), params)
+    assert statistic > limit
 
 
 def test_rejection_with_wrong_draft_probs_is_biased() -> None:

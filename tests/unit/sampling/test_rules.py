@@ -35,10 +35,7 @@ REJECTION = Verification(VerificationRule.REJECTION)
 def draws(logits: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     """What the target draws where it does not look at the drafts, as the runner does it."""
     places = [(row, row.position + i) for row in rows for i in range(len(row.draft) + 1)]
-    lanes = [
-        Lane.RECOVER if row.verification.rule is VerificationRule.REJECTION else Lane.SHARED
-        for row, _ in places
-    ]
+    lanes = [Lane.RECOVER if row.verification.rule.samples else Lane.SHARED for row, _ in places]
     batch = SamplingBatch.build(
         [row.sampling for row, _ in places], [position for _, position in places], lanes=lanes
     )
@@ -58,6 +55,14 @@ def defined(logits: Tensor, row: DraftedRow, drawn: list[int]) -> list[int]:
             row.draft, target_probs[:-1], allowed, drawn[:-1], *settings_of
         )
         return [*choices, drawn[-1]]
+    if verification.rule is VerificationRule.BLOCK:
+        at = torch.arange(row.position, row.position + count)
+        recover = gumbel_noise(seed_keys([seed] * count, [Lane.RECOVER] * count), at, VOCAB)
+        fresh = seed_keys([row.sampling.of_draft(row.position).seed] * count, [Lane.ACCEPT] * count)
+        drawn_from = row.draft_probs or (None,) * count
+        chances = uniforms(fresh, at).tolist()
+        found = rules.block(row.draft, drawn_from, target_probs, chances, recover.tolist())
+        return [*found, drawn[-1]]
     choices = []
     for i, token in enumerate(row.draft):
         at = torch.tensor([row.position + i])
@@ -217,6 +222,27 @@ def test_rejection_with_shared_noise_is_biased(lane: Lane) -> None:
     params = CUTS["all"]
     statistic, limit = chi_square(emitted_first(params, 16, 10_000, lane), params)
     assert (statistic > limit) == (lane in (Lane.ACCEPT, Lane.RECOVER))
+
+
+def test_block_with_known_probs_equals_numbers_worked_by_hand() -> None:
+    """The draft is 0.8 too sure of token 0, then 0.4 too little: together as likely as not."""
+    drawn_from = [DraftProbs((0, 1), (0.8, 0.2)), DraftProbs((0, 1), (0.4, 0.6))]
+    target = [[0.4, 0.6], [0.8, 0.2]]
+    still = [[0.0, 0.0]] * 2
+
+    def choices(*uniforms: float) -> list[int]:
+        return rules.block((0, 0), drawn_from, target, uniforms, still)
+
+    # Ratios 1/2, then 1/2 * 2 = 1: all of it passes, whatever the first place would say.
+    assert choices(0.99, 0.99) == [0, 0]
+    # Token by token the first would pass with 1/2 alone.
+    assert rules.rejection(0, drawn_from[0], target[0], 0.99, still[0]) == 1
+    drawn_from[1] = DraftProbs((0, 1), (0.9, 0.1))  # ratios 1/2 and 4/9
+    assert choices(0.99, 0.43) == [0, 0]
+    assert choices(0.01, 0.45)[0] == 1, "of place 1 nothing is left: 0.4 < 0.9 and 0.1 = 0.1"
+    drawn_from[1] = DraftProbs((0, 1), (0.95, 0.05))  # at place 1 0.05 is left: 1/11 passes
+    assert choices(0.09, 0.45) == [0, 1]
+    assert choices(0.1, 0.45)[0] == 1
 
 
 def test_uniforms_of_lanes_are_independent() -> None:
