@@ -115,7 +115,7 @@ class Scheduler:
         drawing = [row.seq for row in rows if row.slice.num_logits]
         if any(seq.draft is not None or seq.drafting.num_draft_tokens for seq in self.running):
             return None
-        if not drawing or any(row.draft for row in rows) or any(s.edits_logits for s in drawing):
+        if any(row.draft for row in rows) or any(seq.edits_logits for seq in drawing):
             return None
         for seq in drawing:
             seq.token_ids.append(_TO_BE_DRAWN)
