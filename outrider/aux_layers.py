@@ -37,8 +37,12 @@ def trained_layers(count: int) -> tuple[int, int, int]:
 
 
 def spread_layers(count: int) -> tuple[int, ...]:
-    """Return four states, spread up to the output of `count` layers, for a block drafter."""
-    return tuple(sorted({min(2, count) + round(i * max(0, count - 2) / 3) for i in range(4)}))
+    """Return four states, spread up to the input of the last of `count` layers.
+
+    Not up to its output: `transformers` gives that behind the final norm, a scorer before it.
+    """
+    first, last = min(2, count - 1), count - 1
+    return tuple(sorted({first + round(i * (last - first) / 3) for i in range(4)}))
 
 
 def states_read(method: str, module: str | None) -> str:

@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.lib.replay import record
 from outrider.cli.ports import free_port
+from outrider.config import EngineConfig
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
@@ -31,6 +33,8 @@ from outrider.drafting.hidden_states.trees import TargetDraws
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
+from outrider.engine.model.loader import ModelOptions, load_model
+from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
 from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
@@ -235,6 +239,21 @@ def test_trained_dspark_when_loaded_is_as_sure_of_its_first_token(folder: Path) 
         found = product.guess(outputs, text[0, base + 1 : base + 2], TargetDraws(None), STEPS, 1)
     assert abs(float(expected) - math.log(0.5)) > 1e-3  # it was trained
     torch.testing.assert_close(found[0, 3, 0].view(torch.float32), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "dflash", "dspark", "mtp"])
+def test_states_of_training_are_those_that_a_scorer_sends(case: str, folder: Path) -> None:
+    head, target = fresh_head(case, folder)
+    size, prompt = target.config.hidden_size, tuple(range(5, 17))
+    spec = FeatureSpec(size, head.layers, final_norm=not head.layers)
+    options = ModelOptions(page_size=4, num_pages=64, features=spec)
+    model = load_model(folder / "target", options, dtype=torch.float32)
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=128)
+    (sent,) = record(model, config, [(prompt, SamplingParams(temperature=0.0))], 8)
+    batch = target.read(torch.tensor([[*prompt, *sent.token_ids[:8]]]), head.layers)
+    expected = batch.layers if head.layers else batch.hidden
+    found = sent.rows[: len(prompt) + 8].float()
+    torch.testing.assert_close(found, expected[0], rtol=0.01, atol=0.01)
 
 
 def test_training_of_every_method_lowers_the_loss(trained: tuple[str, Path], folder: Path) -> None:
