@@ -68,7 +68,7 @@ async def test_rejection_with_draft_probs_weighs_them() -> None:
 async def test_verification_when_greedy_is_the_same_under_every_rule(rule: str) -> None:
     async with running_scorer() as scorer:
         plain, aux = await generate(scorer, rule, temperature=0.0)
-        assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection"))
+        assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection", "block"))
         hardly = probs({5: 1e-4, 7: 1 - 1e-4})
         async with proposing(ScriptedProposer(scorer.stub, fives(hardly))):
             tokens, aux = await generate(scorer, rule, temperature=0.0)
@@ -119,7 +119,7 @@ async def test_draft_model_under_rejection_sends_its_distributions(
     finally:
         await scorer.stop()
     assert len(sent.token_ids) == 4
-    drawn = rule == "rejection" and temperature > 0
+    drawn = rule in ("rejection", "block") and temperature > 0
     assert len(sent.draft_probs) == (4 if drawn else 0)
     tree = DraftTree.validated(
         sent.base_len,
