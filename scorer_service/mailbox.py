@@ -31,10 +31,18 @@ class Mailbox:
         """Called, in the place of waking `take`, once there is enough to take."""
 
     def put(self, commit: Commit) -> None:
+        wakes = self.wakes_by(commit)
         self._commits.append(commit)
         self._num_tokens += len(commit.token_ids)
-        if self._num_tokens >= self._wanted or commit.finish_reason is not None:
+        if wakes:
             self._ready()
+
+    def wakes_by(self, commit: Commit) -> bool:
+        """Return whether the stream has enough to write with this commit."""
+        return (
+            self._num_tokens + len(commit.token_ids) >= self._wanted
+            or commit.finish_reason is not None
+        )
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, after the commits that came before."""
@@ -75,14 +83,14 @@ class Deliveries:
 
     Drafts for the next step may arrive before all clients were written to. The engine waits for
     those drafts, so the event loop reads them in between. What one stream carries for many requests
-    is written at once.
+    is written at once, and what waits for more tokens is not written yet.
     """
 
     def __init__(self) -> None:
         self._left: deque[tuple[Mailbox, Commit]] = deque()
 
     def put(self, mailbox: Mailbox, commit: Commit) -> None:
-        if mailbox.on_ready is not None:
+        if mailbox.on_ready is not None or not mailbox.wakes_by(commit):
             mailbox.put(commit)
             return
         self._left.append((mailbox, commit))
