@@ -105,7 +105,9 @@ class VllmPlace:
         if not path:
             return None
         if os.path.isdir(path):
-            paths = [path, str(REPO), os.environ.get("PYTHONPATH", "")]
+            ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            # With the attention bundle's newer libraries vLLM does not start.
+            paths = [path, str(REPO), *(p for p in ours if "attention" not in Path(p).parts)]
             return cls(sys.executable, {**_GPU_ENV, "PYTHONPATH": os.pathsep.join(paths)})
         if shutil.which(path) is None:
             raise ProcessError(f"--vllm {path} is neither a folder of wheels nor a Python.")
