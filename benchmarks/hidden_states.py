@@ -14,6 +14,9 @@ changing order. `draft ms` is the CPU time of a draft after the first, and `spee
 speculation's tokens per CPU second after that first draft. `state B` is the size of a token's
 states on their way to the module. The exit code is 1 if a text is not that of no speculation.
 
+`--prompts benchmarks/prompts/categories.jsonl` adds the length by category of prompt, as
+SPEED-Bench does, of a target that knows more than Python.
+
 With `--rules` the draft model's chains are also verified under these. Their texts differ, so their
 acceptance is that of the timed prompts, and does not count for the exit code.
 """
@@ -32,7 +35,7 @@ import torch
 from benchmarks.lib import prompts, report
 from benchmarks.lib.loop import Loop, Outcome, engine_config
 from benchmarks.lib.program import arguments
-from benchmarks.lib.replay import Capture, Replay, record, replay
+from benchmarks.lib.replay import Capture, Replay, lengths, record, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.cpu.llama_chains import LlamaChains
@@ -67,6 +70,11 @@ class Contender:
     proposer: Proposer | None
     rule: VerificationRule = VerificationRule.COUPLED
 
+    @property
+    def replayed(self) -> Proposer | None:
+        """Return the proposer if its acceptance is that along texts that are written once."""
+        return self.proposer if self.rule is VerificationRule.COUPLED else None
+
 
 @dataclass(frozen=True)
 class Row:
@@ -79,6 +87,7 @@ class Row:
     k: int
     length: float | None
     positions: tuple[float, ...]  # share of the rounds in which at least so many were accepted
+    by_category: dict[str, float]  # the length
     drafted: float | None  # tokens per round
     draft_ms: float | None
     state_bytes: int
@@ -170,6 +179,7 @@ def row(
     found: Replay | None,
     samples: Sequence[Outcome],
     plain: Sequence[Outcome],
+    by_category: dict[str, float],
 ) -> Row:
     """Sum up a contender; `plain` are the prompts of its `samples` without speculation."""
     spec = None if one.proposer is None else one.proposer.traits.features
@@ -191,6 +201,7 @@ def row(
         k=one.k,
         length=length,
         positions=found.positions if found else (),
+        by_category=by_category,
         drafted=drafted,
         draft_ms=statistics.mean(draft_s) * 1e3 if draft_s else None,
         state_bytes=0 if spec is None else spec.row_bytes,
@@ -222,7 +233,17 @@ def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> 
         for r in rows
     ]
     title = "Acceptance of methods that read hidden states"
-    return [*report.head(title, command, facts), *report.table(head, body), ""]
+    lines = [*report.head(title, command, facts), *report.table(head, body), ""]
+    names = [*dict.fromkeys(name for r in rows for name in r.by_category)]
+    if names:
+        told = [
+            [f"{r.temperature:g} {r.name}", f"{r.shape} {r.k}"]
+            + [report.number(r.by_category[name]) for name in names]
+            for r in rows
+            if r.by_category
+        ]
+        lines += [*report.table(["T and method", "draft of", *names], told), ""]
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:
@@ -238,6 +259,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-model", default="embedded", help='"none": leave it out')
     p.add_argument("--rules", nargs="*", default=[], choices=RULES, help="of the draft model, too")
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--prompts", type=Path, help="JSON lines (default: the held-out ones)")
     p.add_argument("--num-prompts", type=int, default=48)
     p.add_argument("--timed-prompts", type=int, default=2, help="of them, those that are timed")
     p.add_argument("--max-tokens", type=int, default=64)
@@ -266,9 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         contenders += draft_model(resolve_model(args.draft_model, "draft"), args.chain, rules)
     contenders.insert(0, Contender("none", "", 0, None))
     bench = Bench(target, [spec for spec in specs if spec], max(c.k for c in contenders) or 1)
-    loaded = prompts.load(None, target, count=args.num_prompts, max_prompt_tokens=192)
+    loaded = prompts.load(args.prompts, target, count=args.num_prompts, max_prompt_tokens=192)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
+    categories = loaded.categories
     machine, rows = report.machine(), list[Row]()
     for one in contenders:  # warm up
         bench.run(loaded.token_ids[0], SamplingParams(1.0), 8, one)
@@ -279,9 +302,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         texts = bench.record(requests, args.max_tokens)
         came_true = [
-            None
-            if one.proposer is None or one.rule is not VerificationRule.COUPLED
-            else replay(texts, one.proposer, one.k)
+            None if (drafter := one.replayed) is None else replay(texts, drafter, one.k)
+            for one in contenders
+        ]
+        of_categories = [
+            {} if (drafter := one.replayed) is None else lengths(texts, drafter, one.k, categories)
             for one in contenders
         ]
         samples: list[list[Outcome]] = [[] for _ in contenders]
@@ -291,8 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 samples[i].append(bench.run(prompt, sampling, args.max_tokens, contenders[i]))
             print(f"temperature {temperature:g}: prompt {seed + 1}", file=sys.stderr, flush=True)
         rows += [
-            row(temperature, one, found, mine, samples[0])
-            for one, found, mine in zip(contenders, came_true, samples, strict=True)
+            row(temperature, one, found, mine, samples[0], of_category)
+            for one, found, mine, of_category in zip(
+                contenders, came_true, samples, of_categories, strict=True
+            )
         ]
         data = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
         command = report.command("benchmarks.hidden_states")

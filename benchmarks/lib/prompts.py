@@ -27,6 +27,7 @@ class Prompts:
     token_ids: tuple[TokenIds, ...]
     file: str
     sha256: str
+    categories: tuple[str, ...] = ()  # of each prompt, "" where its line names none
 
     def group(self, index: int, size: int) -> tuple[TokenIds, ...]:
         """Return the `index`-th group of `size` prompts; the file repeats at its end."""
@@ -37,22 +38,24 @@ class Prompts:
 def load(file: Path | None, model: Path, *, count: int, max_prompt_tokens: int) -> Prompts:
     """Return the first `count` prompts of a JSON-lines file as token ids.
 
-    Each line is {"prompt": ...}. Without a file, the held-out prompts of the embedded models are
-    used. Long prompts keep their last `max_prompt_tokens` tokens. Prompts under 16 tokens and
-    repeats are left out. Raises `PromptsError`.
+    Each line is {"prompt": ...}, perhaps with a "category". Without a file, the held-out prompts
+    of the embedded models are used. Long prompts keep their last `max_prompt_tokens` tokens.
+    Prompts under 16 tokens and repeats are left out. Raises `PromptsError`.
     """
     file = file or HELD_OUT
     if not file.is_file():
         raise PromptsError(f"{file} does not exist: give a file of held-out prompts (--prompts).")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     raw = file.read_bytes()
-    chosen: dict[TokenIds, None] = {}
+    chosen: dict[TokenIds, str] = {}
     for line in raw.decode().splitlines():
-        ids = tuple(tokenizer.encode(json.loads(line)["prompt"]).ids)
+        fields = json.loads(line)
+        ids = tuple(tokenizer.encode(fields["prompt"]).ids)
         if len(ids) >= MIN_PROMPT_TOKENS:
-            chosen.setdefault(ids[-max_prompt_tokens:])
+            chosen.setdefault(ids[-max_prompt_tokens:], fields.get("category", ""))
         if len(chosen) == count:
             break
     if not chosen:
         raise PromptsError(f"{file} holds no prompt of {MIN_PROMPT_TOKENS} tokens or more.")
-    return Prompts(tuple(chosen), file.name, hashlib.sha256(raw).hexdigest())
+    sha256 = hashlib.sha256(raw).hexdigest()
+    return Prompts(tuple(chosen), file.name, sha256, tuple(chosen.values()))

@@ -174,3 +174,14 @@ def _agreeing(tree: DraftTree, text: Sequence[int]) -> int:
             break
         node, depth = child, depth + 1
     return depth
+
+
+def lengths(
+    texts: Sequence[Capture], proposer: Proposer, k: int, categories: Sequence[str]
+) -> dict[str, float]:
+    """Return the tokens per round by category of prompt; texts without one are left out."""
+    found: dict[str, list[Capture]] = {}
+    for text, category in zip(texts, categories, strict=True):
+        if category:
+            found.setdefault(category, []).append(text)
+    return {name: replay(some, proposer, k).length for name, some in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,16 @@ def test_first_divergence_of_two_texts_is_the_first_differing_index(
 def test_prompts_group_at_the_end_wraps_around() -> None:
     prompts = Prompts(((1,), (2,), (3,)), "", "")
     assert prompts.group(1, 2) == ((3,), (1,))
+
+
+def test_load_of_categories_tells_that_of_each_prompt() -> None:
+    from benchmarks.lib.prompts import load
+
+    file = Path(__file__).parents[3] / "benchmarks" / "prompts" / "categories.jsonl"
+    target = Path(str(resources.files("outrider.models"))) / "data" / "target"
+    loaded = load(file, target, count=100, max_prompt_tokens=256)
+    assert len(loaded.token_ids) == len(loaded.categories) == len(file.read_text().splitlines())
+    assert len(set(loaded.categories)) == 11
 
 
 def test_load_without_the_file_raises_prompts_error(tmp_path: Path) -> None:

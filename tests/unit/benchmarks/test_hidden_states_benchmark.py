@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.hidden_states import RULES, Bench, Contender, document, draft_model, heads, row
-from benchmarks.lib.replay import replay
+from benchmarks.lib.replay import lengths, replay
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import eagle_checkpoints
 from tests.support.checkpoints.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
@@ -86,7 +86,9 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
             assert one.proposer is not None
             found = replay(texts, one.proposer, one.k)
             assert found.rounds == 2 * len(samples[0].draft_s), "as many as the engine's"
-            rows.append(row(sampling.temperature, one, found, samples, alone))
+            by_category = lengths(texts, one.proposer, one.k, ["known", ""])
+            assert by_category == {"known": found.length}
+            rows.append(row(sampling.temperature, one, found, samples, alone, by_category))
     for known in rows[:2]:
         assert known.length is not None
         assert known.length > K
@@ -97,7 +99,8 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
     assert rows[0].drafted <= K < rows[1].drafted
     assert rows[0].state_bytes == 2 * config.hidden_size
     lines = document(rows, "command", {"cpu": "this", "k": K})
-    assert sum(line.startswith("| 0 medusa") for line in lines) == 2
+    assert sum(line.startswith("| 0 medusa") for line in lines) == 4
+    assert sum("known" in line for line in lines) == 1
 
 
 def test_heads_with_a_method_that_reads_no_states_raises(tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_rules_of_a_draft_model_are_measured_and_coupled_keeps_the_text(tmp_path
     for one in contenders:
         (sample,) = [bench.run(PROMPT, sampling, OUTPUT, one)]
         assert len(sample.token_ids) == OUTPUT
-        rows.append(row(0.8, one, None, [sample], plain))
+        rows.append(row(0.8, one, None, [sample], plain, {}))
         with_draft = sample.stats.rounds - sample.stats.k_histogram[0]
         assert rows[-1].length == pytest.approx(1 + sample.stats.accepted / with_draft)
     assert rows[0].equal == 1.0
