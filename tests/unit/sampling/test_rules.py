@@ -25,6 +25,7 @@ from outrider.engine.sampling.coupled import (
     uniforms,
 )
 from outrider.engine.sampling.verification_rules import DraftedRow
+from outrider.engine.sampling.verify import verify_rows
 from outrider.params import SamplingParams, SpeculationParams, Verification, VerificationRule
 from outrider.types import Request
 from tests.unit.sampling.test_sampling import chi_square_limit
@@ -243,6 +244,32 @@ def test_block_with_known_probs_equals_numbers_worked_by_hand() -> None:
     drawn_from[1] = DraftProbs((0, 1), (0.95, 0.05))  # at place 1 0.05 is left: 1/11 passes
     assert choices(0.09, 0.45) == [0, 1]
     assert choices(0.1, 0.45)[0] == 1
+
+
+def test_block_of_the_same_drafts_accepts_more_than_rejection() -> None:
+    n, places = 3000, 4
+    probs = (DRAFT + TARGET).softmax(dim=0)
+    drawn_from = DraftProbs(tuple(range(len(TARGET))), tuple(probs.tolist()))
+    generator = torch.Generator().manual_seed(0)
+    drafts = torch.multinomial(probs, n * places, True, generator=generator).view(n, places)
+    accepted = []
+    for rule in (VerificationRule.REJECTION, VerificationRule.BLOCK):
+        rows = [
+            DraftedRow(
+                i * (places + 1),
+                tuple(draft),
+                (drawn_from,) * places,
+                50,
+                SamplingParams(seed=i),
+                Verification(rule),
+            )
+            for i, draft in enumerate(drafts.tolist())
+        ]
+        logits = TARGET.expand(n * (places + 1), -1)
+        drawn = draws(logits, rows)
+        rules.apply_rules(logits, rows, drawn)
+        accepted.append(verify_rows(drafts, drawn.view(n, -1)).double().mean().item())
+    assert accepted[1] > 1.03 * accepted[0]
 
 
 def test_uniforms_of_lanes_are_independent() -> None:
