@@ -7,6 +7,9 @@ BROWSER_STAMP := .venv/.browser
 VLLM_STAMP := .venv/vllm/.installed
 CLIENTS_STAMP := .venv/clients/.installed
 
+# Processes that tests start would compile every module again without it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-browser test-clients test-vllm picture check k8s dashboards models bench proto
 
