@@ -13,10 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.config import EngineConfig
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
-from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.engine.graphs.staging import PageLayout
@@ -33,11 +31,9 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
-from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
-from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
+from tests.property.test_engine_equality import MAX_LEN, VOCAB
 from tests.support.models.architectures import ARCHITECTURES, random_model
 from tests.support.models.hash_model import HashModel, context_hash
 from tests.support.models.recordable import rerun
@@ -407,32 +403,3 @@ def test_decode_graphs_with_padded_trees_accept_no_padding() -> None:
         rows.append(one_row(row.seq, 1, draft, *parents))
     result = graphs.launch(Step(tuple(rows), 10)).wait()
     assert list(result.accepted) == [2, 1, 0, 0]
-
-
-class GraphScenario(Scenario):
-    """The engine's property test, with captured steps."""
-
-    def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
-        super().__init__(rng, config, policy)
-        if rng.random() < 0.7:  # what is drawn in the captured step itself
-            self.samplings, self.top_logprobs = SAMPLINGS[:3], (None,)
-        self.model = model = RecordableHashModel(config.page_size, config.num_pages)
-        buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
-        self.graphs = DecodeGraphs(
-            model, buckets, capture=rerun, choose_and_verify=choose_and_verify
-        )
-        self.engine = Engine(
-            model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock
-        )
-
-
-@pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
-@settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32), config=configs, k=st.integers(0, 8))
-def test_engine_with_decode_graphs_equals_sequential_decoding(
-    seed: int, config: EngineConfig, k: int
-) -> None:
-    scenario = GraphScenario(random.Random(seed), config, FixedPolicy(k, max_wait_s=0.002))
-    for _ in range(40):
-        scenario.act()
-    scenario.finish()
