@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from outrider import LLM, SamplingParams
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.layers.quantized import QuantizedWeight
 from outrider.engine.model import quantization
@@ -22,7 +21,6 @@ from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.errors import ConfigError, UnsupportedModelError
 from scorer_service.__main__ import resolve
-from tests.support.checkpoints.tiny_pair import save_pair
 from tests.support.models.architectures import ARCHITECTURES, build_model, random_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -171,39 +169,6 @@ def test_concatenated_weights_equal_concatenated_numbers(dtype: torch.dtype) -> 
     assert QuantizedWeight.concatenated(blocks[::-1]).block == (1, 128)
     at = numbers[0].float()[200, 260] * scales[0][1, 2]
     assert blocks[0].dequantise()[200, 260] == at
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"), eps=0.15)
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_texts_of_rounded_target_do_not_depend_on_drafts(
-    name: str, pair: tuple[Path, Path]
-) -> None:
-    prompts = ["def fib(n):", "The future of AI is"]
-    texts, accepted = [], 0
-    for draft_tokens in (0, 5):
-        speculation = {
-            "method": "draft_model",
-            "model": str(pair[1]),
-            "num_speculative_tokens": draft_tokens,
-        }
-        llm = LLM(
-            str(pair[0]),
-            device="cpu",
-            quantization=name,
-            speculative_config=speculation if draft_tokens else {},
-            speculation_policy="fixed",
-        )
-        for temperature in (0.0, 1.0):
-            params = SamplingParams(temperature=temperature, seed=3, max_tokens=24)
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            texts.append([each.outputs[0].token_ids for each in outputs])
-            accepted += sum(each.aux_info.accepted for each in outputs if each.aux_info)
-    assert texts[:2] == texts[2:]
-    assert accepted > 0
 
 
 def test_scorer_flag_names_its_values_and_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
