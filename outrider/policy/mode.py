@@ -191,7 +191,8 @@ class ModeSelector:
     better with the other kind. A number of rows that goes up and down around a power of two stays
     one size, and so does a mean temperature between `SAMPLED_TEMPERATURE` and its half.
 
-    What a prompt takes without drafts is taken off its step. What it takes more, drafts cost.
+    What a prompt takes without drafts is taken off its step. What it takes more, drafts cost. Until
+    that is known, steps with prompts are left out, unless all have some, as with many rows.
     """
 
     def __init__(self) -> None:
@@ -200,6 +201,7 @@ class ModeSelector:
         self._last_step_at: float | None = None
         self._prompt_token_s = Average()  # without drafts
         self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
+        self._left_out = 0  # steps in a row whose prompts take a time that is not known
         self._restart(MODES)
 
     def _restart(self, modes: tuple[DraftMode, ...]) -> None:
@@ -229,9 +231,12 @@ class ModeSelector:
         if prompt_tokens:
             if self.current.settling <= 0.0 and not self.current.mode.drafts and usual_s:
                 self._prompt_token_s.add(max(0.0, seconds - usual_s) / prompt_tokens)
-            if not self._prompt_token_s.count:
+            self._left_out += not self._prompt_token_s.count
+            if not self._prompt_token_s.count and self._left_out <= FEWEST_STEPS:
                 return
             seconds -= prompt_tokens * self._prompt_token_s.mean
+        else:
+            self._left_out = 0
         self.current.observe(step, max(0.0, seconds))
 
     def _note_proposers(self, step: StepDone) -> None:

@@ -156,6 +156,12 @@ def test_prompts_do_not_count_as_steps_of_a_mode() -> None:
     assert load.incumbent.drafts
 
 
+def test_modes_are_tried_although_every_step_has_a_prompt() -> None:
+    load = Load(8, {OFF: 0.010, ON_DEMAND: 0.2, AHEAD: 0.2}, prompt_every=1)
+    load.play(3000)
+    assert load.incumbent is OFF
+
+
 def test_a_trial_whose_proposer_never_catches_up_ends() -> None:
     load = Load(64, answered=0.1)
     taken = load.play(20_000)
