@@ -10,6 +10,8 @@ _DRAFTS = "outrider:spec_decode_num_drafts_total"
 _DRAFTED = "outrider:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "outrider:spec_decode_num_accepted_tokens_total"
 _PER_POS = "outrider:spec_decode_num_accepted_tokens_per_pos_total"
+_DRAFTS_BY_CONTEXT = "outrider:spec_decode_num_drafts_per_context_total"
+_ACCEPTED_BY_CONTEXT = "outrider:spec_decode_num_accepted_tokens_per_context_total"
 _ROUNDS = "outrider:spec_decode_num_rounds_total"
 _FATES = "outrider:pool_rounds_total"
 _TOKENS = "outrider:generation_tokens_total"
@@ -75,6 +77,20 @@ def speculation() -> Dashboard:
                     "Tokens per round that verified a draft.",
                     "short",
                     (Series(f"1 + {accepted_by_model} / {drafts_by_model}", "{{model_name}}"),),
+                    width=12,
+                ),
+                Graph(
+                    "Mean acceptance length by context",
+                    "Tokens per round that verified a draft, by the tokens before it. Shorter for "
+                    "long contexts: the drafts' model was made for shorter ones.",
+                    "short",
+                    (
+                        Series(
+                            f"1 + {total(_ACCEPTED_BY_CONTEXT, 'context')} / "
+                            f"{total(_DRAFTS_BY_CONTEXT, 'context')}",
+                            "from {{context}} tokens",
+                        ),
+                    ),
                     width=12,
                 ),
                 Graph(

@@ -51,7 +51,7 @@ async def test_verification_rule_when_used_drafts_and_is_reported(
     # At 1.0 rejection accepts next to none of this random pair's drafts.
     done = await say(draft_model_stack, rule, temperature=0.3)
     aux = done.aux
-    assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection"))
+    assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection", "block"))
     assert len(done.token_ids) == aux.output_len == 60
     assert 0 < aux.accepted <= aux.drafted  # the lossy ones may accept everything
     assert common_pb2.TOKEN_KIND_ACCEPTED in done.kinds

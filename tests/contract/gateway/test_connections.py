@@ -142,7 +142,8 @@ async def test_streams_that_ended_are_not_left_to_the_garbage_collector() -> Non
     kinds = (RequestResponseCycle, UnaryStreamCall)
 
     def alive() -> int:
-        return sum(isinstance(each, kinds) for each in gc.get_objects())
+        # Not isinstance: that asks objects for their class, and some of PyTorch warn then.
+        return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
     async with running_gateway(Script(tokens("hello world"))) as gateway:
         gc.collect()
