@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -121,8 +120,7 @@ class Runner:
         if logits is None:
             batch = pack(slices, self.model.page_size, self.model.device)
             if step.drawn is not None:
-                ends = accumulate([len(row.token_ids) for row in slices])
-                step.drawn.fill_in(batch.input_ids, [end - 1 for end in ends])
+                step.drawn.fill_in_packed(batch.input_ids, slices)
             logits = self.model.forward(batch)
         if any(row.num_prompt_logits for row in step.rows):
             scored = [row.scored_tokens for row in step.rows]

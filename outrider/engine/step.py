@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,11 @@ class DrawnTokens(NamedTuple):
 
     verified: Tensor  # on the device: `Verified.tokens` of the step in flight
     sources: tuple[int, ...]  # per row of the step behind: its row of `verified`, or -1 for none
+
+    def fill_in_packed(self, input_ids: Tensor, rows: Rows[RowSlice]) -> None:
+        """Enqueue their copy to `input_ids` int64 [num_tokens], where one row follows another."""
+        ends = accumulate([len(row.token_ids) for row in rows])
+        self.fill_in(input_ids, [end - 1 for end in ends])
 
     def fill_in(self, input_ids: Tensor, last: Rows[int]) -> None:
         """Enqueue their copy to `input_ids` int64 [num_tokens].

@@ -187,7 +187,7 @@ class Scenario:
         return self.engine.launch()
 
     def go_ahead(self) -> bool:
-        """What may come while a step is in flight, and the launch of one behind it."""
+        """Let requests come and go while a step is in flight, and launch one behind it."""
         if len(self.clients) < 20 and self.rng.random() < 0.2:
             self.submit()
         if self.open and self.rng.random() < 0.1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -101,8 +100,7 @@ class PrefillInputs:
 
     def take_drawn(self, drawn: DrawnTokens, rows: Sequence[RowSlice]) -> None:
         """Enqueue, behind the copy, what replaces placeholders by tokens on the device."""
-        ends = accumulate([len(row.token_ids) for row in rows])
-        drawn.fill_in(self._staging.device("input_ids"), [end - 1 for end in ends])
+        drawn.fill_in_packed(self._staging.device("input_ids"), rows)
 
 
 def _fill(to: NDArray[Any], numbers: Tensor, rest: int) -> None:
