@@ -24,44 +24,40 @@ class Mailbox:
         self._num_tokens = 0
         self._wanted = 0  # tokens of the next message
         self._commits: list[Commit] = []
-        self._wake = asyncio.Event()
+        self._woken = asyncio.Event()
         self.error: Exception | None = None
         """The stream ends with it, after the commits."""
         self.on_ready: Callable[[], None] | None = None
         """Called, in the place of waking `take`, once there is enough to take."""
 
-    def put(self, commit: Commit) -> None:
-        wakes = self.wakes_by(commit)
+    def put(self, commit: Commit) -> bool:
+        """Take a commit; return whether the stream has enough to write, and is to be woken."""
         self._commits.append(commit)
         self._num_tokens += len(commit.token_ids)
-        if wakes:
-            self._ready()
-
-    def wakes_by(self, commit: Commit) -> bool:
-        """Return whether the stream has enough to write with this commit."""
-        return (
-            self._num_tokens + len(commit.token_ids) >= self._wanted
-            or commit.finish_reason is not None
-        )
+        return self._num_tokens >= self._wanted or commit.finish_reason is not None
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, after the commits that came before."""
         self.error = error
-        self._ready()
+        self.wake()
 
-    def _ready(self) -> None:
+    def wake(self) -> None:
+        """Let the stream take what is there."""
         if self.on_ready is not None:
             self.on_ready()
         else:
-            self._wake.set()
+            self._woken.set()
 
     async def take(self) -> list[Commit]:
         """Return all commits since the last call, once they are enough; raise the `fail` error."""
-        await self._wake.wait()
-        if not self._commits and self.error is not None:
-            raise self.error
+        await self._woken.wait()
+        while not self._commits:
+            if self.error is not None:
+                raise self.error
+            self._woken.clear()  # it took before what it was woken for
+            await self._woken.wait()
         if self.error is None:
-            self._wake.clear()
+            self._woken.clear()
         return self.take_some(len(self._commits))
 
     def take_some(self, most: int) -> list[Commit]:
@@ -79,7 +75,7 @@ class Mailbox:
 
 
 class Deliveries:
-    """The commits of a step, put into mailboxes a few at a time.
+    """The streams that a step's commits wake, a few at a time.
 
     Drafts for the next step may arrive before all clients were written to. The engine waits for
     those drafts, so the event loop reads them in between. What one stream carries for many requests
@@ -87,25 +83,26 @@ class Deliveries:
     """
 
     def __init__(self) -> None:
-        self._left: deque[tuple[Mailbox, Commit]] = deque()
+        self._left: deque[Mailbox] = deque()
 
     def put(self, mailbox: Mailbox, commit: Commit) -> None:
-        if mailbox.on_ready is not None or not mailbox.wakes_by(commit):
-            mailbox.put(commit)
+        if not mailbox.put(commit):
             return
-        self._left.append((mailbox, commit))
+        if mailbox.on_ready is not None:
+            mailbox.on_ready()
+        else:
+            self._left.append(mailbox)
 
     def deliver(self) -> None:
-        """Deliver the first commits now, and the others after the loop has read."""
-        self._deliver(min(_DELIVERED_AT_ONCE, len(self._left)))
+        """Wake the first streams now, and the others after the loop has read."""
+        self._wake(min(_DELIVERED_AT_ONCE, len(self._left)))
         if self._left:
             asyncio.get_running_loop().call_soon(self.deliver)
 
     def finish(self) -> None:
-        """Deliver all that is left."""
-        self._deliver(len(self._left))
+        """Wake all that are left."""
+        self._wake(len(self._left))
 
-    def _deliver(self, count: int) -> None:
+    def _wake(self, count: int) -> None:
         for _ in range(count):
-            mailbox, commit = self._left.popleft()
-            mailbox.put(commit)
+            self._left.popleft().wake()

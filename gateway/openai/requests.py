@@ -6,7 +6,7 @@ A parameter that would change the answer is supported or refused by name, never 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -189,15 +189,13 @@ class CompletionRequest(Request):
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. Raises `InvalidRequestError` for none."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        token_lists = [item for item in self.prompt if isinstance(item, list)]
-        token_ids = [item for item in self.prompt if isinstance(item, int)]
-        prompts: list[str | list[int]] = [token_ids] if token_ids else [*texts, *token_lists]
-        if not prompts:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        return prompts
+        # All items are of one kind.
+        return cast(list[str | list[int]], [prompt] if isinstance(prompt[0], int) else [*prompt])
 
     def wanted_logprobs(self) -> int | None:
         if self.logprobs is not None:

@@ -265,7 +265,7 @@ class LocalEngine:
 
     async def _answer(self, number: int, call: Call, run: Run) -> None:
         generator = self._generator
-        job = await make_job(call.body, generator, tenant="")
+        job = await make_job(call.body, generator, tenant="", request_id=call.request_id)
         prompt = call.prompt
         if isinstance(call.body, ChatRequest):
             spelled = map(self.tokenizer.token_bytes, job.work[0].prompt_token_ids)
