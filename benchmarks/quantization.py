@@ -9,24 +9,19 @@ target's greedy continuations that the rounded one would choose, too, after the 
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.program import arguments, guarded, say
+from outrider import LLM, SamplingParams
 from outrider.config import QUANTIZATIONS
-from outrider.engine.batch import RowSlice, pack
-from outrider.engine.model.loader import ModelOptions, load_model
-from outrider.engine.model.paged_model import PagedModel
 from outrider.models.resolve import resolve_model
 
-PAGE_SIZE = 16
 _ROWS = 16  # at a time
 
 
@@ -65,34 +60,22 @@ def main() -> int:
     limits = {"count": args.num_prompts, "max_prompt_tokens": args.max_prompt_tokens}
     held_out = prompts.load(args.prompts, folder, **limits)
     starts = [list(ids) for ids in held_out.token_ids]
-    longest = max(map(len, starts)) + args.max_tokens
 
-    def load(quantization: str | None) -> PagedModel:
-        say(f"loading with {quantization or 'its own'} weights")
-        options = ModelOptions(
-            page_size=PAGE_SIZE,
-            num_pages=_ROWS * -(-longest // PAGE_SIZE),
-            quantization=quantization,
-        )
-        dtype, device = getattr(torch, args.dtype), torch.device(args.device)
-        return load_model(folder, options, dtype=dtype, device=device)
+    def load(quantization: str) -> LLM:
+        say(f"loading with quantization {quantization}")
+        same = {"dtype": args.dtype, "device": args.device, "max_num_seqs": _ROWS}
+        return LLM(str(folder), quantization=quantization, enable_prefix_caching=False, **same)
 
-    plain = load(None)
-    texts = continued(plain, starts, args.max_tokens)
-    wanted = scores(plain, texts, starts)
-    del plain
+    with load("none") as plain:
+        texts = continued(plain, starts, args.max_tokens)
+        wanted = scores(plain, texts, starts)
     table = [Row(args.dtype, wanted.nats, 0.0, 1.0)]
     for name in args.quantization:
-        found = scores(load(name), texts, starts)
+        with load(name) as rounded:
+            found = scores(rounded, texts, starts)
         table.append(Row(name, found.nats, found.nats - wanted.nats, agreement(wanted, found)))
-    setup = {
-        **report.machine(),
-        "gpu": gpu_name(),
-        "command": report.command("benchmarks.quantization"),
-        "prompts": f"{len(starts)} of {held_out.file}",
-        "prompt_tokens": sum(map(len, starts)),
-        "max_tokens": args.max_tokens,
-    }
+    facts = {**report.machine(), "gpu": gpu_name(), "prompts": f"{len(starts)} of {held_out.file}"}
+    command = report.command("benchmarks.quantization")
     head = ["weights", "nats per token", "more", "perplexity", "greedy agreement"]
     lines = [
         [
@@ -104,45 +87,36 @@ def main() -> int:
         ]
         for row in table
     ]
-    about = [f"{key} {setup[key]}" for key in ("date", "commit", "gpu", "torch", "prompts")]
-    intro = ["# Quality of 8-bit weights", "", f"`{setup['command']}`", "", "; ".join(about), ""]
-    text = "\n".join([*intro, *report.table(head, lines), ""])
+    shown = {key: facts[key] for key in ("date", "commit", "gpu", "torch", "prompts")}
+    title = report.head("Quality of 8-bit weights", command, shown)
+    text = "\n".join([*title, *report.table(head, lines), ""])
     print(text)
+    setup = facts | {"command": command, "prompt_tokens": sum(map(len, starts))}
+    setup["max_tokens"] = args.max_tokens
     report.write({"setup": setup, "results": [asdict(row) for row in table]}, text, args.out)
     return 0
 
 
-def continued(model: PagedModel, starts: Sequence[list[int]], new: int) -> list[list[int]]:
+def continued(model: LLM, starts: Sequence[list[int]], new: int) -> list[list[int]]:
     """Return each prompt with `new` tokens of the model's greedy continuation."""
-    texts: list[list[int]] = []
-    for first in range(0, len(starts), _ROWS):
-        rows = [list(ids) for ids in starts[first : first + _ROWS]]
-        done = [0] * len(rows)
-        for _ in range(new):
-            slices = [
-                RowSlice(row[n:], n, _table(model, i), 1)
-                for i, (row, n) in enumerate(zip(rows, done, strict=True))
-            ]
-            chosen = model.forward(pack(slices, PAGE_SIZE, model.device)).argmax(-1).tolist()
-            done = [len(row) for row in rows]
-            for row, token in zip(rows, chosen, strict=True):
-                row.append(token)
-        texts += rows
-    return texts
+    greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    outputs = model.generate(starts, greedy, use_tqdm=False)
+    return [output.prompt_token_ids + list(output.outputs[0].token_ids) for output in outputs]
 
 
-def scores(model: PagedModel, texts: Sequence[list[int]], starts: Sequence[list[int]]) -> Scores:
+def scores(model: LLM, texts: Sequence[list[int]], starts: Sequence[list[int]]) -> Scores:
     """Return the loss on the prompts, and the likeliest next tokens in their continuations."""
-    losses: list[Tensor] = []
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    losses: list[float] = []
     choices: list[list[int]] = []
-    for text, start in zip(texts, starts, strict=True):
-        row = RowSlice(text[:-1], 0, _table(model, 0), len(text) - 1)
-        logits = model.forward(pack([row], PAGE_SIZE, model.device))
-        targets = torch.tensor(start[1:], device=logits.device)
-        of_prompt = logits[: len(start) - 1].log_softmax(-1)
-        losses.append(-of_prompt.gather(1, targets[:, None])[:, 0].cpu())
-        choices.append(logits[len(start) - 1 :].argmax(-1).tolist())
-    return Scores(float(torch.cat(losses).double().mean()), choices)
+    outputs = model.generate(texts, params, use_tqdm=False)
+    for text, start, output in zip(texts, starts, outputs, strict=True):
+        likely = [each or {} for each in output.prompt_logprobs or ()]  # by token, its own too
+        losses += [-likely[i][text[i]].logprob for i in range(1, len(start))]
+        choices.append(
+            [token for each in likely[len(start) :] for token, one in each.items() if one.rank == 1]
+        )
+    return Scores(statistics.fmean(losses), choices)
 
 
 def agreement(wanted: Scores, found: Scores) -> float:
@@ -153,11 +127,6 @@ def agreement(wanted: Scores, found: Scores) -> float:
         for a, b in zip(*texts, strict=True)
     ]
     return sum(same) / len(same)
-
-
-def _table(model: PagedModel, row: int) -> list[int]:
-    pages = model.num_pages // _ROWS
-    return list(range(row * pages, (row + 1) * pages))
 
 
 if __name__ == "__main__":
