@@ -1,12 +1,11 @@
 """Measure what a gateway's processes spend on a message, and what its workers carry.
 
-    python -m benchmarks.gateway [--workers 1 2] [--beside FOLDER] [--without-steps]
+    python -m benchmarks.gateway [--workers 1 2]
 
 A message is what one round of one request becomes on its way to the client. A scorer without a
 model makes a token of every stream each `--step-ms`. CPU time is the kernel's account of all the
 gateway's processes while every stream is under way; the scorer's and this generator's are told
-apart. In the same run, in turns, `--beside` measures another checkout, and `--without-steps` a
-gateway whose scorer offers no stream of steps, so that it calls Generate for each request.
+apart. Gateways with another number of workers are measured in turns.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -26,20 +24,12 @@ import uvloop
 
 from benchmarks.lib import report
 from benchmarks.lib.load.steady import Holding, grpc_streams, http_streams
-from benchmarks.lib.processes import REPO, Child, process_tree, stopping, tree_cpu_seconds
+from benchmarks.lib.processes import Child, process_tree, python_path, stopping, tree_cpu_seconds
 from benchmarks.lib.program import arguments, guarded, say
 
 _START_S: Final = 240.0
 _SETTLE_S: Final = 2.0
 _FACES: Final[dict[str, Holding]] = {"http": http_streams, "grpc": grpc_streams}
-
-
-@dataclass(frozen=True, slots=True)
-class _System:
-    name: str
-    folder: Path
-    workers: int | None = None  # None: it has one process, and no flag for more
-    scorer_flags: tuple[str, ...] = ()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--workers", type=int, nargs="+", default=[1])
     p.add_argument("--faces", nargs="+", choices=tuple(_FACES), default=list(_FACES))
-    p.add_argument("--beside", type=Path, help="folder of another checkout; it has one process")
-    p.add_argument("--without-steps", action="store_true", help="also a call for each request")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/gateway"))
     return p
 
@@ -63,29 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    systems = [_System(f"{n} workers", REPO, n) for n in args.workers]
-    if args.without_steps:
-        systems.insert(0, _System("without steps", REPO, 1, ("--no-steps",)))
-    if args.beside is not None:
-        systems.insert(0, _System("beside", args.beside.resolve()))
-    cells: dict[tuple[str, str], list[dict[str, float]]] = {}
+    cells: dict[tuple[str, int], list[dict[str, float]]] = {}
     for number in range(args.rounds):
         for face in args.faces:
-            for system in systems:
-                cell = _measure(args, face, system)
-                say(f"round {number}, {face}, {system.name}: {cell}")
-                cells.setdefault((face, system.name), []).append(cell)
+            for workers in args.workers:
+                cell = _measure(args, face, workers)
+                say(f"round {number}, {face}, {workers} workers: {cell}")
+                cells.setdefault((face, workers), []).append(cell)
     rows: list[dict[str, Any]] = [
-        {"face": face, "system": name, **{key: _median(runs, key) for key in runs[0]}, "runs": runs}
-        for (face, name), runs in cells.items()
+        {"face": face, "workers": n, **{key: _median(runs, key) for key in runs[0]}, "runs": runs}
+        for (face, n), runs in cells.items()
     ]
     facts, command = report.machine(), report.command("benchmarks.gateway")
     columns = ("gateway_us", "messages_per_s", "gateway_cores", "scorer_us", "client_us")
     body = [
-        [f"{row['face']}, {row['system']}", *(report.number(row[name], 1) for name in columns)]
+        [row["face"], str(row["workers"]), *(report.number(row[name], 1) for name in columns)]
         for row in rows
     ]
-    head = ["", "gateway µs/message", "messages/s", "gateway cores", "scorer µs", "client µs"]
+    head = ["", "workers", "gateway µs/message", "messages/s", "gateway cores"]
+    head += ["scorer µs", "client µs"]
     text = "\n".join([*report.head("Gateway", command, facts), *report.table(head, body), ""])
     print(text)
     report.write({"setup": {**facts, "command": command}, "results": rows}, text, args.out)
@@ -96,31 +80,15 @@ def _median(runs: Sequence[dict[str, float]], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
-def _measure(args: argparse.Namespace, face: str, system: _System) -> dict[str, float]:
+def _measure(args: argparse.Namespace, face: str, workers: int) -> dict[str, float]:
     """Return the numbers of one gateway. Raises `ProcessError`."""
     with TemporaryDirectory() as logs, stopping([]) as children:
-        scorer = _start(
-            children,
-            Path(logs),
-            system.folder,
-            "benchmarks.lib.streaming_scorer",
-            "--step-ms",
-            args.step_ms,
-            *system.scorer_flags,
-        )
-        address = scorer.ready(_START_S)["grpc"]
-        gateway = _start(
-            children,
-            Path(logs),
-            system.folder,
-            "gateway",
-            "--scorer",
-            address,
-            "--max-in-flight",
-            2 * args.streams,
-            *("--resume-timeout", 60),  # where the machine does other things, too
-            *(("--workers", system.workers) if system.workers else ()),
-        )
+        flags: tuple[object, ...] = ("--step-ms", args.step_ms)
+        scorer = _start(children, Path(logs), "benchmarks.lib.streaming_scorer", *flags)
+        flags = ("--scorer", scorer.ready(_START_S)["grpc"], "--workers", workers)
+        flags += ("--max-in-flight", 2 * args.streams)
+        flags += ("--resume-timeout", 60)  # where the machine does other things, too
+        gateway = _start(children, Path(logs), "gateway", *flags)
         ready = gateway.ready(_START_S)
         loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         with loop as runner:
@@ -151,9 +119,9 @@ async def _steady(
     }
 
 
-def _start(children: list[Child], logs: Path, folder: Path, module: str, *flags: object) -> Child:
+def _start(children: list[Child], logs: Path, module: str, *flags: object) -> Child:
     command = [sys.executable, "-P", "-m", module, *map(str, flags)]
-    child = Child(module, command, logs, env={"PYTHONPATH": str(folder)})
+    child = Child(module, command, logs, env=python_path())
     children.append(child)
     return child
 

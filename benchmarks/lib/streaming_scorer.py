@@ -150,9 +150,7 @@ def _stats(request: Request, done: int) -> RequestStats:
 class StreamingScorer:
     """Implements `outrider.rpc.runtime.Service` with the scorer's own servicer."""
 
-    def __init__(self, port: int, step_s: float, max_num_seqs: int, *, steps: bool = True) -> None:
-        """Take whether to offer GenerateSteps."""
-        self._steps = steps
+    def __init__(self, port: int, step_s: float, max_num_seqs: int) -> None:
         self._port = port
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
@@ -177,10 +175,7 @@ class StreamingScorer:
             loop.call_soon_threadsafe(hubs[0].on_events, events)
 
         self._engine: Any = StreamingEngine(
-            self._step_s,
-            self._max_num_seqs,
-            tokenizer.vocab_size,
-            on_events,
+            self._step_s, self._max_num_seqs, tokenizer.vocab_size, on_events
         )
         served = ServedModel(
             scorer_id="streaming",
@@ -207,15 +202,7 @@ class StreamingScorer:
         metrics = ScorerMetrics(telemetry.registry, "default")
         hub = Hub(self._engine, served, DraftLimits(), metrics)
         hubs.append(hub)
-
-        class Servicer(ScorerServicer):
-            async def GetScorerInfo(self, *args: Any) -> Any:  # noqa: N802
-                info = await super().GetScorerInfo(*args)
-                info.steps_version *= steps
-                return info
-
-        steps = self._steps
-        servicer = Servicer(telemetry)
+        servicer = ScorerServicer(telemetry)
         servicer.begin(
             Serving(self._engine, hub, served, info, None, LocalDrafts(hub.blocks, None))
         )
@@ -242,12 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a step")
     parser.add_argument("--max-num-seqs", type=int, default=MAX_WAITING, help="rows at once")
-    parser.add_argument("--no-steps", action="store_true", help="do not offer GenerateSteps")
     args = parser.parse_args(argv)
     prepare_grpc()
-    scorer = StreamingScorer(
-        args.port, args.step_ms / 1e3, args.max_num_seqs, steps=not args.no_steps
-    )
+    scorer = StreamingScorer(args.port, args.step_ms / 1e3, args.max_num_seqs)
     return run("streaming", scorer, exit_with_parent=True)
 
 
