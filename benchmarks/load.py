@@ -19,21 +19,38 @@ import os
 import random
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import uvloop
 
-from benchmarks.lib.load.arrivals import bursts, poisson
+from benchmarks.lib import report
 from benchmarks.lib.load.driver import Driver, Endpoint, Limits
-from benchmarks.lib.load.report import lines
 from benchmarks.lib.load.tally import Bound, Tally
 from benchmarks.lib.program import arguments, guarded
 from outrider.errors import ConfigError
 
 _WORDS = ("the", "of", "to", "and", "in", "is", "it", "you", "that", "was", "for", "on", "are")
 _DIGITS = 9
+_TIMES: Final = {
+    "time to first token": "ttft_ms",
+    "between two events of a stream": "inter_token_ms",
+    "per token after the first": "tpot_ms",
+    "whole answer": "total_ms",
+}
+_COUNTS: Final = (
+    ("answered", 0),
+    ("requests_per_s", 1),
+    ("goodput_per_s", 1),
+    ("good", 3),
+    ("messages_per_s", 0),
+    ("tokens_per_s", 0),
+    ("slowest_to_median", 2),
+    ("most_open", 0),
+    ("lag_ms", 1),
+    ("generator_cores", 2),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,8 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     found = measure(args)
     setup = {name: value for name, value in vars(args).items() if name not in ("out", "key_env")}
-    lines_ = lines(found, "benchmarks.load", setup, args.out)
-    print("\n".join(lines_))
+    facts, command = report.machine(), report.command("benchmarks.load")
+    text = "\n".join([*report.head("Load", command, facts), *tables(found), ""])
+    print(text)
+    if args.out is not None:
+        setup = {**facts, "command": command, **setup}
+        report.write({"setup": setup, "results": found}, text, args.out)
     return 0 if found["answered"] else 1
 
 
@@ -138,6 +159,43 @@ def requests(
         return b"%b%0*d%b" % (before, _DIGITS, n, after)
 
     return request
+
+
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """Yield arrival times in seconds, `rate` a second on average, without memory."""
+    draw = random.Random(seed)
+    at = 0.0
+    while True:
+        at += draw.expovariate(rate)
+        yield at
+
+
+def bursts(rate: float, size: int, seed: int) -> Iterator[float]:
+    """Yield arrival times of bursts of `size` at once, which come as `poisson` does.
+
+    The mean rate of requests is `rate`, too.
+    """
+    for at in poisson(rate / size, seed):
+        for _ in range(size):
+            yield at
+
+
+def tables(found: Mapping[str, Any]) -> list[str]:
+    """Return the tables of one load."""
+    quantiles = ["p50", "p90", "p99", "max"]
+    times = [
+        [name, *(report.number(found[field][q], 1) for q in quantiles)]
+        for name, field in _TIMES.items()
+    ]
+    counts = [[name.replace("_", " "), report.number(found[name], n)] for name, n in _COUNTS]
+    failures = [[kind, str(count)] for kind, count in found["failures"].items()]
+    return [
+        *report.table(["ms", *quantiles], times),
+        "",
+        *report.table(["", "count"], counts),
+        "",
+        *(report.table(["failure", "requests"], failures) if failures else ["No request failed."]),
+    ]
 
 
 def _raise_file_limit(connections: int) -> None:

@@ -9,9 +9,7 @@ import statistics
 import pytest
 
 from benchmarks import load
-from benchmarks.lib.load.arrivals import bursts, poisson
 from benchmarks.lib.load.driver import Driver, Endpoint, Limits
-from benchmarks.lib.load.report import tables
 from benchmarks.lib.load.tally import Bound, Gaps, Tally
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -205,11 +203,11 @@ async def test_driver_at_its_end_waits_as_long_as_a_request_may_take():
 
 
 def test_arrivals_have_their_mean_rate_and_spread():
-    times = list(itertools.islice(poisson(100.0, seed=1), 20_000))
+    times = list(itertools.islice(load.poisson(100.0, seed=1), 20_000))
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.01, rel=0.05)  # as exponential gaps have
-    together = list(itertools.islice(bursts(100.0, 20, seed=1), 20_000))
+    together = list(itertools.islice(load.bursts(100.0, 20, seed=1), 20_000))
     assert len(set(together)) == 1000
     assert together[-1] == pytest.approx(200, rel=0.1)
 
@@ -244,7 +242,7 @@ async def test_report_of_a_load_shows_times_counts_and_failures():
     tally.failures["timeout"] += 2
     found = {**tally.numbers(seconds), "generator_cores": 0.1}
     json.dumps(found)
-    cells = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in tables(found)]
+    cells = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in load.tables(found)]
     assert ("timeout", "2") in cells
     assert ("answered", "3") in cells
 
