@@ -73,13 +73,8 @@ WHEELS = {
         skip=(
             *("flashinfer-cubin", "tilelang", "tokenspeed-*", "humming-kernels", "z3-solver"),
             *("nvidia-c*", "nvidia-n*", "quack-kernels", "torch-c-dlpack-ext", "cuda-*"),
-            *(
-                "opencv-*",
-                "fastsafetensors",
-                "opentelemetry-exporter-otlp*",
-                "sentry-sdk",
-                "supervisor",
-            ),
+            *("opencv-*", "fastsafetensors", "opentelemetry-exporter-otlp*"),
+            *("sentry-sdk", "supervisor"),
         ),
         drop=(
             *("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "pycountry/locales/*"),

@@ -92,7 +92,7 @@ class Bench:
         for concurrency in args.concurrency:
             rounds = max(1, args.rounds // 2) if concurrency > 8 else args.rounds
             plan = Plan(concurrency, rounds, max(3, concurrency))
-            cells += measure(systems, plan, self._prompts, args.max_tokens, self._children, say)
+            cells += measure(systems, plan, self._prompts, args.max_tokens, self._children)
         bf16.require_proposers()
         fp32.require_proposers()
         differences = self._differences_fp32(plain_fp32, fp32)

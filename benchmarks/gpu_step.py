@@ -252,20 +252,8 @@ def _vllm_ms(worker: Worker, rows: int, context: int) -> float:
 
 
 def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
-    head = [
-        "weights",
-        "rows",
-        "q",
-        "context",
-        "floor",
-        "kv",
-        "device",
-        "/ floor",
-        "runner",
-        "engine",
-        "gap",
-    ]
-    head += ["vllm", "vllm / engine"]
+    head = ["weights", "rows", "q", "context", "floor", "kv", "device", "/ floor"]
+    head += ["runner", "engine", "gap", "vllm", "vllm / engine"]
     lines = []
     for row in table:
         e = row.engine

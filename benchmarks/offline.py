@@ -4,9 +4,8 @@
 
 Both run the same loaded engine in turns: the loop takes requests and counts tokens on the engine's
 thread, and nothing else runs; `LLM.generate` also admits requests, detokenises and makes outputs.
-Prompts are random tokens, anew for each run, so that nothing is cached. Without a folder the
-weights are random, in the shape of `--shape`. With `--vllm`, vLLM's `LLM` takes as many prompts
-after them, without detokenisation.
+Prompts are random tokens, anew for each run, so that nothing is cached. With `--vllm`, vLLM's `LLM`
+takes as many prompts after them, without detokenisation.
 """
 
 from __future__ import annotations
@@ -22,10 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from benchmarks.inflate import SHAPES
-from benchmarks.lib.gpu import random_llama
 from benchmarks.lib.processes import Child, stopping
 from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem
@@ -49,15 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        model = args.model or _random_model(args.shape, Path(scratch))
         memory = {} if args.kv_cache_memory is None else {"kv_cache_memory": args.kv_cache_memory}
-        with LLM(str(model), max_model_len=_CONTEXT, max_num_seqs=args.rows, **memory) as llm:
+        with LLM(str(args.model), max_model_len=_CONTEXT, max_num_seqs=args.rows, **memory) as llm:
             rates = _rates(args, rng, {"loop": partial(_loop, llm), _OURS: partial(_generate, llm)})
         children: list[Child] = []
         place = VllmPlace.find(args.vllm)
         with stopping(children):
             if place is not None:
-                peer = _vllm(args, place, model, Path(scratch), children)
+                peer = _vllm(args, place, Path(scratch), children)
                 rates |= _rates(args, rng, {"vllm": peer})
     for name, rate in rates.items():
         print(f"{name}: {rate:.0f} tokens/s, {rate / rates['loop']:.3f} of the loop")
@@ -84,17 +78,11 @@ def _rates(args: argparse.Namespace, rng: random.Random, runs: dict[str, _Run]) 
     return {name: statistics.median(found) for name, found in rates.items()}
 
 
-def _vllm(
-    args: argparse.Namespace,
-    place: VllmPlace,
-    model: Path,
-    log_dir: Path,
-    children: list[Child],
-) -> _Run:
+def _vllm(args: argparse.Namespace, place: VllmPlace, log_dir: Path, children: list[Child]) -> _Run:
     """Start vLLM's `LLM` with its defaults. Raises `ProcessError`."""
     engine = VllmEngine(
         place.python,
-        model,
+        args.model,
         max_model_len=_CONTEXT,
         max_num_seqs=args.rows,
         options={"skip_tokenizer_init": True},
@@ -150,23 +138,9 @@ def _loop(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
     return tokens
 
 
-def _random_model(shape: str, folder: Path) -> Path:
-    say(f"writing a model of shape {shape} with random weights")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_llama(SHAPES[shape], "bfloat16", device)
-    model.save_pretrained(folder)
-    tokenizer = resolve_model(None, "target")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((tokenizer / name).read_text())
-    del model
-    torch.cuda.empty_cache()
-    return folder
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = arguments("benchmarks.offline", __doc__)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--model", type=Path, default=resolve_model("embedded", "target"))
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=256)

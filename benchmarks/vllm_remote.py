@@ -23,7 +23,7 @@ from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, python_path, stopping
-from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
+from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, draft_model
 from outrider.models.resolve import resolve_model
 
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
             plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
             for system in systems:  # compiles, and lets the policy learn
                 system.run(loaded.group(0, plan.prompts_per_round), args.max_tokens, concurrency)
-            cells += measure(systems, plan, loaded, args.max_tokens, children, say)
+            cells += measure(systems, plan, loaded, args.max_tokens, children)
     setup = report.load_facts("benchmarks.vllm_remote", loaded)
     setup |= {"gpu": gpu_name(), "max_tokens": args.max_tokens, "notes": []}
     title = "vLLM with Outrider's proposers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -17,10 +17,8 @@ from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
 _RPC_TIMEOUT_S: Final = 10.0
 _STATS: Final = (
-    *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong", "waits"),
-    *("wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms"),
-    *("network_ms", "cached_prompt_tokens", "rounds_after_hit", "hits_after_hit"),
-    *("rounds_after_miss", "hits_after_miss"),
+    *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong"),
+    *("wait_ms", "propose_ms", "score_ms", "network_ms"),
 )
 
 
@@ -33,7 +31,6 @@ class Job:
     method: str = "none"  # no speculation, or a method of the stack
     temperature: float = 0.0
     top_p: float = 1.0
-    num_speculative_tokens: int | None = None  # K; None: the scorer's
     seed: int | None = None
 
 
@@ -75,32 +72,8 @@ class Client:
 
         return self._runner.run(run())
 
-    def generate_for(
-        self, jobs: Iterator[Job], seconds: float, in_flight: int, *, timeout_s: float
-    ) -> tuple[int, int]:
-        """Start jobs for `seconds`, `in_flight` at once; return how many, and their tokens."""
-        deadline = time.monotonic() + seconds
-        done: list[int] = []
-
-        async def work() -> None:
-            while time.monotonic() < deadline:
-                completion = await _consume(self._call(next(jobs), timeout_s, True))
-                done.append(len(completion.token_ids))
-
-        async def run() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(in_flight):
-                    tasks.create_task(work())
-
-        self._runner.run(run())
-        return len(done), sum(done)
-
     def _call(self, job: Job, timeout_s: float, through_gateway: bool) -> AsyncIterable[Any]:
-        speculation = common_pb2.SpeculationParams(
-            enabled=job.method != "none",
-            method=job.method,
-            num_speculative_tokens=job.num_speculative_tokens,
-        )
+        speculation = common_pb2.SpeculationParams(enabled=job.method != "none", method=job.method)
         stop = common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True)
         sampling = common_pb2.SamplingParams(
             temperature=job.temperature, top_p=job.top_p, seed=job.seed

@@ -1,11 +1,9 @@
-"""The GPU's name, memory and bandwidth, and clocks for calls on it."""
+"""The GPU's name and bandwidth, and clocks for calls on it."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,15 +23,6 @@ def random_llama(shape: Mapping[str, Any], dtype: str, device: torch.device) -> 
 
 def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-
-
-def memory_used_mib() -> float:
-    """Return the used memory of the visible devices without a CUDA context."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command += [f"--id={visible}"] if visible else []
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    return sum(float(line) for line in done.stdout.split())
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.lib.processes import Child, ProcessError
+from benchmarks.lib.program import say
 from benchmarks.lib.prompts import Prompts
 from benchmarks.lib.records import Run, System
 from benchmarks.lib.stack import OutriderSystem
@@ -41,7 +42,6 @@ def measure(
     prompts: Prompts,
     max_tokens: int,
     children: Sequence[Child],
-    progress: Callable[[str], None],
 ) -> list[Cell]:
     """Run `plan`. Raises `ProcessError` where a system fails or drafts nothing."""
     chosen = [s for s in systems if plan.concurrency in s.concurrencies]
@@ -61,13 +61,13 @@ def measure(
                 for part, seconds in system.stack.step_seconds().items():
                     spent = seconds - before.get(part, 0.0)
                     cell.step_seconds[part] = cell.step_seconds.get(part, 0.0) + spent
-            progress(
+            say(
                 f"{plan.concurrency:>2} concurrent, round {r + 1}/{plan.rounds}: "
                 f"{system.name}: {run.tokens_per_s:.1f} tok/s"
             )
     for system, cell in zip(chosen, cells, strict=True):
         # With many requests the policy may choose not to draft, and prompt lookup may find nothing.
-        speculates = isinstance(system, OutriderSystem) and system.method == "draft_model"
+        speculates = isinstance(system, OutriderSystem) and system.method not in ("none", "ngram")
         if speculates and plan.concurrency == 1 and not any(run.drafted for run in cell.runs):
             raise ProcessError(f"{system.name}: nothing was drafted; the proposer does not work")
     return cells

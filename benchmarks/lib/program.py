@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -49,15 +48,6 @@ def measuring_arguments(module: str, doc: str | None) -> argparse.ArgumentParser
     out = Path("benchmarks", "results", module.rpartition(".")[2])
     p.add_argument("--out", type=Path, default=out, help="without suffix")
     return p
-
-
-def add_service_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of programs that start a scorer and proposers."""
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--dtype", default="float32", help="of the target")
-    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
 
 
 def add_pair_flags(p: argparse.ArgumentParser) -> None:

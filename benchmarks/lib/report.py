@@ -122,9 +122,8 @@ def markdown(found: dict[str, Any], title: str) -> str:
         parts = [r for r in rows if r["round_ms"]]
         if parts:
             lines += ["The parts of a round in ms (benchmarks/README.md defines them):", ""]
-            names = [*_PARTS, *(["host_overhead"] if concurrency == 1 else [])]
-            body = [[r["system"], *(number(r["round_ms"].get(n)) for n in names)] for r in parts]
-            lines += [*table(["system", *(n.replace("_", " ") for n in names)], body), ""]
+            body = [[r["system"], *(number(r["round_ms"].get(n)) for n in _PARTS)] for r in parts]
+            lines += [*table(["system", *_PARTS], body), ""]
     return "\n".join(lines)
 
 

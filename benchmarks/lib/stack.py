@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from benchmarks.lib.client import Client, Job
 from benchmarks.lib.processes import Child, ProcessError, python_path
@@ -55,9 +54,9 @@ class StackConfig:
     methods: tuple[str, ...] = ("draft_model",)
     device: str = "cpu"
     scorer_gpu: str | None = None  # CUDA_VISIBLE_DEVICES
+    scorer_memory: float = 0.3  # part of the GPU
     scorer_flags: tuple[str, ...] = ()
     proposer_flags: tuple[str, ...] = ()
-    max_sessions: int = 256  # of each proposer
     in_process: bool = False  # the scorer drafts by its one method
     gateway: bool = True
     unix: bool = False  # the scorer listens on a Unix socket
@@ -88,7 +87,7 @@ class Stack:
             command += ["--host", _PROXY_HOST, "--target", self._scorer_at, "--target", data_at]
             self._proxy = self._spawn("proxy", command)
             self._proxy_at = self._proxy.ready(config.start_timeout_s)["address"]
-        self.metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
+        self._metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
         gateway_at = None
         if config.gateway:
             flags = ("--scorer", self._scorer_at, "--http-port", 0, "--grpc-port", 0)
@@ -109,7 +108,6 @@ class Stack:
                 "proposer_service",
                 *("--scorer", self._dialled(route), "--pool", route.name, "--port", 0),
                 *("--method", method, "--threads", config.proposer_threads),
-                *("--max-sessions", config.max_sessions),
                 *_model_flags(config, method),
                 *route.flags,
                 gpu=route.gpu,
@@ -165,20 +163,16 @@ class Stack:
 
         `gap` is the time between a result and the next launch, `gaps` the number of gaps.
         """
+        with urllib.request.urlopen(self._metrics_url, timeout=_RPC_TIMEOUT_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
         seconds: dict[str, float] = {}
-        for sample in self.metrics():
+        for sample in (sample for family in families for sample in family.samples):
             part = sample.labels.get("part", "")
             if sample.name == "outrider:step_time_seconds_sum":
                 seconds[part] = sample.value
             if sample.name == "outrider:step_time_seconds_count":
                 seconds["gaps" if part == "gap" else "steps"] = sample.value
         return seconds
-
-    def metrics(self) -> list[Sample]:
-        """Return the scorer's metrics."""
-        with urllib.request.urlopen(self.metrics_url, timeout=_RPC_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-        return [s for family in text_string_to_metric_families(text) for s in family.samples]
 
     @property
     def _socket(self) -> Path:
@@ -217,13 +211,12 @@ class OutriderSystem:
     concurrencies: frozenset[int]
     timeout_s: float
     through_gateway: bool = True
-    num_speculative_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`. The i-th prompt has seed i."""
-        rest = (self.method, self.temperature, self.top_p, self.num_speculative_tokens)
+        rest = (self.method, self.temperature, self.top_p)
         completions, wall_s = self.stack.client.generate(
             [Job(prompt, max_tokens, *rest, seed=i) for i, prompt in enumerate(prompts)],
             concurrency,
@@ -238,12 +231,14 @@ class OutriderSystem:
 
 
 def _scorer_flags(config: StackConfig) -> tuple[str, ...]:
+    memory = ("--gpu-memory-utilization", str(config.scorer_memory))
     return (
         *("--model", config.model, "--dtype", config.dtype),
         *("--num-speculative-tokens", str(config.num_speculative_tokens)),
         *("--threads", str(config.scorer_threads)),
         "--no-enable-prefix-caching",  # the same prompts come again and again
         *_device(config.device),
+        *(memory if config.device != "cpu" else ()),
         *config.scorer_flags,
     )
 

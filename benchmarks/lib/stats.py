@@ -61,8 +61,6 @@ def speculation(cell: Cell) -> Numbers:
     )
     if hits + late + wrong:
         numbers["hit_rate"] = hits / (hits + late + wrong)
-        numbers["late_rate"] = late / (hits + late + wrong)
-        numbers["wrong_rate"] = wrong / (hits + late + wrong)
     return numbers
 
 
@@ -99,25 +97,7 @@ def round_parts(cell: Cell) -> Numbers:
     }
     if gaps := cell.step_seconds.get("gaps"):
         numbers["gap"] = cell.step_seconds["gap"] * 1e3 / gaps
-    if cell.concurrency == 1:
-        numbers["host_overhead"] = host_overhead_ms(done, step_ms["verify"])
     return numbers
-
-
-def host_overhead_ms(done: Sequence[Completion], verify_ms: float) -> float | None:
-    """Return a round's time outside the forwards of target and draft, median over requests.
-
-    It is the mean time between a request's messages, less the proposer's draft time and the decode
-    steps' forward time. aux_info has forward and verification together, so the mean verification
-    time is added back.
-    """
-    left = []
-    for c in done:
-        n = len(c.round_gaps_s)
-        if n:
-            forwards_ms = c.stats["propose_ms"] + c.stats["score_ms"] - n * verify_ms
-            left.append((sum(c.round_gaps_s) * 1e3 - forwards_ms) / n)
-    return median(left)
 
 
 def divergences(cell: Cell, reference: Cell) -> list[int | None]:

@@ -16,7 +16,6 @@ from benchmarks.lib.program import say
 from benchmarks.lib.records import Run, TokenIds, completions_of
 from outrider.models.resolve import resolve_model
 
-METHODS = ("none", "draft_model")
 _ROOM = 64  # tokens beside a request's own, for its last draft
 _START_TIMEOUT_S = 600
 _THREADS = "2"
@@ -148,11 +147,3 @@ class GpuPeers:
         )
         worker = engine.start(self.log_dir, self.children)
         return VllmSystem(name, worker, frozenset(self.concurrencies), args.request_timeout)
-
-    def start_method(self, method: str) -> VllmSystem:
-        """Start one of `METHODS`. Raises `ProcessError`."""
-        speculation = None
-        if method == "draft_model":
-            draft = resolve_model(self.args.draft_model, "draft")
-            speculation = draft_model(draft, self.args.num_speculative_tokens)
-        return self.start(f"vllm {method}", speculation)

@@ -50,18 +50,6 @@ def test_speculation_with_rounds_alone_is_tokens_per_round() -> None:
     assert numbers == {"mean_acceptance_length": 3.0}
 
 
-def test_host_overhead_of_steps_excludes_forwards() -> None:
-    # Two rounds after the first token, 10 ms each: 3 ms drafting, 6 ms scoring (0.5 ms of it
-    # verification, which is no forward).
-    completion = Completion(
-        (1, 2, 3),
-        0.1,
-        stats={"propose_ms": 6.0, "score_ms": 12.0},
-        round_gaps_s=(0.010, 0.010),
-    )
-    assert stats.host_overhead_ms([completion], verify_ms=0.5) == pytest.approx(1.5)
-
-
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (1,), 0)],

@@ -1,4 +1,4 @@
-"""draft_ahead.py measures real processes."""
+"""gpu_serve.py measures real processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_draft_ahead_over_a_delay_reports_each_way_beside_none(tmp_path: Path) -> None:
+def test_gpu_serve_over_a_delay_reports_each_way_beside_none(tmp_path: Path) -> None:
     out = tmp_path / "found"
-    flags = ["--modes", "ahead", "--round-trip-ms", "0", "0.5", "--temperature", "0"]
-    flags += ["--batch", "2", "--waves", "2", "--rounds", "1", "--max-tokens", "24"]
+    flags = ["--places", "ahead", "--round-trip-ms", "0", "0.5", "--temperature", "0"]
+    flags += ["--concurrency", "2", "--waves", "2", "--rounds", "1", "--max-tokens", "24"]
+    flags += ["--device", "cpu", "--dtype", "float32"]
     flags += ["--request-timeout", "120", "--max-prompt-tokens", "32"]
-    command = [sys.executable, "-m", "benchmarks.draft_ahead", *flags, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu_serve", *flags, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.with_suffix(".json").read_text())
@@ -31,6 +32,7 @@ def test_draft_ahead_over_a_delay_reports_each_way_beside_none(tmp_path: Path) -
         assert by_system[name]["reference"] == f"none beside {name}"
         assert by_system[name]["mean_acceptance_length"] >= 1.0
         assert "hit_rate" in by_system[name]
-    direct, proxied = found["setup"]["notes"]
+    without_vllm, direct, proxied = found["setup"]["notes"]
+    assert without_vllm == "vLLM was left out."
     assert direct == f"{names[0]}, 2 at once: 4 of 4 texts equal."
     assert "bytes to the scorer" in proxied

@@ -1,19 +1,19 @@
-"""draft_ahead.py refuses what it cannot measure."""
+"""gpu_serve.py refuses what it cannot measure."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import draft_ahead
+from benchmarks import gpu_serve
 from benchmarks.lib.processes import ProcessError
 from benchmarks.lib.vllm_peer import VllmPlace
 
 
-def test_draft_ahead_with_flags_that_cannot_be_measured_refuses(
+def test_gpu_serve_with_flags_that_cannot_be_measured_refuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        draft_ahead.main(["--waves", "0"])
+        gpu_serve.main(["--waves", "0"])
     assert "at least 1" in capsys.readouterr().err
 
 
