@@ -44,7 +44,7 @@ class PaceMeter:
     def step(self, seconds: float) -> None:
         """Note the time of a step that a batch of commits came from."""
         if seconds > 0.0:
-            self._step.add(seconds)
+            self._step.add_time(seconds)
 
     def committed(self, key: SessionKey, arrived: float, step_s: float, *, verified: bool) -> None:
         """Note the commit of a step that took `step_s`, and `verified` a draft or not."""

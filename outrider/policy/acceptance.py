@@ -91,7 +91,7 @@ class Acceptance:
         """Take in an answer, so long after a commit for which no draft was left."""
         kind = self._remembered(d)
         kind.availability += (drafted - kind.availability) / 8
-        kind.answer_s.add(seconds)
+        kind.answer_s.add_time(seconds)
 
     def answers(self, d: Drafting) -> tuple[float, float]:
         """Return the share of answers that hold a draft, and the mean seconds until one comes."""

@@ -81,7 +81,7 @@ class AdaptivePolicy(Policy):
         tokens = np.full(len(nodes) + 1, len(rows) * alike)
         if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
-        seconds = costs.steps.estimates(tokens)
+        seconds = costs.steps.estimate(tokens)
         wait_s = self._wait_s(rows, depth)
         if wait_s.any():
             # All rows wait for the longest draft: the n likeliest nodes take as long as their
@@ -98,7 +98,7 @@ class AdaptivePolicy(Policy):
         survivals = self.measured.acceptance.told(drafts, max(lengths))
         nodes = survivals.ravel()
         first = other_tokens + len(drafts)
-        seconds = steps.estimates(np.arange(first, first + len(nodes) + 1.0))
+        seconds = steps.estimate(np.arange(first, first + len(nodes) + 1.0))
         chosen = choose_likeliest(nodes, np.sort(nodes)[::-1], seconds, first)
         counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
         return counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 
 from outrider.policy.row import Drafting
 
-UNSEEN_STEPS = 3  # of other sizes, after which a size becomes faster or slower with them
+OUTLIER = 4.0  # means: a time of more is an accident, as a second instead of milliseconds
+MANY_TOKENS = 1e6  # more than any step has
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
-UNCONTENDED_LASTS = 64  # batches beside steps in a row, after which those alone count no more
-SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -31,79 +29,59 @@ def remember(known: dict[K, V], name: K, value: V) -> None:
 
 
 class Average:
-    """Moving mean and mean deviation, as RFC 6298 keeps them for round-trip times.
+    """Exponentially weighted mean of about the last `window` values, and their mean deviation.
 
-    There are two exceptions, because one value may be a second instead of milliseconds: one value
-    moves the mean little, however large it is, and a mean that such a value began is left quickly.
+    The first values count alike. `weight` is how much was taken in, fading.
     """
 
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self.deviation = 0.0
-        self.count = 0
+    __slots__ = ("_kept", "deviation", "mean", "weight")
 
-    def add(self, value: float) -> None:
+    def __init__(self, window: float = 8.0, mean: float = 0.0) -> None:
+        self._kept = 1.0 - 1.0 / window
+        self.mean, self.deviation, self.weight = mean, 0.0, 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
         """Take in one measurement."""
-        if not self.mean or value < self.mean / 4:  # no multiple of 0 is more
-            self.mean, self.deviation = value, value / 2
-        else:
-            value = min(value, 4 * self.mean)
-            self.deviation += (abs(value - self.mean) - self.deviation) / 4
-            self.mean += (value - self.mean) / 8
-        self.count += 1
+        self.weight = self._kept * self.weight + weight
+        if weight:
+            share = weight / self.weight
+            self.deviation += share * (abs(value - self.mean) - self.deviation)
+            self.mean += share * (value - self.mean)
+
+    def add_time(self, seconds: float) -> None:
+        """Take in a time, an outlier as that many means."""
+        self.add(min(seconds, OUTLIER * self.mean) if self.mean else seconds)
 
 
 class StepTimes:
-    """Seconds of a step by its number of tokens, as moving averages by quarter powers of two.
+    """Seconds of a step by its number of tokens, as averages by quarter powers of two.
 
-    They follow improvements faster than delays, because noise only ever adds time. No step counts
-    as slower than one of more tokens: a size that ran once, cold, would. A load beside the steps
-    slows all of them down: sizes that do not run change with those that do.
+    No step counts as slower than one of more tokens: a size that ran once, cold, would.
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, tuple[float, float, int]] = {}  # tokens, seconds, its last step
-        self._steps = 0
-        self._tokens: list[float] = []  # of the measured sizes, in order
-        self._seconds: list[float] = []
+        self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
+        self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one step."""
-        self._steps += 1
-        name = int(4 * math.log2(num_tokens))
-        tokens, before, _ = self._sizes.get(name, (float(num_tokens), seconds, 0))
-        after = before + (seconds - before) * (1 / 4 if seconds < before else 1 / 16)
-        self._sizes[name] = tokens + (num_tokens - tokens) / 8, after, self._steps
-        for other, (each, its_s, seen) in self._sizes.items():
-            if before and self._steps - seen > UNSEEN_STEPS:
-                self._sizes[other] = each, its_s * after / before, seen
-        points = sorted(self._sizes.values())
-        self._tokens = [each for each, _, _ in points]
-        fastest = np.minimum.accumulate([its_s for _, its_s, _ in reversed(points)])
-        self._seconds = fastest[::-1].tolist()
+        size = int(4 * math.log2(num_tokens))
+        tokens, times = self._sizes.setdefault(size, (Average(), Average()))
+        tokens.add(num_tokens)
+        times.add_time(seconds)
+        points = np.array(sorted([(tokens.mean, s.mean) for tokens, s in self._sizes.values()])).T
+        self._tokens, self._seconds = points[0], np.minimum.accumulate(points[1][::-1])[::-1]
+        slope = np.ptp(self._seconds) / max(1.0, np.ptp(self._tokens))
+        self._tokens = np.append(self._tokens, self._tokens[-1] + MANY_TOKENS)
+        self._seconds = np.append(self._seconds, self._seconds[-1] + MANY_TOKENS * slope)
 
-    def estimate(self, num_tokens: float) -> float:
-        """Return the seconds of a step, linear between the measured sizes; 0 if there are none.
+    def estimate(self, num_tokens: Num) -> Num:
+        """Return the seconds of steps, linear between the measured sizes; 0 if there are none.
 
-        Below the smallest size it is as fast as that one. Beyond the largest the slope from the
+        Below the smallest size they are as fast as that one. Beyond the largest the slope from the
         smallest goes on.
         """
-        tokens, seconds = self._tokens, self._seconds
-        if len(tokens) < 2 or num_tokens <= tokens[0]:
-            return seconds[0] if seconds else 0.0
-        high = bisect_left(tokens, num_tokens)
-        low = high - 1 if high < len(tokens) else 0
-        high = min(high, len(tokens) - 1)
-        slope = (seconds[high] - seconds[low]) / (tokens[high] - tokens[low])
-        return seconds[low] + slope * (num_tokens - tokens[low])
-
-    def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of steps whose sizes are given in order."""
-        most = float(num_tokens[-1])
-        tokens, seconds = self._tokens, self._seconds
-        if most > tokens[-1]:
-            tokens, seconds = [*tokens, most], [*seconds, self.estimate(most)]
-        return np.interp(num_tokens, tokens, seconds)
+        return np.interp(num_tokens, self._tokens, self._seconds)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +92,24 @@ class Delay:
     draft_s: float  # of these by drafting, as its proposer says
     num_tokens: int  # of the longest draft
     uncontended: bool  # no step was launched meanwhile
-    own_device: bool = False  # a step would not have made it late
     waited_s: float = 0.0  # how long its row waited in vain before it went without
 
 
-class _Batches:
-    """Batches of drafts under like circumstances."""
+class _Delays:
+    """Delays under like circumstances: by the draft's tokens, and besides."""
 
     def __init__(self) -> None:
-        self.delay = Average()  # from the commit to the arrival
-        self.token_s = Average()  # of drafting a token
-        self.longest = 0.0  # mean tokens of a batch's longest draft
+        self.token_s, self.rest_s = Average(), Average()
 
     def add(self, delay: Delay, seconds: float) -> None:
-        self.delay.add(seconds)
-        if delay.num_tokens:  # a proposer is not believed to have drafted longer than that
-            self.token_s.add(min(delay.draft_s, seconds) / delay.num_tokens)
-        self.longest += (delay.num_tokens - self.longest) / min(8, self.delay.count)
+        """Take in a batch; a proposer is not believed to have drafted longer than that."""
+        if self.rest_s.weight:
+            seconds = min(seconds, OUTLIER * self.mean_s(delay.num_tokens))
+        self.token_s.add(min(delay.draft_s, seconds) / delay.num_tokens)
+        self.rest_s.add(seconds - self.token_s.mean * delay.num_tokens)
+
+    def mean_s(self, num_tokens: Num) -> Num:
+        return self.rest_s.mean + self.token_s.mean * num_tokens
 
 
 class DraftTimes:
@@ -139,47 +118,41 @@ class DraftTimes:
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
     drafts beside steps count only where there are no others: else rows that once went ahead would
-    never wait again. They do count where another device makes them on demand. A draft for which
-    its row waited in vain counts by half of what it then took beside the step.
+    never wait again. A draft for which its row waited in vain counts by half of what it then took
+    beside the step.
     """
 
     def __init__(self) -> None:
-        self._alone, self._beside = _Batches(), _Batches()
-        self._beside_in_a_row = 0
+        self._alone, self._beside = _Delays(), _Delays()
 
     def observe(self, delay: Delay) -> None:
         """Take in a batch."""
-        seconds, alone = delay.seconds, delay.uncontended or delay.own_device
-        if delay.waited_s and not delay.own_device:  # draft and step went on at half their speed
+        seconds, alone = delay.seconds, delay.uncontended
+        if delay.waited_s:  # draft and step went on at half their speed
             alone, seconds = True, (delay.waited_s + seconds) / 2
-        self._beside_in_a_row = 0 if alone else self._beside_in_a_row + 1
         (self._alone if alone else self._beside).add(delay, seconds)
 
     @property
-    def _counting(self) -> _Batches:
-        beside = not self._alone.delay.count or self._beside_in_a_row >= UNCONTENDED_LASTS
-        return self._beside if beside else self._alone
+    def _counting(self) -> _Delays:
+        return self._alone if self._alone.rest_s.weight else self._beside
 
     @property
     def token_s(self) -> float:
         """Mean seconds per drafted token."""
         return self._counting.token_s.mean
 
-    @property
-    def contention_s(self) -> float:
-        """Mean seconds by which a step beside a draft makes it late; 0 if that is unknown."""
-        alone, beside = self._alone.delay, self._beside.delay
-        return max(0.0, beside.mean - alone.mean) if alone.count and beside.count else 0.0
+    def contention_s(self, num_tokens: float) -> float:
+        """Return the mean seconds by which a step beside a draft makes it late."""
+        beside = self._beside if self._beside.rest_s.weight else self._alone
+        return max(0.0, beside.mean_s(num_tokens) - self.mean_s(num_tokens))
 
     def mean_s(self, num_tokens: Num) -> Num:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
-        known = self._counting
-        return known.delay.mean + known.token_s.mean * (num_tokens - known.longest)
+        return self._counting.mean_s(num_tokens)
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
-        mean_s = self.mean_s(num_tokens)
-        return mean_s + max(4 * self._counting.delay.deviation, SLACK * mean_s)
+        return self.mean_s(num_tokens) + 4 * self._counting.rest_s.deviation
 
 
 class CostModel:
@@ -189,7 +162,7 @@ class CostModel:
         self.num_rows = 1  # of the last step that only verified
         self.padded = False  # every row of a step takes as long as that of the longest draft
         self.steps = StepTimes()
-        self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
+        self._drafts: dict[str, DraftTimes] = {}  # by drafter
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in a step that only verified."""
@@ -199,7 +172,7 @@ class CostModel:
     def observe_delay(self, d: Drafting, delay: Delay) -> None:
         """Take in a batch of drafts, of which this row's is the first."""
         times = self.draft_times(d) or DraftTimes()
-        remember(self._drafts, (d.drafter, d.runs_ahead), times)
+        remember(self._drafts, d.drafter, times)
         times.observe(delay)
 
     def round_s(self, k: float) -> float:
@@ -207,5 +180,5 @@ class CostModel:
         return self.steps.estimate(self.num_rows * (1 + k))
 
     def draft_times(self, d: Drafting) -> DraftTimes | None:
-        """Return what a row's drafts take as they are made now; None if that is unknown."""
-        return self._drafts.get((d.drafter, d.runs_ahead))
+        """Return what a row's drafts take; None if that is unknown."""
+        return self._drafts.get(d.drafter)

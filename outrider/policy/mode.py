@@ -230,9 +230,9 @@ class ModeSelector:
         seconds, usual_s = step.at - before, self.current.step_s
         if prompt_tokens:
             if self.current.settling <= 0.0 and not self.current.mode.drafts and usual_s:
-                self._prompt_token_s.add(max(0.0, seconds - usual_s) / prompt_tokens)
-            self._left_out += not self._prompt_token_s.count
-            if not self._prompt_token_s.count and self._left_out <= FEWEST_STEPS:
+                self._prompt_token_s.add_time(max(0.0, seconds - usual_s) / prompt_tokens)
+            self._left_out += not self._prompt_token_s.weight
+            if not self._prompt_token_s.weight and self._left_out <= FEWEST_STEPS:
                 return
             seconds -= prompt_tokens * self._prompt_token_s.mean
         else:

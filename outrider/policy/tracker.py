@@ -51,7 +51,7 @@ class DraftTracker:
         self.policy = policy
         self.account = DraftAccount(policy)
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
-        self._batches: dict[tuple[str, bool], float] = {}  # when each drafter's last one came
+        self._batches: dict[str, float] = {}  # when each drafter's last one came
         self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
         self._launched_at = 0.0
 
@@ -127,17 +127,15 @@ class DraftTracker:
         measured.acceptance.observe_answer(d, now - since, drafted=num_tokens > 0)
         # However late: whether waiting pays is decided again.
         d.measured.worth_waiting |= num_tokens > 0
-        batch = d.drafter, d.runs_ahead
-        if not num_tokens or self._batches.get(batch) == now:  # the first of a batch is its longest
+        if not num_tokens or self._batches.get(d.drafter) == now:  # a batch's first is its longest
             return
-        remember(self._batches, batch, now)
+        remember(self._batches, d.drafter, now)
         began, ended = d.awaited.in_vain
         delay = Delay(
             now - since,
             arrived.draft_s,
             num_tokens,
             uncontended=proposer.colocated or self._launched_at < since,
-            own_device=proposer.own_device and not d.runs_ahead,
             waited_s=ended - began if began == since else 0.0,
         )
         measured.costs.observe_delay(d, delay)

@@ -104,7 +104,11 @@ class Waiting:
             return start_half_at(len(ready), arrivals, microbatch_step_s, now)
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
         going, num_waiting = len(ready) + num_prefilling, len(waiting)
-        slowed = [times.contention_s for d, times in awaited if times and not d.runs_ahead]
+        slowed = [
+            times.contention_s(d.num_draft_tokens)
+            for d, times in awaited
+            if times and not d.runs_ahead
+        ]
         all_there_s = arrivals[-1] - now + max(slowed, default=0.0)  # beside a step
 
         def step_s(num_rows: int) -> float:

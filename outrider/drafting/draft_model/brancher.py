@@ -65,7 +65,7 @@ class Brancher:
         drafted, forks = self._run(states, branches, num_tokens, joined)
         seconds = self._clock() - started
         self._rows_s.observe(len(rows) + len(drafted), seconds / num_tokens)
-        self._draft_s.add(seconds)
+        self._draft_s.add_time(seconds)
         chains: list[list[int]] = forks.chains.tolist()
         for i, ((state, _), chain) in enumerate(zip(rows, chains, strict=True)):
             ahead = state.ahead
