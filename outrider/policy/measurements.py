@@ -81,7 +81,7 @@ class StepTimes:
         Below the smallest size they are as fast as that one. Beyond the largest the slope from the
         smallest goes on.
         """
-        return np.interp(num_tokens, self._tokens, self._seconds)  # type: ignore[return-value]
+        return np.interp(num_tokens, self._tokens, self._seconds)
 
 
 @dataclass(frozen=True, slots=True)

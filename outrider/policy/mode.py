@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from outrider.policy.base import ALL_SIZES, DraftMode, StepDone
-from outrider.policy.measurements import Average, remember
+from outrider.policy.measurements import OUTLIER, Average, remember
 from outrider.policy.row import SAMPLED_TEMPERATURE
 
 MODES = tuple(DraftMode)  # in the order in which they are tried
@@ -24,35 +24,32 @@ FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to 
 SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
 CAUGHT_UP = 0.75  # of the rows have heard of a proposer: it has processed their prompts
 MOST_LOST = 0.01  # of the time, by trials of worse modes
-LONGEST_INTERVAL = 4096.0  # steps between two trials, which doubles as long as nothing changes
+LONGEST_INTERVAL = 32 * MOST_STEPS  # between two trials; doubles as long as nothing changes
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 
-@dataclass(slots=True)
 class Speed:
     """Committed tokens of a row over about the last `window` steps in one mode."""
 
-    window: float
-    tokens: float = 0.0
-    seconds: float = 0.0
-    steps: float = 0.0
+    def __init__(self, window: float) -> None:
+        self._rate = Average(window)  # tokens per second
+        self._step_s = Average(window)
 
     @property
-    def value(self) -> float:
+    def rate(self) -> float:
         """Tokens per second; 0 if none is known."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self._rate.mean
 
     @property
     def step_s(self) -> float:
         """Mean seconds of a step."""
-        return self.seconds / max(1.0, self.steps)
+        return self._step_s.mean
 
     def add(self, tokens: float, seconds: float, steps: float) -> None:
         """Take in a step, or a share of one."""
-        kept = min(1.0, self.window / (self.steps + steps)) if self.steps else 1.0
-        self.tokens = kept * (self.tokens + tokens)
-        self.seconds = kept * (self.seconds + seconds)
-        self.steps = kept * (self.steps + steps)
+        if seconds > 0.0 and steps > 0.0:
+            self._rate.add(tokens / seconds, seconds)
+            self._step_s.add(seconds / steps, steps)
 
 
 @dataclass(slots=True)
@@ -78,11 +75,13 @@ class ModeTrials:
         self.trial: Trial | None = None
         self._num_rows = num_rows
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
-        self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in modes}
+        self._speeds = {mode: self._unknown_speed() for mode in modes}
         self._last_tried = incumbent
-        self._may_lose, self._interval = 2.0 * FEWEST_STEPS, float(self._trial_steps)
-        self._steps_left = self._interval  # until the next trial
+        self._interval = self._steps_left = float(self._trial_steps)  # until the next trial
         self.settle()
+
+    def _unknown_speed(self) -> Speed:
+        return Speed(3.0 * self._trial_steps)
 
     @property
     def mode(self) -> DraftMode:
@@ -104,10 +103,9 @@ class ModeTrials:
         If nothing is drafted now, the mode that drafted is tried first: its proposer catches up.
         """
         self.decided |= before.decided
-        if before._speeds[DraftMode.OFF].value:
+        if before._speeds[DraftMode.OFF].rate:
             self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
         self.trial = None
-        self.settle()
         if self.incumbent.drafts and not before.incumbent.drafts:
             mode, self.incumbent = self.incumbent, DraftMode.OFF
             self._begin(mode)
@@ -115,19 +113,14 @@ class ModeTrials:
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
-        tokens, answered = step.tokens / step.num_running, step.answered / step.num_running
-        trial, current, best = self.trial, self._speeds[self.mode], self._speeds[self.incumbent]
+        tokens, trial = step.tokens / step.num_running, self.trial
+        current, best = self._speeds[self.mode], self._speeds[self.incumbent]
         if typical_s := max(current.step_s, best.step_s):
-            seconds = min(seconds, 4 * typical_s)  # more is an accident, as a kernel's compilation
-        if trial is not None and best.value:
-            trial.lost_steps += (seconds - tokens / best.value) / best.step_s
-        if trial is not None and trial.lost_steps > self._may_lose:
-            self._may_lose = min(2 * self._may_lose, 2.0 * MOST_STEPS)
-            self._end(trial, won=False)
-        elif trial is not None and trial.catching_up:
-            trial.catching_up = 0 if answered >= CAUGHT_UP else trial.catching_up - 1
-            if not trial.catching_up and answered < CAUGHT_UP:
-                self._end(trial, won=False)
+            seconds = min(seconds, OUTLIER * typical_s)
+        if trial is not None and best.rate:
+            trial.lost_steps += (seconds - tokens / best.rate) / best.step_s
+        if trial is not None and trial.catching_up:
+            self._catch_up(trial, step.answered / step.num_running)
         elif self.settling > 0.0:
             # Settling ends in any case, though nothing is drafted.
             self.settling -= max(drafted, rounds / SETTLING_ROUNDS) if self.mode.drafts else rounds
@@ -136,41 +129,45 @@ class ModeTrials:
             trial.compared += rounds
             self._judge(trial)
         else:
+            current.add(tokens, seconds, rounds)
             # While the incumbent drafts, steps without any draft bring no trial nearer.
-            steps = rounds if drafted or not self.mode.drafts else 0.0
-            current.add(tokens, seconds, steps)
-            self._steps_left -= steps
+            self._steps_left -= rounds if drafted or not self.mode.drafts else 0.0
             if self._steps_left <= 0.0:
                 self._begin(self._next_mode())
 
     def _next_mode(self) -> DraftMode:
         """Return the mode to try: one that is known to be faster, else the next in turn."""
-        speeds, best = self._speeds, self._speeds[self.incumbent]
-        fastest = max(speeds, key=lambda mode: speeds[mode].value)
-        if speeds[fastest].value > WORTH * best.value:
+        fastest = max(self._speeds, key=lambda mode: self._speeds[mode].rate)
+        if self._speeds[fastest].rate > WORTH * self._speeds[self.incumbent].rate:
             return fastest
-        last = MODES.index(self._last_tried)
-        in_turn = (*MODES[last + 1 :], *MODES)
-        return next(mode for mode in in_turn if mode in speeds and mode is not self.incumbent)
+        after = MODES.index(self._last_tried) + 1
+        in_turn = (*MODES[after:], *MODES)
+        return next(mode for mode in in_turn if mode in self._speeds and mode is not self.incumbent)
 
     def _begin(self, mode: DraftMode) -> None:
-        most_steps = 0 if self.incumbent.drafts else 4 * MOST_STEPS
-        self.trial = Trial(mode, most_steps)
+        self.trial = Trial(mode, catching_up=0 if self.incumbent.drafts else 4 * MOST_STEPS)
         self.settle()
         self._last_tried = mode
-        self._speeds[mode] = Speed(3.0 * self._trial_steps)
+        self._speeds[mode] = self._unknown_speed()
+
+    def _catch_up(self, trial: Trial, answered: float) -> None:
+        """Wait until a share of rows that are `answered` can be compared, but not for ever."""
+        trial.catching_up = 0 if answered >= CAUGHT_UP else trial.catching_up - 1
+        if not trial.catching_up and answered < CAUGHT_UP:
+            self._end(trial, won=False)
 
     def _judge(self, trial: Trial) -> None:
         """End a trial that has taken long enough, or that is clearly lost."""
         tried, best = self._speeds[trial.mode], self._speeds[self.incumbent]
         drafts = trial.mode.drafts
         worth = WORTH if drafts else 1 / WORTH
-        speedup = tried.value / best.value / worth if best.value else math.inf
+        speedup = tried.rate / best.rate / worth if best.rate else math.inf
         luck = 2.0 / math.sqrt(self._num_rows * trial.compared)  # of so many rounds
         lost = self.incumbent.drafts and speedup < 1.0 - luck
         if lost or trial.compared >= self._trial_steps:
             # Drafts shorten no step: where they bring no tokens, less time was luck.
-            self._end(trial, won=speedup > 1.0 and not (drafts and tried.tokens < tried.steps))
+            idle = drafts and tried.rate * tried.step_s < 1.0
+            self._end(trial, won=speedup > 1.0 and not idle)
 
     def _end(self, trial: Trial, *, won: bool) -> None:
         lost_steps = trial.lost_steps
@@ -197,7 +194,7 @@ class ModeSelector:
 
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
-        self._steps_since_ahead = 0  # of rows whose proposers all cannot run ahead
+        self._run_ahead = False  # one of them can
         self._last_step_at: float | None = None
         self._prompt_token_s = Average()  # without drafts
         self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
@@ -227,28 +224,32 @@ class ModeSelector:
         changed = self._change(step.num_running, step.temperature)
         if changed or not step.comparable or before is None:
             return
-        seconds, usual_s = step.at - before, self.current.step_s
-        if prompt_tokens:
-            if self.current.settling <= 0.0 and not self.current.mode.drafts and usual_s:
-                self._prompt_token_s.add_time(max(0.0, seconds - usual_s) / prompt_tokens)
-            self._left_out += not self._prompt_token_s.weight
-            if not self._prompt_token_s.weight and self._left_out <= FEWEST_STEPS:
-                return
-            seconds -= prompt_tokens * self._prompt_token_s.mean
-        else:
+        prompts_s = self._prompts_s(prompt_tokens, step.at - before)
+        if prompts_s is not None:
+            self.current.observe(step, max(0.0, step.at - before - prompts_s))
+
+    def _prompts_s(self, prompt_tokens: int, seconds: float) -> float | None:
+        """Return what prompts took of a step's time; None to leave the step out."""
+        if not prompt_tokens:
             self._left_out = 0
-        self.current.observe(step, max(0.0, seconds))
+            return 0.0
+        current, per_token = self.current, self._prompt_token_s
+        if current.settling <= 0.0 and not current.mode.drafts and current.step_s:
+            per_token.add_time(max(0.0, seconds - current.step_s) / prompt_tokens)
+        self._left_out += not per_token.weight
+        if not per_token.weight and self._left_out <= FEWEST_STEPS:
+            return None
+        return prompt_tokens * per_token.mean
 
     def _note_proposers(self, step: StepDone) -> None:
         """Begin anew with a new proposer, as drafts' costs were others', or with other modes."""
-        was_ahead = bool(self._proposers) and DraftMode.AHEAD in self._modes
-        self._steps_since_ahead = 0 if step.may_run_ahead else self._steps_since_ahead + 1
-        ahead = step.may_run_ahead or (was_ahead and self._steps_since_ahead < MOST_STEPS)
         unknown = step.proposer_ids - self._proposers.keys()
         for proposer_id in unknown:
             remember(self._proposers, proposer_id, None)
-        if unknown or (step.proposer_ids and ahead != was_ahead):
-            self._restart(MODES if ahead else MODES[:2])
+        run_ahead = self._run_ahead or step.may_run_ahead
+        if unknown or run_ahead is not self._run_ahead:
+            self._run_ahead = run_ahead
+            self._restart(MODES if run_ahead else MODES[:2])
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size or kind has changed. True if it has."""
