@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from outrider.drafting.proposer import Pace, SessionKey
-from outrider.policy.measurements import Average
+from outrider.policy.averages import Average
 
 _RISE: Final = 1 / 16
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.measurements import Average, remember
+from outrider.policy.measurements import remember
 from outrider.policy.row import Drafting
 from outrider.rounds import Round
 
@@ -27,7 +27,6 @@ class _Kind:
     """Drafts of one method of one proposer, for rows that are sampled or for those that are not."""
 
     def __init__(self) -> None:
-        self.availability, self.answer_s = 1.0, Average()  # share of answers that hold a draft
         self.confident = False  # its last draft told how sure it is
         self._counts = np.zeros((2, MAX_SPECULATIVE_TOKENS, BINS))  # accepted, tried
         self._learn()
@@ -87,17 +86,6 @@ class Acceptance:
         for kind, those in drafted.items():
             kind.observe(those)
 
-    def observe_answer(self, d: Drafting, seconds: float, *, drafted: bool) -> None:
-        """Take in an answer, so long after a commit for which no draft was left."""
-        kind = self._remembered(d)
-        kind.availability += (drafted - kind.availability) / 8
-        kind.answer_s.add_time(seconds)
-
-    def answers(self, d: Drafting) -> tuple[float, float]:
-        """Return the share of answers that hold a draft, and the mean seconds until one comes."""
-        kind = self._of(d)
-        return kind.availability, kind.answer_s.mean
-
     def confident(self, rows: Rows[Drafting]) -> bool:
         """Return whether all rows' drafts tell how sure they are."""
         return all(self._kinds.get(key, self._unknown).confident for key in _keys(rows))
@@ -113,17 +101,17 @@ class Acceptance:
         of_row = [kinds[d.drafter, d.offered.sampled] for d in rows] if len(kinds) > 1 else 0
         rate = np.array([kind.rate for kind in known])[of_row]
         measured = [d.measured for d in rows]
-        own = np.array([(m.accepted, m.tried) for m in measured]).T
-        own_rate = _shrunk(own, rate)
+        shares, tried = np.array([(m.accepted.mean, m.accepted.weight) for m in measured]).T
+        own_rate = _shrunk(np.stack((shares * tried, tried)), rate)
         # How many times a row's odds are those of its kind.
         factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate
         odds = np.array([kind.odds[:depth] for kind in known])[of_row] * factors[:, None]
         survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
         for i, m in enumerate(measured):
-            if m.levels < 1.0:
+            if m.levels.mean < 1.0:
                 total = np.concatenate(((0.0,), np.cumsum(survivals[i])))
                 places = np.arange(depth + 1)
-                gains = np.diff(np.interp(m.levels * places, places, total))
+                gains = np.diff(np.interp(m.levels.mean * places, places, total))
                 survivals[i] = np.minimum.accumulate(gains)
         return survivals
 

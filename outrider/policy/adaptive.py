@@ -108,7 +108,7 @@ class AdaptivePolicy(Policy):
         delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
         for times in {times for d in rows if (times := self.measured.costs.draft_times(d))}:
             np.maximum(delays[1:], times.mean_s(tokens), out=delays[1:])
-        missed = 1.0 - sum([d.measured.hit_share for d in rows]) / len(rows)
+        missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
         return delays * missed
 
     def patience_s(self, row: Row) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.policy.averages import OUTLIER, Average
 from outrider.policy.row import Drafting
 
-OUTLIER = 4.0  # means: a time of more is an accident, as a second instead of milliseconds
 MANY_TOKENS = 1e6  # more than any step has
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
 
@@ -26,31 +25,6 @@ def remember(known: dict[K, V], name: K, value: V) -> None:
     known[name] = value
     if len(known) > MAX_NAMES:
         del known[next(iter(known))]
-
-
-class Average:
-    """Exponentially weighted mean of about the last `window` values, and their mean deviation.
-
-    The first values count alike. `weight` is how much was taken in, fading.
-    """
-
-    __slots__ = ("_kept", "deviation", "mean", "weight")
-
-    def __init__(self, window: float = 8.0, mean: float = 0.0) -> None:
-        self._kept = 1.0 - 1.0 / window
-        self.mean, self.deviation, self.weight = mean, 0.0, 0.0
-
-    def add(self, value: float, weight: float = 1.0) -> None:
-        """Take in one measurement."""
-        self.weight = self._kept * self.weight + weight
-        if weight:
-            share = weight / self.weight
-            self.deviation += share * (abs(value - self.mean) - self.deviation)
-            self.mean += share * (value - self.mean)
-
-    def add_time(self, seconds: float) -> None:
-        """Take in a time, an outlier as that many means."""
-        self.add(min(seconds, OUTLIER * self.mean) if self.mean else seconds)
 
 
 class StepTimes:
@@ -84,53 +58,48 @@ class StepTimes:
         return np.interp(num_tokens, self._tokens, self._seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
-    """One batch of drafts: how long it took, and under which circumstances."""
-
-    seconds: float  # from the commit to the arrival
-    draft_s: float  # of these by drafting, as its proposer says
-    num_tokens: int  # of the longest draft
-    uncontended: bool  # no step was launched meanwhile
-    waited_s: float = 0.0  # how long its row waited in vain before it went without
-
-
 class _Delays:
     """Delays under like circumstances: by the draft's tokens, and besides."""
 
     def __init__(self) -> None:
         self.token_s, self.rest_s = Average(), Average()
 
-    def add(self, delay: Delay, seconds: float) -> None:
-        """Take in a batch; a proposer is not believed to have drafted longer than that."""
+    def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
         if self.rest_s.weight:
-            seconds = min(seconds, OUTLIER * self.mean_s(delay.num_tokens))
-        self.token_s.add(min(delay.draft_s, seconds) / delay.num_tokens)
-        self.rest_s.add(seconds - self.token_s.mean * delay.num_tokens)
+            seconds = min(seconds, OUTLIER * self.mean_s(num_tokens))
+        if num_tokens:  # a proposer is not believed to have drafted for longer than that
+            self.token_s.add(min(draft_s, seconds) / num_tokens)
+        self.rest_s.add(seconds - self.token_s.mean * num_tokens)
 
     def mean_s(self, num_tokens: Num) -> Num:
         return self.rest_s.mean + self.token_s.mean * num_tokens
 
 
 class DraftTimes:
-    """The delays of one drafter's drafts, from the commit to the arrival.
+    """The delays of one drafter's answers, from the commit to the arrival.
 
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
     drafts beside steps count only where there are no others: else rows that once went ahead would
-    never wait again. A draft for which its row waited in vain counts by half of what it then took
-    beside the step.
+    never wait again.
     """
 
     def __init__(self) -> None:
+        self.share = Average(mean=1.0)  # of answers that hold a draft
         self._alone, self._beside = _Delays(), _Delays()
+        self._last_at = -1.0
 
-    def observe(self, delay: Delay) -> None:
-        """Take in a batch."""
-        seconds, alone = delay.seconds, delay.uncontended
-        if delay.waited_s:  # draft and step went on at half their speed
-            alone, seconds = True, (delay.waited_s + seconds) / 2
-        (self._alone if alone else self._beside).add(delay, seconds)
+    def observe(
+        self, at: float, seconds: float, draft_s: float, num_tokens: int, *, alone: bool
+    ) -> None:
+        """Take in an answer that came after `seconds`; `draft_s` were drafting, as is said.
+
+        Of a batch only the first counts, which is its longest. `alone`: beside no step.
+        """
+        self.share.add(num_tokens > 0)
+        if at != self._last_at:
+            self._last_at = at
+            (self._alone if alone else self._beside).add(seconds, draft_s, num_tokens)
 
     @property
     def _counting(self) -> _Delays:
@@ -169,11 +138,11 @@ class CostModel:
         self.num_rows = num_rows
         self.steps.observe(num_tokens, seconds)
 
-    def observe_delay(self, d: Drafting, delay: Delay) -> None:
-        """Take in a batch of drafts, of which this row's is the first."""
+    def known_draft_times(self, d: Drafting) -> DraftTimes:
+        """Return what a row's drafts take, to be added to."""
         times = self.draft_times(d) or DraftTimes()
         remember(self._drafts, d.drafter, times)
-        times.observe(delay)
+        return times
 
     def round_s(self, k: float) -> float:
         """Return the seconds of a step of as many rows as the last, with k draft tokens each."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from outrider.policy.averages import OUTLIER, Average
 from outrider.policy.base import ALL_SIZES, DraftMode, StepDone
-from outrider.policy.measurements import OUTLIER, Average, remember
+from outrider.policy.measurements import remember
 from outrider.policy.row import SAMPLED_TEMPERATURE
 
 MODES = tuple(DraftMode)  # in the order in which they are tried

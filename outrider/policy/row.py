@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.draft_port import NO_DRAFTS, DraftOffer
+from outrider.policy.averages import Average
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.rounds import Round
 
-ROW_FADE = 0.9  # kept per round of how a row's drafts fare: texts change within a few sentences
+ROW_ROUNDS = 10.0  # that tell how a row's drafts fare: texts change within a few sentences
 SAMPLED_TEMPERATURE = 0.5  # from which drafts meet a text clearly less
 
 
@@ -61,28 +62,25 @@ class Awaited:
     commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=8))
 
 
-@dataclass(slots=True)
 class Measured:
-    """The success of a row's drafts, as moving averages over its rounds."""
+    """The success of a row's drafts over its rounds."""
 
-    accepted: float = 0.0  # draft tokens, fading
-    tried: float = 0.0  # of so many
-    levels: float = 1.0  # depth of a draft per token of it; 1 for a chain
-    hit: bool | None = None  # the last round that wanted a draft had it at once
-    hit_share: float = 0.0  # of rounds that had, and whose draft cost the step nothing
-    gain: float = 0.0  # tokens that the next draft is expected to bring
-    worth_waiting: bool = True  # the proposer has drafts often enough
+    def __init__(self) -> None:
+        self.accepted = Average(ROW_ROUNDS)  # share of the draft tokens that were tried
+        self.levels = Average(ROW_ROUNDS, 1.0)  # depth of a draft per token; 1 for a chain
+        self.free_hits = Average(
+            ROW_ROUNDS, 0.0
+        )  # share of drafts there at no cost
+        self.hit: bool | None = None  # the last round that wanted a draft had it at once
+        self.gain = 0.0  # tokens that the next draft is expected to bring
+        self.worth_waiting = True  # the proposer has drafts soon and often enough
 
     def observe(self, round_: Round) -> None:
         """Take in a round, with or without a draft."""
-        self.accepted = ROW_FADE * self.accepted + round_.accepted
-        self.tried = ROW_FADE * self.tried + round_.tried
+        tried = round_.tried
+        self.accepted.add(round_.accepted / tried if tried else 0.0, tried)
         if round_.drafted:
-            self.levels += (round_.depth / round_.drafted - self.levels) * (1 - ROW_FADE)
-
-    def observe_hit(self, *, free: bool) -> None:
-        """Take in a round that wanted a draft; `free` if it had one that cost the step nothing."""
-        self.hit_share += (free - self.hit_share) * (1 - ROW_FADE)
+            self.levels.add(round_.depth / round_.drafted)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.account import DraftAccount, is_undrafted
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
-from outrider.policy.measurements import Delay, remember
+from outrider.policy.measurements import remember
 from outrider.policy.row import (
     SAMPLED_TEMPERATURE,
     Awaited,
@@ -51,7 +51,6 @@ class DraftTracker:
         self.policy = policy
         self.account = DraftAccount(policy)
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
-        self._batches: dict[str, float] = {}  # when each drafter's last one came
         self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
         self._launched_at = 0.0
 
@@ -122,23 +121,15 @@ class DraftTracker:
         return None
 
     def _measure(self, arrived: ArrivedBlock, since: float) -> None:
-        d, now, num_tokens = arrived.row.drafting, arrived.at, len(arrived.block.token_ids)
-        proposer, measured = d.proposer, self.policy.measured
-        measured.acceptance.observe_answer(d, now - since, drafted=num_tokens > 0)
+        d, num_tokens = arrived.row.drafting, len(arrived.block.token_ids)
         # However late: whether waiting pays is decided again.
         d.measured.worth_waiting |= num_tokens > 0
-        if not num_tokens or self._batches.get(d.drafter) == now:  # a batch's first is its longest
-            return
-        remember(self._batches, d.drafter, now)
+        seconds, alone = arrived.at - since, d.proposer.colocated or self._launched_at < since
         began, ended = d.awaited.in_vain
-        delay = Delay(
-            now - since,
-            arrived.draft_s,
-            num_tokens,
-            uncontended=proposer.colocated or self._launched_at < since,
-            waited_s=ended - began if began == since else 0.0,
-        )
-        measured.costs.observe_delay(d, delay)
+        if began == since:  # afterwards draft and step went on at half their speed
+            alone, seconds = True, (ended - began + seconds) / 2
+        times = self.policy.measured.costs.known_draft_times(d)
+        times.observe(arrived.at, seconds, arrived.draft_s, num_tokens, alone=alone)
 
     def choose_rows(self, rows: Rows[R], num_prefilling: int, now: float) -> Ready[R]:
         """Return which rows run now, of those that lack at most a draft."""
@@ -231,7 +222,7 @@ class DraftTracker:
             return
         if before is not None:
             (c.after_hit if before else c.after_miss)[hit] += 1
-        d.measured.observe_hit(free=hit and not d.proposer.colocated)
+        d.measured.free_hits.add(hit and not d.proposer.colocated)
 
     def preempted(self, row: Row) -> None:
         """Note that a row lost its pages: it waits for no draft until it has them again."""

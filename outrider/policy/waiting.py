@@ -32,7 +32,6 @@ class Waiting:
 
     def __init__(self, measured: Measurements) -> None:
         self._costs = measured.costs
-        self._acceptance = measured.acceptance
 
     def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
         """Return how long after its last commit a row waits for its draft at most.
@@ -51,15 +50,11 @@ class Waiting:
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
         times = self._costs.draft_times(d)
-        if times is not None and times.mean_s(d.num_draft_tokens) > gain_s:
-            return 0.0
-        # On a shared device the search would slow down a step beside it: the row waits.
-        share, answer_s = self._acceptance.answers(d)
-        d.measured.worth_waiting = not d.proposer.own_device or answer_s <= share * gain_s
-        if not d.measured.worth_waiting:
-            return 0.0
-        most_s = MAX_PATIENCE_S if times is None else times.most_s(d.num_draft_tokens)
-        return min(MAX_PATIENCE_S, gain_s, most_s)
+        if times is None:
+            return min(MAX_PATIENCE_S, gain_s)
+        k, share = d.num_draft_tokens, times.share.mean
+        d.measured.worth_waiting = times.mean_s(k) <= share * gain_s
+        return min(MAX_PATIENCE_S, gain_s, times.most_s(k)) if d.measured.worth_waiting else 0.0
 
     def microbatch_step_s(self, rows: Rows[Row]) -> float:
         """Return the seconds of a step of half the rows if they are to go in halves, else 0.

@@ -15,7 +15,8 @@ from outrider.drafting.proposer import Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
-from outrider.policy.measurements import Average, StepTimes
+from outrider.policy.averages import Average
+from outrider.policy.measurements import StepTimes
 
 _FREE = 1.25
 """Branches join drafts that are waited for if they make the batch this much slower at most."""

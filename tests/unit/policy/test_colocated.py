@@ -47,4 +47,4 @@ def test_colocated_drafts_that_are_at_hand_are_not_free(colocated: bool) -> None
             engine.post_block(PostedBlock(1, draft, "here", round(DRAFT_S * 1e6)))
         engine.finalize_step()
     assert drafting.measured.hit, "it was there"
-    assert (drafting.measured.hit_share > 0.5) != colocated
+    assert (drafting.measured.free_hits.mean > 0.5) != colocated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -10,12 +11,8 @@ from outrider.draft_port import DraftOffer
 from outrider.policy import measurements
 from outrider.policy.acceptance import Acceptance
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.measurements import (
-    Average,
-    Delay,
-    DraftTimes,
-    StepTimes,
-)
+from outrider.policy.averages import Average
+from outrider.policy.measurements import DraftTimes, StepTimes
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import Round
 
@@ -101,7 +98,7 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
     policy = AdaptivePolicy(4)
     for i in range(20):
         met([each := row(4, proposer=f"p{i}")], Round(4, 4, 1, True), policy.measured.acceptance, 1)
-        policy.measured.costs.observe_delay(each, Delay(0.003, 0.001, 4, uncontended=True))
+        policy.measured.costs.known_draft_times(each)
     assert len(policy.measured.acceptance._kinds) == len(policy.measured.costs._drafts) == 8
 
 
@@ -130,12 +127,11 @@ def test_one_outlier_moves_the_mean_of_times_little() -> None:
 
 
 def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
-    times = DraftTimes()
-    alone, beside = (Delay(s, 0.001, 4, uncontended=s < 0.01) for s in (0.004, 0.020))
-    times.observe(beside)
+    times, at = DraftTimes(), itertools.count()
+    times.observe(next(at), 0.020, 0.001, 4, alone=False)
     assert times.mean_s(4) == pytest.approx(0.020)
-    times.observe(alone)
+    times.observe(next(at), 0.004, 0.001, 4, alone=True)
     for _ in range(100):
-        times.observe(beside)
+        times.observe(next(at), 0.020, 0.001, 4, alone=False)
     assert times.mean_s(4) == pytest.approx(0.004)
     assert times.contention_s(4) == pytest.approx(0.016, rel=0.1)

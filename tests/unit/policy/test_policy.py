@@ -18,7 +18,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy, StepDone
 from outrider.policy.circuit_breaker import FIRST_OPEN_ROUNDS
 from outrider.policy.fixed import FixedPolicy
-from outrider.policy.measurements import Delay, StepTimes
+from outrider.policy.measurements import StepTimes
 from outrider.policy.row import Drafting, Offered
 from outrider.policy.waiting import FIRST_PATIENCE_S
 from outrider.types import Commit, Request, RequestStats
@@ -202,26 +202,23 @@ def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
 
 
 class Told(AdaptivePolicy):
-    """After so many steps it hears of other drafts of its proposer, too."""
+    """After a step it hears of another draft of its proposer, which took 20 ms alone."""
 
-    def __init__(self, after: int, *delays: Delay) -> None:
-        super().__init__(4)
-        self._after, self._delays = after, delays
+    told = False
 
     def step_done(self, step: StepDone) -> None:
         super().step_done(step)
-        self._after -= 1
-        if not self._after:
-            for delay in self._delays:
-                self.measured.costs.observe_delay(
-                    Drafting(Offered(4, proposer=DraftOffer("a", 4)), drafter="a "), delay
-                )
+        if not self.told:
+            self.told = True
+            row = Drafting(Offered(4, proposer=DraftOffer("a", 4)), drafter="a ")
+            times = self.measured.costs.known_draft_times(row)
+            times.observe(0.0, 0.020, 0.001, 4, alone=True)
 
 
 def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> None:
     """It had gone on beside them for 400 steps: only drafts with no step beside them counted."""
     bench = Bench(
-        Told(1, Delay(0.020, 0.001, 4, uncontended=True)),
+        Told(4),
         delay_s=0.0041,
         agreement=0.85,
         max_tokens=600,
