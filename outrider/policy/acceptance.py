@@ -17,10 +17,7 @@ from outrider.rounds import Round
 PRIOR_RATE = 0.8  # accepted of an unknown proposer's tokens: it is worth a try
 PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is known besides
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
-LEAST = 1e-4  # of acceptance: odds of 1 are infinite
-DEPTHS = np.arange(MAX_SPECULATIVE_TOKENS)
-BIN_BITS = 4  # of a confidence that are noise
-BINS = 256 >> BIN_BITS
+BINS = 16  # of confidences, of which a byte tells 256: the rest is noise
 
 
 class _Kind:
@@ -40,14 +37,13 @@ class _Kind:
         self.confident = bool(told[-1, 0])
         ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
         for counts, end in zip(self._counts, ends.T, strict=True):
-            row, depth = (end[:, None] > DEPTHS).nonzero()
-            np.add.at(counts, (depth, told[row, depth] >> BIN_BITS), 1.0)
+            row, depth = (end[:, None] > np.arange(MAX_SPECULATIVE_TOKENS)).nonzero()
+            np.add.at(counts, (depth, told[row, depth] // (256 // BINS)), 1.0)
         self._learn()
 
     def _learn(self) -> None:
         accepted, tried = self._counts.sum((1, 2)).tolist()
-        rate = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
-        self.rate: float = min(max(rate, LEAST), 1.0 - LEAST)
+        self.rate: float = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
         by_depth = _shrunk(self._counts.sum(2), self.rate)
         self.odds = by_depth / (1.0 - by_depth)  # [depths]
         # A liar's confidences say nothing, and so all of them come to mean its usual acceptance.
@@ -56,9 +52,8 @@ class _Kind:
 
 def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> NDArray[np.float64]:
     """Return accepted by tried of `counts` [2, ...], as far as these outweigh the prior `rate`."""
-    shares = (counts[0] + PRIOR_TOKENS * rate) / (counts[1] + PRIOR_TOKENS)
-    clipped: NDArray[np.float64] = np.clip(shares, LEAST, 1.0 - LEAST)
-    return clipped
+    shares: NDArray[np.float64] = (counts[0] + PRIOR_TOKENS * rate) / (counts[1] + PRIOR_TOKENS)
+    return shares
 
 
 def _keys(rows: Rows[Drafting]) -> set[tuple[str, bool]]:
@@ -122,8 +117,8 @@ class Acceptance:
         """
         rates = np.zeros((len(drafts), depth))
         for row, (d, confidences) in zip(rates, drafts, strict=True):
-            bins = np.frombuffer(confidences, np.uint8) >> BIN_BITS
-            row[: len(bins)] = self._of(d).by_confidence[DEPTHS[: len(bins)], bins]
+            bins = np.frombuffer(confidences, np.uint8) // (256 // BINS)
+            row[: len(bins)] = self._of(d).by_confidence[np.arange(len(bins)), bins]
         return rates.cumprod(1)
 
     def _of(self, d: Drafting) -> _Kind:

@@ -12,7 +12,6 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.policy.acceptance import DEPTHS
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_likeliest
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
@@ -61,9 +60,10 @@ class AdaptivePolicy(Policy):
         if not depth:
             return [0] * len(rows)
         survivals = self.measured.acceptance.survivals(rows, depth)
-        survivals *= DEPTHS[:depth] < limits[:, None]  # [rows, depth]
+        depths = np.arange(depth)
+        survivals *= depths < limits[:, None]  # [rows, depth]
         if self._unknown or not self.measured.costs.steps.estimate(1):
-            chosen = (survivals > 0.0) & (DEPTHS[:depth] < TRIED_TOKENS)
+            chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
             chosen = self._choose(rows, survivals)
             if self._modes.current.trial is not None:  # whether that pays is asked
@@ -81,7 +81,7 @@ class AdaptivePolicy(Policy):
         tokens = np.full(len(nodes) + 1, len(rows) * alike)
         if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
-        seconds = costs.steps.estimate(tokens)
+        seconds = costs.steps.estimates(tokens)
         wait_s = self._wait_s(rows, depth)
         if wait_s.any():
             # All rows wait for the longest draft: the n likeliest nodes take as long as their
@@ -98,7 +98,7 @@ class AdaptivePolicy(Policy):
         survivals = self.measured.acceptance.told(drafts, max(lengths))
         nodes = survivals.ravel()
         first = other_tokens + len(drafts)
-        seconds = steps.estimate(np.arange(first, first + len(nodes) + 1.0))
+        seconds = steps.estimates(np.arange(first, first + len(nodes) + 1.0))
         chosen = choose_likeliest(nodes, np.sort(nodes)[::-1], seconds, first)
         counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
         return counts

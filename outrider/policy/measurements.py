@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +13,6 @@ from numpy.typing import NDArray
 from outrider.policy.averages import OUTLIER, Average
 from outrider.policy.row import Drafting
 
-MANY_TOKENS = 1e6  # more than any step has
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
 
 K = TypeVar("K")
@@ -35,7 +36,8 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
-        self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
+        self._tokens, self._seconds = [0.0], [0.0]  # of the measured sizes, in order
+        self._slope = 0.0  # seconds a token, over all sizes
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one step."""
@@ -43,19 +45,32 @@ class StepTimes:
         tokens, times = self._sizes.setdefault(size, (Average(), Average()))
         tokens.add(num_tokens)
         times.add_time(seconds)
-        points = np.array(sorted([(tokens.mean, s.mean) for tokens, s in self._sizes.values()])).T
-        self._tokens, self._seconds = points[0], np.minimum.accumulate(points[1][::-1])[::-1]
-        slope = np.ptp(self._seconds) / max(1.0, np.ptp(self._tokens))
-        self._tokens = np.append(self._tokens, self._tokens[-1] + MANY_TOKENS)
-        self._seconds = np.append(self._seconds, self._seconds[-1] + MANY_TOKENS * slope)
+        points = sorted([(tokens.mean, times.mean) for tokens, times in self._sizes.values()])
+        self._tokens = [each for each, _ in points]
+        fastest = accumulate([its_s for _, its_s in reversed(points)], min)
+        self._seconds = list(fastest)[::-1]
+        more_s = self._seconds[-1] - self._seconds[0]
+        self._slope = more_s and more_s / (self._tokens[-1] - self._tokens[0])
 
-    def estimate(self, num_tokens: Num) -> Num:
-        """Return the seconds of steps, linear between the measured sizes; 0 if there are none.
+    def estimate(self, num_tokens: float) -> float:
+        """Return the seconds of a step, linear between the measured sizes; 0 if there are none.
 
-        Below the smallest size they are as fast as that one. Beyond the largest the slope from the
+        Below the smallest size it is as fast as that one. Beyond the largest the slope from the
         smallest goes on.
         """
-        return np.interp(num_tokens, self._tokens, self._seconds)
+        tokens, seconds = self._tokens, self._seconds
+        if num_tokens <= tokens[0]:
+            return seconds[0]
+        if num_tokens >= tokens[-1]:
+            return seconds[-1] + self._slope * (num_tokens - tokens[-1])
+        high = bisect_left(tokens, num_tokens)
+        share = (num_tokens - tokens[high - 1]) / (tokens[high] - tokens[high - 1])
+        return seconds[high - 1] + share * (seconds[high] - seconds[high - 1])
+
+    def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of steps."""
+        beyond = np.maximum(0.0, num_tokens - self._tokens[-1])
+        return np.interp(num_tokens, self._tokens, self._seconds) + beyond * self._slope
 
 
 class _Delays:

@@ -68,9 +68,7 @@ class Measured:
     def __init__(self) -> None:
         self.accepted = Average(ROW_ROUNDS)  # share of the draft tokens that were tried
         self.levels = Average(ROW_ROUNDS, 1.0)  # depth of a draft per token; 1 for a chain
-        self.free_hits = Average(
-            ROW_ROUNDS, 0.0
-        )  # share of drafts there at no cost
+        self.free_hits = Average(ROW_ROUNDS, 0.0)  # share of drafts there at no cost
         self.hit: bool | None = None  # the last round that wanted a draft had it at once
         self.gain = 0.0  # tokens that the next draft is expected to bring
         self.worth_waiting = True  # the proposer has drafts soon and often enough
