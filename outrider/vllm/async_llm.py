@@ -13,6 +13,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -82,7 +83,10 @@ def build(argv: Sequence[str], load: Load) -> tuple[AsyncLLM, dict[str, LoRARequ
     if args.speculative_config and hasattr(args, "per_request_spec_decode_metrics"):
         args.per_request_spec_decode_metrics = "detailed"
     factory: Any = lambda _config, engine_index: _LoadLogger(load, engine_index)  # noqa: E731
-    return AsyncLLM.from_engine_args(args, stat_loggers=[factory]), adapters
+    # With it come the defaults of vLLM's own server, such as larger steps of prompts.
+    context = UsageContext.OPENAI_API_SERVER
+    llm = AsyncLLM.from_engine_args(args, usage_context=context, stat_loggers=[factory])
+    return llm, adapters
 
 
 def facts(llm: AsyncLLM) -> Facts:
