@@ -109,6 +109,10 @@ _LOG_LEVEL: Final = _needless("there is one level")
 _ONE_REPLICA: Final = _only(
     "1", refusal="run `outrider serve` once for each replica; a gateway takes several --scorer"
 )
+_MACHINES: Final = (
+    "write --nnodes N --master-addr FIRST, and run `outrider scorer` with --node-rank on the "
+    "others (docs/operations.md, Over several GPUs)"
+)
 _API_KEY: Final = Rule(refusal="write the key into a file: --api-key-file FILE", secret=True)
 _TOKENIZER: Final = _refused("leave it out: the tokenizer is the one in MODEL's folder")
 _PREFETCHED: Final = _needless("the best that fits is chosen by measurement", "maybe")
@@ -297,8 +301,8 @@ PADDLENLP: Final = Dialect(
         "--mla-use-matrix-absorption": _PREFETCHED,
         "--return-full-hidden-states": _needless("a module gets the states it reads", "maybe"),
         "--gpus": Rule("--tensor-parallel-size", convert=_count),
-        "--ips": _refused("serve a model on one machine, or see `Over several GPUs` in the docs"),
-        "--nnodes": _only("1", refusal="see `Over several GPUs` in docs/operations.md"),
+        "--ips": _refused(_MACHINES),
+        "--mp-nnode": _only("1", refusal=_MACHINES),  # the container's variable
         "--block-size": _is("--page-size"),
         "--block-ratio": _needless("pages are not divided between prompts and answers"),
     },
@@ -309,7 +313,7 @@ PADDLENLP: Final = Dialect(
         "SPECULATE_MAX_NGRAM_SIZE": "--speculate-max-ngram-size",
         "SPECULATE_MODEL_QUANT_TYPE": "--draft-model-quant-type",
         "MP_NUM": "--tensor-parallel-size",
-        "MP_NNODE": "--nnodes",
+        "MP_NNODE": "--mp-nnode",
         "BATCH_SIZE": "--batch-size",
         "BLOCK_BS": "--block-size",
         "BLOCK_RATIO": "--block-ratio",

@@ -41,6 +41,7 @@ from outrider.vllm.flags import VllmOptions
 from outrider.vllm.outputs import Progress
 from outrider.vllm.params import Abilities, sampling_fields, structured_fields
 from outrider.vllm.reaper import Reaper
+from outrider.vllm.start_log import StartLog
 from outrider.vllm.stats import Load
 from outrider.watchdog import PATIENCE_S
 
@@ -112,13 +113,17 @@ class VllmEngine:
             options = replace(options, draft_flags=self._listening(options.draft_flags))
         argv = options.argv(str(folder), has_tokenizer=has_tokenizer)
         self._reaper = Reaper()
+        log = StartLog()
         try:
-            with self._reaper.watching():
+            with self._reaper.watching(), log.reading():
                 self._llm, self._adapters = build(argv, self._load)
         except OutriderError:
             raise
         except Exception as error:
-            raise ConfigError(f"vLLM does not serve this: {_first_line(error)}") from error
+            reason = _first_line(error)
+            if "root cause" in reason:  # "See root cause above", in the log
+                reason = log.reason() or reason
+            raise ConfigError(f"vLLM does not serve this: {reason}") from error
         found = facts(self._llm)
         self._can = Abilities(
             num_speculative_tokens=found.num_speculative_tokens, own_method=found.own_method

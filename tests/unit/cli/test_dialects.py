@@ -276,7 +276,7 @@ def test_variables_of_paddlenlp_container_count_like_flags() -> None:
         "--tensor-parallel-size 8 --max-num-seqs 128 --page-size 32 /models"
     )
     two_nodes = PADDLE_CONTAINER | {"MP_NUM": "16", "MP_NNODE": "2"}
-    with pytest.raises(ConfigError, match="MP_NNODE 2: see"):
+    with pytest.raises(ConfigError, match="MP_NNODE 2: write --nnodes N --master-addr"):
         translate(["/models"], two_nodes)
     with pytest.raises(ConfigError, match="SPECULATE_MODEL_QUANT_TYPE weight_only_int4"):
         translate(["/models"], PADDLE_CONTAINER | {"SPECULATE_MODEL_QUANT_TYPE": INT4})
