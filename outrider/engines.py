@@ -129,6 +129,15 @@ def choose(asked: str, wanted: Wanted, *, installed: bool | None = None) -> str:
     raise ConfigError(f"{what}, which is not installed: {INSTALL}{slower}.")
 
 
+def check_rounding(engine: str, quantization: str | None) -> None:
+    """Refuse to round weights on load by our flag where vLLM serves. Raises `ConfigError`."""
+    if engine == VLLM and quantization not in (None, "none"):
+        raise ConfigError(
+            f"--quantization {quantization} is for --engine native: give vLLM's own after --, as "
+            "-- --quantization fp8."
+        )
+
+
 def has_vllm() -> bool:
     """Tell whether vLLM is installed, without importing it."""
     return find_spec("vllm") is not None

@@ -260,11 +260,7 @@ def _engine(args: dict[str, Any]) -> str:
     engine = engines.choose(asked, wanted)
     if engine == engines.NATIVE and flags:
         raise ConfigError(f"{' '.join(flags)}: flags of vLLM need --engine vllm.")
-    if engine == engines.VLLM and args["quantization"] is not None:
-        raise ConfigError(
-            f"--quantization {args['quantization']} is for --engine native: give vLLM's own after "
-            "--, as -- --quantization fp8."
-        )
+    engines.check_rounding(engine, args["quantization"])
     unfit = [name for name in _NATIVE_ONLY if args[name] is not None]
     if engine == engines.VLLM and unfit:
         raise ConfigError(

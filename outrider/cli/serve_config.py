@@ -11,7 +11,7 @@ from outrider.cli.gpus import count_gpus
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
 from outrider.config import DTYPES
-from outrider.engines import AUTO, NATIVE, VLLM, Wanted, choose
+from outrider.engines import AUTO, NATIVE, VLLM, Wanted, check_rounding, choose
 from outrider.errors import ConfigError
 from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
 from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
@@ -47,6 +47,7 @@ def take_config(
         if target is not None:
             wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
         engine = choose(args.engine, wanted, installed=True if dry else None)
+        check_rounding(engine, args.quantization)
     vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
     if node_rank(parallel):
         raise ConfigError("--node-rank: run `outrider scorer` on the machines after the first.")
