@@ -109,7 +109,8 @@ def _server(name: str, args: argparse.Namespace, folder: str) -> Iterator[tuple[
         children.append(child)
         while not _answers(f"http://127.0.0.1:{port}/health"):
             if not child.running or time.monotonic() - began > args.start_timeout:
-                raise ProcessError(f"{name} did not start{child.tail()}")
+                errors = [line for line in child.log_lines() if "Error: " in line][:5]
+                raise ProcessError("\n".join([f"{name} did not start{child.tail()}", *errors]))
             time.sleep(0.5)
         say(f"{name} is ready after {time.monotonic() - began:.0f} s")
         yield child, f"http://127.0.0.1:{port}/v1"
