@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -383,3 +385,23 @@ async def test_drained_scorer_ends_its_requests_and_takes_no_more(
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert len(tokens_of(await running)) == 200
     assert await asyncio.to_thread(process.wait, 40) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--no-such-flag",), "vLLM's flags: unrecognized arguments: --no-such-flag"),
+        (("--quantization", "awq"), "vLLM does not serve this: .*quantization"),
+        (("--kv-cache-memory-bytes", 1000), "vLLM does not serve this: No available memory"),
+    ],
+)
+def test_failed_start_ends_with_vllms_reason_in_one_line(
+    flags: tuple[object, ...], reason: str
+) -> None:
+    """The last reason is known to a process of vLLM alone."""
+    command = [sys.executable, "-m", "scorer_service", "--engine", "vllm", *map(str, SMALL)]
+    command += ["--port", "0", "--data-port", "0", "--metrics-port", "0"]
+    command += ["--", "--enforce-eager", *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350)
+    assert done.returncode == 2
+    assert re.match(f"scorer: {reason}", done.stderr.splitlines()[-1])
