@@ -205,21 +205,26 @@ def test_choose_and_verify_on_device_equals_torch(dtype: torch.dtype, width: int
     ]
     positions = torch.arange(rows)[:, None] * 1000 + torch.arange(width)
     batch = VerifyBatch(
-        input_ids=torch.zeros(rows, width, dtype=torch.int64),
+        input_ids=torch.zeros(rows * width, dtype=torch.int64),
+        cu_seqlens=torch.arange(0, rows * width + 1, width, dtype=torch.int32),
         draft_lens=torch.tensor([width - 1, width - 1, -1, width - 1, 1, width // 2, 0]).int(),
-        sampling=replace(SamplingBatch.build(params, [0] * rows), position=positions.flatten()),
+        sampling=SamplingBatch.build(
+            [each for each in params for _ in range(width)], positions.flatten().tolist()
+        ),
     )
     expected = torch.empty(rows, 1 + width, dtype=torch.int32)
     torch_choose_and_verify(logits, batch, expected)
-    batch.input_ids[:, 1:] = expected[:, 1:-1]  # all agree, the ones that fill up, too,
-    batch.input_ids[3, 1:3] += 1  # but in one row
+    by_row = batch.input_ids.view(rows, width)
+    by_row[:, 1:] = expected[:, 1:-1]  # all agree, the ones that fill up, too,
+    by_row[3, 1:3] += 1  # but in one row
     torch_choose_and_verify(logits, batch, expected)
     real = batch.draft_lens >= 0
     accepted = torch.where(torch.arange(rows) == 3, 0, batch.draft_lens.clamp(max=width - 1))
     assert expected[real, 0].tolist() == accepted[real].tolist()
     actual = torch.full((rows, 1 + width), -7, dtype=torch.int32, device=DEVICE)
     moved = VerifyBatch(
-        batch.input_ids.to(DEVICE), batch.draft_lens.to(DEVICE), _moved(batch.sampling)
+        *(each.to(DEVICE) for each in (batch.input_ids, batch.cu_seqlens, batch.draft_lens)),
+        _moved(batch.sampling),
     )
     choose_and_verify(logits.to(DEVICE), moved, actual)
     assert actual[real.to(DEVICE)].tolist() == expected[real].tolist()

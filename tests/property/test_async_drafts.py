@@ -22,13 +22,14 @@ from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import Runner, StepRunner, _Enqueued
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams
 from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
+from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
 from tests.support.services.drafting_scorer import (
     EDITED,
@@ -185,7 +186,8 @@ def draft_model() -> DraftModelProposer:
 
 
 def captured_runner(model: PagedModel) -> DecodeGraphs:
-    buckets = make_buckets(4, (1, K + 1))
+    model._backend = by_tensors
+    buckets = [*make_buckets(4, (1, K + 1)), *(Bucket(K + 1, 4, False, n) for n in (7, 10))]
     return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import make_buckets
+from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.policy.base import Policy
 from outrider.policy.fixed import FixedPolicy
@@ -28,7 +28,14 @@ class GraphScenario(Scenario):
         if rng.random() < 0.7:  # what is drawn in the captured step itself
             self.samplings, self.top_logprobs = SAMPLINGS[:3], (None,)
         self.model = model = RecordableHashModel(config.page_size, config.num_pages)
-        buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
+        most = config.max_num_seqs
+        ragged = {
+            Bucket(q, most, trees, most * q * share // 4)
+            for q, trees in ((5, False), (5, True), (9, True))
+            for share in (1, 2, 3)
+            if most * q * share // 4 >= most
+        }
+        buckets = [*make_buckets(most, (1, 3, 5), (5, 9)), *ragged]
         self.graphs = DecodeGraphs(
             model, buckets, capture=rerun, choose_and_verify=choose_and_verify
         )

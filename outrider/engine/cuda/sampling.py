@@ -28,7 +28,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     capture it. Of equal scores the lowest token wins. Noise may differ from a CPU's in the last bit
     of a float64, and sums of weights in that of a float32.
     """
-    return _chosen(logits, batch, repeat=1, ahead=0)
+    return _chosen(logits, batch, ahead=0)
 
 
 def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
@@ -36,18 +36,14 @@ def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
 
     All tensors are contiguous. A CUDA graph can capture it.
     """
-    rows, width = batch.input_ids.shape
-    chosen = _chosen(logits, batch.sampling, repeat=width, ahead=1)
-    sizes = (width, triton.next_power_of_2(width))
-    verify_row_kernel[(rows,)](chosen, batch.input_ids, batch.draft_lens, out, *sizes, num_warps=1)
+    rows, width = out.shape[0], out.shape[1] - 1
+    chosen = _chosen(logits, batch.sampling, ahead=1)
+    tensors = (chosen, batch.input_ids, batch.cu_seqlens, batch.draft_lens, out)
+    verify_row_kernel[(rows,)](*tensors, width, triton.next_power_of_2(width), num_warps=1)
 
 
-def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) -> Tensor:
-    """Sample a token per row: int64 [n].
-
-    `repeat` rows of logits share a row of `batch` except for positions. Each row samples the token
-    `ahead` of its position.
-    """
+def _chosen(logits: Tensor, batch: SamplingBatch, *, ahead: int) -> Tensor:
+    """Sample a token per row, the one `ahead` of its position: int64 [n]."""
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, _BLOCK)
@@ -57,13 +53,13 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
     noise = (batch.seed, batch.position)
     choose_block_kernel[(n, blocks)](
         *(logits, batch.temperature, *noise, best, token),
-        *(logits.stride(0), vocab, repeat, ahead, _BLOCK, logits.is_cuda),
+        *(logits.stride(0), vocab, ahead, _BLOCK, logits.is_cuda),
         num_warps=_WARPS,
     )
     limits = (batch.top_k, batch.top_p, batch.min_p)
     choose_row_kernel[(n,)](
         *(logits, batch.temperature, *limits, *noise, best, token, chosen),
-        *(logits.stride(0), vocab, blocks, repeat, ahead),
+        *(logits.stride(0), vocab, blocks, ahead),
         *(triton.next_power_of_2(blocks), _BLOCK, min(_LANES, triton.next_power_of_2(vocab))),
         logits.is_cuda,
         num_warps=_ROW_WARPS,

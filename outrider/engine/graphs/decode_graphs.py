@@ -79,7 +79,7 @@ class DecodeGraphs:
         on_captured: Callable[[], None] = lambda: None,
     ) -> None:
         tokens = max(bucket.tokens for bucket in buckets)
-        num_outputs = tokens + max(bucket.rows for bucket in buckets)
+        num_outputs = max(bucket.rows * (1 + bucket.query_len) for bucket in buckets)
         device, on_cuda = model.device, model.device.type == "cuda"
         self._model = model
         self._runner = Runner(model, sample=sample, forwards=forwards)
@@ -101,7 +101,7 @@ class DecodeGraphs:
             on_captured()
             return step
 
-        self._buckets = CapturedBuckets(buckets, captured, lambda b: (b.tokens, not b.trees))
+        self._buckets = CapturedBuckets(buckets, captured, lambda b: b.cost)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
@@ -165,7 +165,7 @@ class DecodeGraphs:
         lengths = [len(row.slice.token_ids) for row in step.rows]
         if lengths != [row.slice.num_logits for row in step.rows]:
             return None
-        longest = max(lengths)
+        longest, total = max(lengths), sum(lengths)
         ends = [
             row.slice.start + len(row.slice.token_ids) for row in step.rows if row.slice.parents
         ]
@@ -173,7 +173,12 @@ class DecodeGraphs:
             return None  # some nodes lie where a bucket has no slots
         trees = bool(ends)
         return self._buckets.find(
-            lambda b: b.query_len >= longest and b.rows >= len(lengths) and b.trees == trees
+            lambda b: (
+                b.query_len >= longest
+                and b.rows >= len(lengths)
+                and b.tokens >= total
+                and b.trees == trees
+            )
         )
 
     def _capture(self, bucket: Bucket, capture: Capture) -> _CapturedStep:
@@ -192,17 +197,21 @@ class DecodeGraphs:
         captured = capture(work)
         if not bucket.trees:
             return _CapturedStep(inputs, verified, captured, None)
-        parents = self._inputs.parents(bucket)
+        parents, width = self._inputs.parents(bucket), bucket.query_len
+        scratch_slot = self._model.scratch_page * self._model.page_size
 
         @torch.inference_mode()
         def walk_trees() -> None:
-            real = torch.arange(bucket.query_len - 1, device=parents.device)
-            drafts = torch.where(
-                real < verify_batch.draft_lens[:, None], verify_batch.input_ids[:, 1:], -1
+            nodes = torch.arange(width - 1, device=parents.device)
+            real = nodes < verify_batch.draft_lens[:, None]
+            tokens, slots = (
+                verify_batch.by_row(values, width)[:, 1:]
+                for values in (verify_batch.input_ids, batch.slot_mapping)
             )
-            slots = batch.slot_mapping.view(shape[0], -1)[:, 1:]
+            drafts = torch.where(real, tokens, -1)
+            slots = torch.where(real, slots, scratch_slot)  # those behind a row are another's
             choices = verified[:, 1:].long()
-            walked = walk(drafts, parents, choices, slots, bucket.query_len - 1)
+            walked = walk(drafts, parents, choices, slots, width - 1)
             verified.copy_(walked.tokens)
             self._model.move_slots(walked.source, walked.target)
 
@@ -211,9 +220,9 @@ class DecodeGraphs:
     def _real_logits(self, step: Step, bucket: Bucket) -> Tensor:
         """Return the logits of all but padding tokens, as an eager forward does."""
         counts = [row.slice.num_logits for row in step.rows]
-        if min(counts) == bucket.query_len:
-            return self._logits[: sum(counts)]
-        starts = range(0, bucket.tokens, bucket.query_len)
+        if sum(counts) == bucket.tokens:
+            return self._logits[: bucket.tokens]
+        starts = self._inputs.row_starts(bucket)
         index = [start + i for start, n in zip(starts, counts, strict=False) for i in range(n)]
         return self._logits[torch.tensor(index).to(self._logits.device, non_blocking=True)]
 

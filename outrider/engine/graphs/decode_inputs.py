@@ -1,14 +1,16 @@
 """Inputs of captured steps of fixed shape.
 
-A bucket is R rows of exactly Q tokens. Padding tokens fill up a row at its end, padding rows fill
-up the batch: their keys and values go to the scratch page, and their outputs are not read. A row's
-length in the bucket is start + Q, so that its last query is its last key, as attention kernels have
+A bucket is R rows, packed, of T tokens in all and Q at most each. Padding rows fill up the batch,
+and padding tokens the rows, each at its end, the last rows first: so every token belongs to a row.
+Their keys and values go to the scratch page, and their outputs are not read. A row's length in the
+bucket counts its padding tokens, so that its last query is its last key, as attention kernels have
 it. Causality hides the padding keys from real queries. Draft trees run in buckets of their own,
 whose attention also reads which nodes descend from which.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,7 +31,10 @@ from outrider.engine.step import DrawnTokens, ScheduledRow
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
-_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th; of one token each
+_FEWEST_RAGGED = 64  # tokens: a step of fewer takes hardly longer than a step of one
+_SHARES = (0.25, 0.5, 1.0)  # of the draft tokens; three quarters of R rows are a quarter of 2 R
+_TREE_SHARES = (0.5, 1.0)  # trees are rarely cut
 _SAMPLING = {  # columns of `SamplingParams` and `SamplingBatch`
     "temperature": torch.float32,
     "top_k": torch.int64,
@@ -38,40 +43,68 @@ _SAMPLING = {  # columns of `SamplingParams` and `SamplingBatch`
 }
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """The shape of a captured step."""
 
-    query_len: int
+    query_len: int  # tokens of a row at most
     rows: int
     trees: bool = False  # rows hold trees or chains
+    num_tokens: int = 0  # in all, at least `rows`; 0: `query_len` in each row
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.query_len
+        return self.num_tokens or self.rows * self.query_len
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """What orders buckets by the time of their steps."""
+        return (self.tokens, self.rows, self.query_len, not self.trees)
 
 
 def make_buckets(
     max_num_seqs: int, query_lens: Sequence[int], tree_lens: Sequence[int] = ()
 ) -> list[Bucket]:
-    """Return all buckets for up to `max_num_seqs` rows, smallest first; `tree_lens` with trees."""
+    """Return all buckets for up to `max_num_seqs` rows, smallest first; `tree_lens` with trees.
+
+    Rows of one token have a bucket for each of many numbers of rows. Longer rows have them for
+    powers of two, since a bucket holds fewer rows that are longer, too.
+    """
     sizes = (*_ROWS, *range(128, max_num_seqs, 64))
-    rows = (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
     shapes = {(q, False) for q in query_lens} | {(q, True) for q in tree_lens}
-    return sorted(Bucket(q, n, trees) for q, trees in shapes for n in rows)
+    buckets: set[Bucket] = set()
+    for query_len, trees in shapes:
+        if query_len == 1:
+            rows = (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+            buckets |= {Bucket(1, n, trees) for n in rows}
+            continue
+        for n in (*(1 << i for i in range((max_num_seqs - 1).bit_length())), max_num_seqs):
+            shares = _TREE_SHARES if trees else _SHARES
+            if n == max_num_seqs and not trees:
+                shares = (*shares, 0.75)
+            for share in shares:
+                tokens = 8 * math.ceil(n * (1 + share * (query_len - 1)) / 8)
+                if share == 1.0:
+                    buckets.add(Bucket(query_len, n, trees))
+                elif _FEWEST_RAGGED <= tokens < n * query_len:
+                    buckets.add(Bucket(query_len, n, trees, tokens))
+    return sorted(buckets, key=lambda bucket: bucket.cost)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BucketViews:
     """A bucket's columns in the host's buffer, and what follows from its shape alone."""
 
-    input_ids: NDArray[Any]  # int64 [rows, query_len]
-    positions: NDArray[Any]  # int64 [rows, query_len]
-    slots: NDArray[Any]  # int64 [rows, query_len]
+    input_ids: NDArray[Any]  # int64 [tokens]
+    positions: NDArray[Any]  # int64 [tokens]
+    slots: NDArray[Any]  # int64 [tokens]
+    sampling: list[tuple[NDArray[Any], NDArray[Any]]]  # columns by row, and the same by token
+    cu_seqlens: NDArray[Any]  # int32 [rows + 1]
     draft_lens: NDArray[Any]  # int32 [rows]
     seq_lens: NDArray[Any]  # int32 [rows]
-    first_pages: NDArray[Any]  # int64 [rows, 1]: where each row's page table starts
-    steps: NDArray[Any]  # int64 [query_len]: 0, 1, ...
+    first_pages: NDArray[Any]  # int64 [rows]: where each row's page table starts
+    rows: NDArray[Any]  # int64 [rows]: 0, 1, ...
+    places: NDArray[Any]  # int64 [tokens]: likewise
     trees: TreeViews | None
 
 
@@ -101,21 +134,22 @@ class DecodeInputs:
         self._layout = layout
         self._num_rows = rows = max(bucket.rows for bucket in buckets)
         query_len = max(bucket.query_len for bucket in buckets)
-        tokens = rows * query_len
+        tokens = max(bucket.tokens for bucket in buckets)
         self._max_seq_len = layout.max_model_len + query_len - 1  # of a row with its padding
         self._table_width = -(-self._max_seq_len // layout.page_size)
         trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "tree_starts": (torch.int32, (rows,)),
             "visible": (torch.int64, (tokens,)),
-            "parents": (torch.int64, (tokens,)),
+            "parents": (torch.int64, (rows * query_len,)),
         }
         self._staging = Staging(
             {
                 "input_ids": (torch.int64, (tokens,)),
                 "positions": (torch.int64, (tokens,)),
                 "slots": (torch.int64, (tokens,)),
-                "keys": (torch.int64, (rows, 2)),
-                **{name: (dtype, (rows,)) for name, dtype in _SAMPLING.items()},
+                "keys": (torch.int64, (tokens, 2)),
+                **{name: (dtype, (tokens,)) for name, dtype in _SAMPLING.items()},
+                "cu_seqlens": (torch.int32, (rows + 1,)),
                 "draft_lens": (torch.int32, (rows,)),
                 "seq_lens": (torch.int32, (rows,)),
                 **(trees if any(bucket.trees for bucket in buckets) else {}),
@@ -124,8 +158,12 @@ class DecodeInputs:
             layout.device,
         )
         self._views: dict[Bucket, _BucketViews] = {}
-        self._keys = self._staging.array("keys")
-        self._sampling = {name: self._staging.array(name) for name in _SAMPLING}
+        self._by_row = {  # sampling columns
+            name: np.zeros(
+                (rows, *self._staging.array(name).shape[1:]), self._staging.array(name).dtype
+            )
+            for name in ("keys", *_SAMPLING)
+        }
         self._tables = self._staging.array("block_table")
         self._tables.fill(layout.scratch_page)
         self._flat_tables = self._tables.ravel()
@@ -151,9 +189,7 @@ class DecodeInputs:
             input_ids=column("input_ids")[:tokens],
             positions=column("positions")[:tokens],
             slot_mapping=column("slots")[:tokens],
-            cu_seqlens_q=torch.arange(
-                0, tokens + 1, bucket.query_len, dtype=torch.int32, device=device
-            ),
+            cu_seqlens_q=column("cu_seqlens")[: rows + 1],
             seq_lens=column("seq_lens")[:rows],
             block_table=column("block_table")[:rows],
             logits_index=torch.arange(tokens, device=device),
@@ -166,18 +202,19 @@ class DecodeInputs:
 
     def parents(self, bucket: Bucket) -> Tensor:
         """Return the parents of a bucket's nodes: a device view, int64 [rows, query_len - 1]."""
-        parents = self._staging.device("parents")[: bucket.tokens]
+        parents = self._staging.device("parents")[: bucket.rows * bucket.query_len]
         return parents.view(bucket.rows, -1)[:, :-1]
 
     def verify_batch(self, bucket: Bucket) -> VerifyBatch:
         """Return what a bucket's verification reads: views of the device's buffer."""
         column, rows, tokens = self._staging.device, bucket.rows, bucket.tokens
         return VerifyBatch(
-            input_ids=column("input_ids")[:tokens].view(rows, -1),
+            input_ids=column("input_ids")[:tokens],
+            cu_seqlens=column("cu_seqlens")[: rows + 1],
             draft_lens=column("draft_lens")[:rows],
             sampling=SamplingBatch(
-                **{name: column(name)[:rows] for name in _SAMPLING},
-                seed=column("keys")[:rows],
+                **{name: column(name)[:tokens] for name in _SAMPLING},
+                seed=column("keys")[:tokens],
                 position=column("positions")[:tokens],
                 all_greedy=False,
                 any_greedy=True,
@@ -191,7 +228,7 @@ class DecodeInputs:
 
         Returns whether some row needs eager sampling.
         """
-        layout, query_len, eager_sampling = self._layout, bucket.query_len, False
+        layout, eager_sampling = self._layout, False
         self._staging.await_copy()
         slices = [row.slice for row in rows]
         tokens, starts, tables, *_ = zip(*slices, strict=True) if rows else ((),) * 3
@@ -215,27 +252,36 @@ class DecodeInputs:
         padding = (0,) * (bucket.rows - len(rows))
         counts = np.array([*map(len, tokens), *padding])
         first = np.array(starts + padding)
+        num_tokens = int(counts.sum())
+        # The last rows take the padding first, each as much as it can.
+        free = bucket.query_len - counts
+        after = free[::-1].cumsum()[::-1] - free
+        lens = counts + np.clip(bucket.tokens - num_tokens - after, 0, free)
+        np.cumsum(lens, out=to.cu_seqlens[1:])
         np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
-        np.add(first, query_len, out=to.seq_lens, casting="same_kind")
-        np.add(first[:, None], to.steps, out=to.positions)
+        np.add(first, lens, out=to.seq_lens, casting="same_kind")
+        row_of = np.repeat(to.rows, lens)  # of each token
+        steps = to.places - to.cu_seqlens[row_of]  # 0, 1, ... in each row
+        for by_row, by_token in to.sampling:
+            np.take(by_row, row_of, axis=0, out=by_token, mode="clip")
+        np.add(first[row_of], steps, out=to.positions)
         # There are no positions behind the longest context, which only padding tokens reach.
         np.minimum(to.positions, layout.max_model_len - 1, out=to.positions)
         pages = to.positions // layout.page_size
         # A position p of the table's n-th page has the slot (table[n] - n) * page_size + p.
-        np.subtract(self._flat_tables.take(pages + to.first_pages), pages, out=to.slots)
+        np.subtract(self._flat_tables.take(pages + to.first_pages[row_of]), pages, out=to.slots)
         np.multiply(to.slots, layout.page_size, out=to.slots)
         np.add(to.slots, to.positions, out=to.slots)
-        num_tokens = int(counts.sum())
         flat = np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens)
         if num_tokens == bucket.tokens:
-            to.input_ids[:] = flat.reshape(to.input_ids.shape)
+            to.input_ids[:] = flat
         else:
-            real = to.steps < counts[:, None]  # [rows, query_len]
+            real = steps < counts[row_of]
             to.input_ids.fill(0)
             to.input_ids[real] = flat
             to.slots[~real] = layout.scratch_page * layout.page_size
         if to.trees is not None:
-            to.trees.fill(slices, to.seq_lens, to.positions)
+            to.trees.fill(slices, to.cu_seqlens, to.seq_lens, to.positions)
         return eager_sampling
 
     def send(self, bucket: Bucket) -> None:
@@ -245,39 +291,53 @@ class DecodeInputs:
     def take_device_drafts(
         self, late: DeviceDrafts, rows: Sequence[ScheduledRow], bucket: Bucket
     ) -> None:
-        """Enqueue, behind the copy, what replaces the rows' drafts by those on the device.
-
-        Rows with fewer tokens get more than they have, which nobody reads.
-        """
-        count, width = len(rows), min(bucket.query_len - 1, late.tokens.shape[1])
+        """Enqueue, behind the copy, what replaces the rows' drafts by those on the device."""
+        to, count, width = self._views[bucket], len(rows), late.tokens.shape[1]
         places = [late.places[row.seq.session_id] for row in rows]
-        drafts = select_rows(late.tokens[:, :width], places)
-        ids = self._staging.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
-        ids[:count, 1 : 1 + width] = drafts
+        drafts = select_rows(late.tokens, places).flatten()
+        steps = np.arange(width)
+        real = steps < to.draft_lens[:count, None]  # [count, width]
+        targets = (to.cu_seqlens[:count, None] + 1 + steps)[real]
+        pairs = torch.from_numpy(np.stack((np.flatnonzero(real), targets)))
+        source, target = pairs.to(drafts.device, non_blocking=True)
+        ids = self._staging.device("input_ids")
+        ids.index_copy_(0, target, drafts.index_select(0, source).to(ids.dtype))
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""
-        firsts = range(0, len(drawn.sources) * bucket.query_len, bucket.query_len)
+        firsts = self.row_starts(bucket)[: len(drawn.sources)]
         drawn.fill_in(self._staging.device("input_ids"), firsts)
 
+    def row_starts(self, bucket: Bucket) -> list[int]:
+        """Return where the rows of the bucket's last step begin among its tokens."""
+        starts: list[int] = self._views[bucket].cu_seqlens[:-1].tolist()
+        return starts
+
     def _view(self, bucket: Bucket) -> _BucketViews:
-        rows, shape = bucket.rows, (bucket.rows, bucket.query_len)
+        rows, tokens = bucket.rows, bucket.tokens
 
         def by_token(name: str) -> NDArray[Any]:
-            return self._staging.array(name)[: bucket.tokens].reshape(shape)
+            return self._staging.array(name)[:tokens]
 
         trees = None
         if bucket.trees:
-            starts = self._staging.array("tree_starts")[:rows]
-            trees = TreeViews(starts, by_token("visible"), by_token("parents"))
+            parents = self._staging.array("parents")[: rows * bucket.query_len]
+            trees = TreeViews(
+                self._staging.array("tree_starts")[:rows],
+                by_token("visible"),
+                parents.reshape(rows, -1),
+            )
         self._views[bucket] = views = _BucketViews(
             input_ids=by_token("input_ids"),
             positions=by_token("positions"),
             slots=by_token("slots"),
+            sampling=[(column, by_token(name)) for name, column in self._by_row.items()],
+            cu_seqlens=self._staging.array("cu_seqlens")[: rows + 1],
             draft_lens=self._staging.array("draft_lens")[:rows],
             seq_lens=self._staging.array("seq_lens")[:rows],
-            first_pages=np.arange(rows)[:, None] * self._table_width,
-            steps=np.arange(bucket.query_len),
+            first_pages=np.arange(rows) * self._table_width,
+            rows=np.arange(rows),
+            places=np.arange(tokens),
             trees=trees,
         )
         return views
@@ -296,9 +356,9 @@ class DecodeInputs:
     def _place(self, i: int, constants: _RowConstants) -> None:
         self._at[i], self._lengths[i] = constants, constants.num_pages
         self._tables[i] = constants.pages
-        for name, column in self._sampling.items():
-            column[i] = getattr(constants.sampling, name)
-        self._keys[i] = constants.keys
+        for name in _SAMPLING:
+            self._by_row[name][i] = getattr(constants.sampling, name)
+        self._by_row["keys"][i] = constants.keys
 
     def _grow(self, i: int, constants: _RowConstants) -> None:
         """Take in what was appended to the page table of row i of the buffer."""

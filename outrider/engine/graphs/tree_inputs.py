@@ -18,24 +18,28 @@ class TreeViews:
     """A bucket's tree columns in the host's buffer."""
 
     starts: NDArray[Any]  # int32 [rows], as `TreeMask.starts`
-    visible: NDArray[Any]  # int64 [rows, query_len], as `TreeMask.visible`
+    visible: NDArray[Any]  # int64 [num_tokens], as `TreeMask.visible`
     parents: NDArray[Any]  # int64 [rows, query_len]: of nodes 0, 1, ...; the last is unused
 
     def fill(
-        self, rows: Sequence[RowSlice], seq_lens: NDArray[Any], positions: NDArray[Any]
+        self,
+        rows: Sequence[RowSlice],
+        cu_seqlens: NDArray[Any],
+        seq_lens: NDArray[Any],
+        positions: NDArray[Any],
     ) -> None:
         """Write the rows' trees, chains as trees of which nothing is hidden.
 
-        `seq_lens` [rows] and `positions` [rows, query_len] are the bucket's. The positions of
-        nodes are corrected.
+        `cu_seqlens` [rows + 1], `seq_lens` [rows] and `positions` [num_tokens] are the bucket's.
+        The positions of nodes are corrected.
         """
         self.starts[:] = seq_lens
         self.visible.fill(0)
         self.parents[:] = np.arange(-1, self.parents.shape[1] - 1)
         for i, row in enumerate(rows):
             if row.parents:
-                first, nodes = row.start + 1, slice(1, 1 + len(row.parents))
+                first, at, count = row.start + 1, int(cu_seqlens[i]) + 1, len(row.parents)
                 self.starts[i] = first
-                self.visible[i, nodes] = lineages(row.parents)
-                self.parents[i, : len(row.parents)] = row.parents
-                positions[i, nodes] = np.array(depths(row.parents)) + first
+                self.visible[at : at + count] = lineages(row.parents)
+                self.parents[i, :count] = row.parents
+                positions[at : at + count] = np.array(depths(row.parents)) + first

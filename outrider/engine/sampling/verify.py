@@ -6,7 +6,7 @@ On CUDA `verify_row_kernel` in cuda/kernels/topk_topp.py computes the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,12 +85,17 @@ def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: in
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """The inputs of sampling and verification besides logits: n rows of k + 1 tokens."""
+    """The inputs of sampling and verification besides logits: n packed rows."""
 
-    input_ids: Tensor  # int64 [n, k + 1]: the token before the drafts, then these
-    draft_lens: Tensor  # int32 [n]: tokens after so many drafts are padding
-    sampling: SamplingBatch  # one entry a row, but for its positions int64 [n * (k + 1)]: those of
-    # `input_ids`; the token after each is drawn
+    input_ids: Tensor  # int64 [num_tokens]: per row the token before the drafts, then these
+    cu_seqlens: Tensor  # int32 [n + 1]: where each row begins
+    draft_lens: Tensor  # int32 [n]: a row's tokens after so many drafts are padding
+    sampling: SamplingBatch  # one entry a token of `input_ids`; the token after each is drawn
+
+    def by_row(self, values: Tensor, width: int) -> Tensor:
+        """Arrange values [num_tokens] as [n, width]: a row's own ones, then any others."""
+        places = self.cu_seqlens[:-1, None] + torch.arange(width, device=values.device)
+        return values[places.clamp(max=len(values) - 1)]
 
 
 ChooseAndVerify = Callable[[Tensor, VerifyBatch, Tensor], None]
@@ -98,14 +103,15 @@ ChooseAndVerify = Callable[[Tensor, VerifyBatch, Tensor], None]
 
 
 def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
-    """Draw a token from each row of logits [n * (k + 1), vocab], and verify the drafts.
+    """Draw a token from each row of logits [num_tokens, vocab], and verify the drafts.
 
-    `out`, int32 [n, k + 2], gets per row the number of accepted drafts, then the drawn tokens.
+    `out`, int32 [n, 1 + width], gets per row the number of accepted drafts, then the drawn tokens.
+    A row has `width` tokens at most; what follows a shorter one's tokens may be anything.
     """
-    width = batch.input_ids.shape[1]
-    by_token = batch.sampling.repeated(width, batch.sampling.position + 1)
-    choices = sample(logits, by_token).view(-1, width)
+    width = out.shape[1] - 1
+    drawn = sample(logits, replace(batch.sampling, position=batch.sampling.position + 1))
+    choices = batch.by_row(drawn, width)
     # Padding may be equal to a choice by chance.
-    agreeing = verify_rows(batch.input_ids[:, 1:], choices)
+    agreeing = verify_rows(batch.by_row(batch.input_ids, width)[:, 1:], choices)
     out[:, 0] = torch.minimum(agreeing, batch.draft_lens)
     out[:, 1:] = choices

@@ -16,9 +16,11 @@ def by_tensors(batch: PackedBatch) -> StepAttention:
     query_lens = batch.cu_seqlens_q.diff().tolist()
     rows = [i for i, n in enumerate(query_lens) if n]
     ends = [*batch.cu_seqlens_q[rows].tolist(), len(batch.input_ids)]
+    trees = batch.trees and replace(batch.trees, starts=batch.trees.starts[rows])
     return SdpaAttention(
         replace(
             batch,
+            trees=trees,
             cu_seqlens_q=batch.cu_seqlens_q.new_tensor(ends),
             seq_lens=batch.seq_lens[rows],
             block_table=batch.block_table[rows],

@@ -35,6 +35,7 @@ from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.property.test_engine_equality import MAX_LEN, VOCAB
 from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.models.by_tensors import by_tensors
 from tests.support.models.hash_model import HashModel, context_hash
 from tests.support.models.recordable import rerun
 
@@ -50,6 +51,11 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=3, top_p=0.7, min_p=0.02),
     SamplingParams(temperature=0.0, repetition_penalty=1.5, logit_bias=((5, 3.0),)),
     SamplingParams(temperature=0.8, seed=8, frequency_penalty=1.0),
+)
+
+RAGGED = (
+    *(Bucket(K + 1, 7, trees, tokens) for tokens in (9, 14, 23) for trees in (False, True)),
+    Bucket(9, 4, True, 15),
 )
 
 SPECULATIONS = (
@@ -77,6 +83,7 @@ def model() -> PagedModel:
         random_model(ARCHITECTURES["llama"], torch.float64),
         ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=MAX_MODEL_LEN),
     )
+    paged._backend = by_tensors
     fill_pools(paged, seed=0)
     return paged
 
@@ -159,7 +166,10 @@ steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
 
 @pytest.fixture(scope="module")
 def graphs(model: PagedModel) -> DecodeGraphs:
-    buckets = make_buckets(7, (1, 3, K + 1), (K + 1, 9))
+    buckets = [
+        *make_buckets(7, (1, 3, K + 1), (K + 1, 9)),
+        *RAGGED,
+    ]
     return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 
@@ -263,6 +273,32 @@ def test_decode_graphs_when_no_bucket_fits_run_eagerly(model: PagedModel) -> Non
     assert left_to_eager == [long, wide, prompt]
 
 
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("num_drafts", [[4, 0, 0, 0], [1, 0, 2, 0, 1, 0, 3], [0, 4, 4, 4, 4]])
+def test_decode_graphs_run_no_more_tokens_than_the_smallest_bucket_of_enough(
+    graphs: DecodeGraphs, num_drafts: list[int], trees: bool
+) -> None:
+    rng = random.Random(len(num_drafts))
+    pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
+    rows = [
+        make_row(rng, n, [pages.pop() for _ in range(9)], 97, trees, captured=True)
+        for n in num_drafts
+    ]
+    step = Step(tuple(rows), sum(num_drafts) + len(rows))
+    assert graphs._fit(step).tokens == {4: 9, 7: 14, 5: 23}[len(num_drafts)]
+
+
+def test_make_buckets_for_any_share_of_drafts_hold_every_step() -> None:
+    """And a chain pays for at most twice its tokens, or twice those of a quarter of the drafts."""
+    for most, k, trees in ((1, 4, False), (37, 4, True), (64, 1, False), (300, 8, True)):
+        buckets = make_buckets(most, (1, k + 1), (k + 1,) if trees else ())
+        held = [b for b in buckets if b.query_len > 1 and b.trees is trees]
+        for rows in range(1, most + 1):
+            for tokens in (rows + 1, rows * (k + 2) // 2, rows * (k + 1)):
+                bucket = next(b for b in held if b.rows >= rows and b.tokens >= tokens)
+                assert trees or bucket.tokens <= 64 + 2 * max(tokens, rows * (1 + k / 4))
+
+
 def one_row(seq: Sequence, start: int, draft: tuple[int, ...], *parents: int) -> ScheduledRow:
     piece = RowSlice((7, *draft), start, seq.block_table, 1 + len(draft), parents)
     return ScheduledRow(seq, piece, draft)
@@ -333,9 +369,12 @@ def tensors(inputs: DecodeInputs, bucket: Bucket) -> list[Tensor]:
 
 def test_make_buckets_for_any_limit_covers_all_rows() -> None:
     assert make_buckets(1, (1, 5)) == [Bucket(1, 1), Bucket(5, 1)]
-    assert make_buckets(1, (1, 5), (5,)) == [Bucket(1, 1), Bucket(5, 1), Bucket(5, 1, trees=True)]
-    assert [b.rows for b in make_buckets(20, (5,))] == [1, 2, 4, 8, 16, 20]
+    assert make_buckets(1, (1, 5), (5,)) == [Bucket(1, 1), Bucket(5, 1, trees=True), Bucket(5, 1)]
+    assert [b.rows for b in make_buckets(12, (5,))] == [1, 2, 4, 8, 12]
     assert [b.rows for b in make_buckets(300, (1,))][-5:] == [96, 128, 192, 256, 300]
+    assert [b.tokens for b in make_buckets(64, (5,)) if b.rows == 32] == [64, 96, 160]
+    assert [b.tokens for b in make_buckets(64, (5,)) if b.rows == 64] == [128, 192, 256, 320]
+    assert len(make_buckets(256, (1, 5), (5,))) == 44
     assert len(make_buckets(4, (1, 1))) == 3  # K = 0
 
 
@@ -349,7 +388,7 @@ def test_decode_inputs_with_edited_logits_need_eager_sampling(params: SamplingPa
     inputs.send(Bucket(3, 1))
     expected = SamplingBatch.build([params], [0])
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-        assert getattr(drawn_by, name).tolist() == getattr(expected, name).tolist()
+        assert getattr(drawn_by, name).tolist() == 3 * getattr(expected, name).tolist()
 
 
 class RecordableHashModel(HashModel):
@@ -363,7 +402,8 @@ class RecordableHashModel(HashModel):
 
     def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
         self.forwards += 1
-        slots, query_len = batch.slot_mapping, batch.query_lens[0]
+        slots, ends = batch.slot_mapping, batch.cu_seqlens_q[1:]
+        rows = torch.searchsorted(ends, torch.arange(len(slots)), right=True).tolist()
         real = slots < self.num_pages * self.page_size
         written = slots[real].numpy()
         assert len(set(written.tolist())) == len(written), "two tokens in one slot"
@@ -374,7 +414,7 @@ class RecordableHashModel(HashModel):
             raise RuntimeError("the device fell over")
         out.fill_(float("inf"))  # padding: anything
         for i in real.nonzero().flatten().tolist():
-            state = context_hash(self._context(batch, i // query_len, i))
+            state = context_hash(self._context(batch, rows[i], i))
             out[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
         return out
 

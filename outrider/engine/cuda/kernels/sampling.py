@@ -39,17 +39,16 @@ def noised_kernel(
     tl.store(out_ptr + row * vocab + token, scores, mask=inside)
 
 
-@triton.jit(do_not_specialize=["repeat", "ahead"])
+@triton.jit(do_not_specialize=["ahead"])
 def choose_block_kernel(
     logits_ptr,  # [n, vocab]
-    temperature_ptr,  # float32 [n / repeat]; 0: greedy
-    keys_ptr,  # int64 [n / repeat, 2]
+    temperature_ptr,  # float32 [n]; 0: greedy
+    keys_ptr,  # int64 [n, 2]
     position_ptr,  # int64 [n]
     best_ptr,  # float32 [n, blocks]: the best score of each block, exact if greedy, else rough
     token_ptr,  # int32 [n, blocks]: the lowest token with it
     logits_stride,
     vocab,
-    repeat,  # adjacent rows with the same temperature and keys
     ahead,  # a row samples the token this far after its position
     BLOCK: tl.constexpr,
     ASM: tl.constexpr,  # on a device, not interpreted
@@ -57,15 +56,14 @@ def choose_block_kernel(
     """Find the best score of a block of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    params = tl.program_id(0) // repeat
-    temperature = tl.load(temperature_ptr + params)
+    temperature = tl.load(temperature_ptr + row)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
     scores = logits.to(tl.float32)
     if temperature != 0.0:
         position = tl.load(position_ptr + row) + ahead
-        keys_ptr += 2 * params
+        keys_ptr += 2 * row
         scores = rough_scores(logits, temperature, keys_ptr, position, token, ASM)
         scores = tl.where(inside, scores, -float("inf"))
     best = tl.max(scores, axis=0)

@@ -149,10 +149,10 @@ def _best_above(
     return chosen
 
 
-@triton.jit(do_not_specialize=["repeat", "ahead"])
+@triton.jit(do_not_specialize=["ahead"])
 def choose_row_kernel(
     logits_ptr,  # [n, vocab]
-    temperature_ptr,  # float32 [n / repeat], as the next four: see `SamplingBatch`
+    temperature_ptr,  # float32 [n], as the next four: see `SamplingBatch`
     top_k_ptr,  # int64
     top_p_ptr,  # float32
     min_p_ptr,  # float32
@@ -164,8 +164,7 @@ def choose_row_kernel(
     logits_stride,
     vocab,
     blocks,
-    repeat,  # as for `choose_block_kernel`
-    ahead,
+    ahead,  # as for `choose_block_kernel`
     BLOCKS: tl.constexpr,  # at least blocks
     BLOCK: tl.constexpr,  # tokens of each of them
     LANES: tl.constexpr,  # tokens at a time
@@ -178,15 +177,14 @@ def choose_row_kernel(
     less than top_p of the mass.
     """
     row = tl.program_id(0).to(tl.int64)
-    params = tl.program_id(0) // repeat
     best_ptr += row * blocks
-    temperature = tl.load(temperature_ptr + params)
+    temperature = tl.load(temperature_ptr + row)
     if temperature == 0.0:
         token = _likeliest(best_ptr, token_ptr + row * blocks, blocks, BLOCKS)
         tl.store(out_ptr + row, token.to(tl.int64))
         return
     logits_ptr += row * logits_stride
-    keys_ptr += 2 * params
+    keys_ptr += 2 * row
     position = tl.load(position_ptr + row) + ahead
     token = _best_of_blocks(
         best_ptr,
@@ -201,8 +199,8 @@ def choose_row_kernel(
         ASM,
     )
     tl.store(out_ptr + row, token.to(tl.int64))
-    top_k, top_p = tl.load(top_k_ptr + params), tl.load(top_p_ptr + params)
-    min_p = tl.load(min_p_ptr + params)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
     if (top_k == 0) & (top_p >= 1.0) & (min_p == 0.0):
         return
     lanes = tl.full([LANES], -float("inf"), tl.float32)
@@ -235,18 +233,21 @@ def choose_row_kernel(
 
 @triton.jit
 def verify_row_kernel(
-    chosen_ptr,  # int64 [rows * WIDTH]
-    input_ids_ptr,  # int64 [rows, WIDTH]: the token before the drafts, then these
+    chosen_ptr,  # int64 [num_tokens]
+    input_ids_ptr,  # int64 [num_tokens]: per row the token before the drafts, then these
+    cu_seqlens_ptr,  # int32 [rows + 1]
     draft_lens_ptr,  # int32 [rows]
     out_ptr,  # int32 [rows, 1 + WIDTH]: accepted draft tokens, then the choices
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # tokens of a row at most
     PADDED: tl.constexpr,  # at least WIDTH
 ):
     """Count the accepted draft tokens of a row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PADDED)
-    chosen = tl.load(chosen_ptr + row * WIDTH + place, mask=place < WIDTH, other=-1)
-    draft = tl.load(input_ids_ptr + row * WIDTH + place + 1, mask=place + 1 < WIDTH, other=-1)
+    start = tl.load(cu_seqlens_ptr + row)
+    length = tl.load(cu_seqlens_ptr + row + 1) - start
+    chosen = tl.load(chosen_ptr + start + place, mask=place < length, other=0)
+    draft = tl.load(input_ids_ptr + start + place + 1, mask=place + 1 < length, other=-1)
     # Padding of a draft may equal a choice by chance.
     agrees = (draft == chosen) & (place < tl.load(draft_lens_ptr + row))
     accepted = tl.min(tl.where(agrees, PADDED, place), axis=0)
