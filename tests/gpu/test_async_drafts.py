@@ -21,7 +21,7 @@ from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 from tests.support.models.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
@@ -35,7 +35,7 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
     model, method = clear_llama(CUDA, PAGES), None
     runner = DecodeGraphs(
         model,
-        make_buckets(4, (1, K + 1)),
+        [*make_buckets(4, (1, K + 1)), *(Bucket(K + 1, 4, False, n) for n in (7, 10))],
         capture=CudaGraphs(),
         choose_and_verify=choose_and_verify,
     )

@@ -23,7 +23,7 @@ from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import make_buckets
+from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
@@ -59,9 +59,14 @@ def graph_runner(model: PagedModel, max_num_seqs: int) -> DecodeGraphs:
     forwards = None
     if model.layered:
         forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), capture=record)
+    ragged = [
+        Bucket(K + 1, max_num_seqs, trees, max_num_seqs + tokens)
+        for trees in (False, True)
+        for tokens in (max_num_seqs // 2, 2 * max_num_seqs)
+    ]
     return DecodeGraphs(
         model,
-        make_buckets(max_num_seqs, (1, K + 1), (K + 1,)),
+        [*make_buckets(max_num_seqs, (1, K + 1), (K + 1,)), *ragged],
         capture=record,
         choose_and_verify=choose_and_verify,
         forwards=forwards,

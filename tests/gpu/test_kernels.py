@@ -228,3 +228,36 @@ def test_choose_and_verify_on_device_equals_torch(dtype: torch.dtype, width: int
     )
     choose_and_verify(logits.to(DEVICE), moved, actual)
     assert actual[real.to(DEVICE)].tolist() == expected[real].tolist()
+
+
+def test_choose_and_verify_of_ragged_rows_equals_torch() -> None:
+    lens, width, vocab_size = [1, 5, 3, 0, 4, 2, 0], 5, 3000
+    tokens, rows = sum(lens), len(lens)
+    logits = randn(tokens, vocab_size, dtype=torch.float32).cpu() * 3
+    params = [
+        SamplingParams(temperature=i % 3 / 2, seed=i, top_k=9 * (i % 2))
+        for i, length in enumerate(lens)
+        for _ in range(length)
+    ]
+    batch = VerifyBatch(
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *lens]).cumsum(0).int(),
+        draft_lens=torch.tensor([0, 4, 1, -1, 3, 1, -1]).int(),
+        sampling=SamplingBatch.build(params, range(tokens)),
+    )
+    expected = torch.empty(rows, 1 + width, dtype=torch.int32)
+    torch_choose_and_verify(logits, batch, expected)
+    drafts = expected[:, 1:-1]
+    for row, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), lens, strict=False)):
+        batch.input_ids[start + 1 : start + length] = drafts[row, : max(0, length - 1)]
+    batch.input_ids[int(batch.cu_seqlens[4]) + 2] += 1
+    torch_choose_and_verify(logits, batch, expected)
+    assert expected[:, 0].tolist() == [0, 4, 1, -1, 1, 1, -1]
+    actual = torch.full((rows, 1 + width), -7, dtype=torch.int32, device=DEVICE)
+    moved = VerifyBatch(
+        *(each.to(DEVICE) for each in (batch.input_ids, batch.cu_seqlens, batch.draft_lens)),
+        _moved(batch.sampling),
+    )
+    choose_and_verify(logits.to(DEVICE), moved, actual)
+    for got, want, length in zip(actual.tolist(), expected.tolist(), lens, strict=True):
+        assert not length or got[: 1 + length] == want[: 1 + length]
