@@ -31,6 +31,7 @@ from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.fixed import policies
+from outrider.policy.step_sizes import StepSizes
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
@@ -230,9 +231,10 @@ def build_engine(
         max_prompt_logits=max(options.max_num_seqs, MAX_VALUES // model.vocab_size),
     )
     policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
+    costs = policy.measured.costs
+    costs.sizes = StepSizes((rows, tokens) for rows, tokens, _ in step_times)
     for rows, tokens, seconds in step_times:
-        policy.measured.costs.observe_step(rows, tokens, seconds)
-    policy.measured.costs.padded = options.device != "cpu"  # by captured steps
+        costs.observe_step(rows, tokens, seconds)
     pool = model.pools.features
     ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(

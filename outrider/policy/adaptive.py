@@ -81,7 +81,7 @@ class AdaptivePolicy(Policy):
         tokens = np.full(len(nodes) + 1, len(rows) * alike)
         if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
-        seconds = costs.steps.estimates(tokens)
+        seconds = costs.steps_s(round(len(rows) * alike), tokens)
         wait_s = self._wait_s(rows, depth)
         if wait_s.any():
             # All rows wait for the longest draft: the n likeliest nodes take as long as their
@@ -92,13 +92,13 @@ class AdaptivePolicy(Policy):
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
         costs = self.measured.costs
-        steps, lengths = costs.steps, [len(confidences) for _, confidences in drafts]
-        if costs.padded or self._unknown or not steps.estimate(1):
+        lengths = [len(confidences) for _, confidences in drafts]
+        if costs.padded or self._unknown or not costs.steps.estimate(1):
             return lengths
         survivals = self.measured.acceptance.told(drafts, max(lengths))
         nodes = survivals.ravel()
         first = other_tokens + len(drafts)
-        seconds = steps.estimates(np.arange(first, first + len(nodes) + 1.0))
+        seconds = costs.steps_s(first, np.arange(first, first + len(nodes) + 1.0))
         chosen = choose_likeliest(nodes, np.sort(nodes)[::-1], seconds, first)
         counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
         return counts

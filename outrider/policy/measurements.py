@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.policy.averages import OUTLIER, Average
 from outrider.policy.row import Drafting
+from outrider.policy.step_sizes import StepSizes
 
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
 
@@ -145,13 +146,19 @@ class CostModel:
     def __init__(self) -> None:
         self.num_rows = 1  # of the last step that only verified
         self.padded = False  # every row of a step takes as long as that of the longest draft
+        self.sizes = StepSizes()
         self.steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in a step that only verified."""
         self.num_rows = num_rows
-        self.steps.observe(num_tokens, seconds)
+        run = self.sizes.run(num_rows, np.array(num_tokens, np.float64))
+        self.steps.observe(int(run), seconds)
+
+    def steps_s(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of steps of so many rows, whose tokens are given in order."""
+        return self.steps.estimates(self.sizes.run(num_rows, num_tokens))
 
     def known_draft_times(self, d: Drafting) -> DraftTimes:
         """Return what a row's drafts take, to be added to."""
@@ -161,7 +168,8 @@ class CostModel:
 
     def round_s(self, k: float) -> float:
         """Return the seconds of a step of as many rows as the last, with k draft tokens each."""
-        return self.steps.estimate(self.num_rows * (1 + k))
+        run = self.sizes.run(self.num_rows, np.array(self.num_rows * (1 + k)))
+        return self.steps.estimate(float(run))
 
     def draft_times(self, d: Drafting) -> DraftTimes | None:
         """Return what a row's drafts take; None if that is unknown."""

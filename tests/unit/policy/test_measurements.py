@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from outrider.draft_port import DraftOffer
@@ -14,6 +15,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.averages import Average
 from outrider.policy.measurements import DraftTimes, StepTimes
 from outrider.policy.row import Drafting, Offered
+from outrider.policy.step_sizes import StepSizes
 from outrider.rounds import Round
 
 # Seconds of a 62 M model's steps by tokens.
@@ -100,6 +102,40 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
         met([each := row(4, proposer=f"p{i}")], Round(4, 4, 1, True), policy.measured.acceptance, 1)
         policy.measured.costs.known_draft_times(each)
     assert len(policy.measured.acceptance._kinds) == len(policy.measured.costs._drafts) == 8
+
+
+SIZES = ((1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160))
+
+
+def test_steps_run_the_next_captured_size() -> None:
+    sizes = StepSizes(SIZES)
+
+    def run(num_rows: int, *tokens: float) -> list[float]:
+        return sizes.run(num_rows, np.array(tokens)).tolist()
+
+    assert run(1, 1, 2, 5, 6) == [1, 5, 5, 40]
+    assert run(9, 9, 10, 64, 64.5, 160) == [32, 64, 64, 96, 160]
+    assert run(32, 32, 33, 161) == [32, 64, 161]
+    assert run(33, 33, 40) == [33, 40], "beyond all sizes a step is not filled up"
+    assert StepSizes().run(3, np.array([3.0, 7.5])).tolist() == [3, 7.5]
+
+
+def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
+    """All tokens of a size cost the same, so it is filled; one token more costs the next size."""
+    policy = AdaptivePolicy(4)
+    costs = policy.measured.costs
+    costs.sizes = StepSizes(SIZES)
+    for size in SIZES:
+        costs.observe_step(*size, 0.010 + 0.0001 * size[1])
+    costs.observe_step(20, 20, 0.0132)
+    rows = [row(4) for _ in range(20)]
+    for accepted in (4, 3, 0, 1, 0, 4, 0, 0) * 20:
+        met(rows, Round(4, 4, accepted, rejected=accepted < 4), policy.measured.acceptance, 1)
+    assert len(rows) + sum(policy.choose_counts(rows)) in {64, 96}
+    # A step of 70 tokens took as long as its size does.
+    before = costs.steps.estimate(96)
+    costs.observe_step(32, 70, 0.005)
+    assert costs.steps.estimate(96) < before
 
 
 def test_step_times_interpolate_between_what_was_measured() -> None:
