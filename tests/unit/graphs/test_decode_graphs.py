@@ -285,7 +285,9 @@ def test_decode_graphs_run_no_more_tokens_than_the_smallest_bucket_of_enough(
         for n in num_drafts
     ]
     step = Step(tuple(rows), sum(num_drafts) + len(rows))
-    assert graphs._fit(step).tokens == {4: 9, 7: 14, 5: 23}[len(num_drafts)]
+    bucket = graphs._fit(step)
+    assert bucket is not None
+    assert bucket.tokens == {4: 9, 7: 14, 5: 23}[len(num_drafts)]
 
 
 def test_make_buckets_for_any_share_of_drafts_hold_every_step() -> None:

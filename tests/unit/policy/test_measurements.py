@@ -111,7 +111,7 @@ def test_steps_run_the_next_captured_size() -> None:
     sizes = StepSizes(SIZES)
 
     def run(num_rows: int, *tokens: float) -> list[float]:
-        return sizes.run(num_rows, np.array(tokens)).tolist()
+        return list(sizes.run(num_rows, np.array(tokens)))
 
     assert run(1, 1, 2, 5, 6) == [1, 5, 5, 40]
     assert run(9, 9, 10, 64, 64.5, 160) == [32, 64, 64, 96, 160]
