@@ -13,6 +13,9 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 QUANTIZATIONS: Final = ("int8", "fp8")
 """Dtypes to which the weights of a target's linear layers may be rounded on load."""
 
+KV_CACHE_DTYPES: Final = ("auto", "fp8")
+"""Dtypes of keys and values: the model's, or float8 (e4m3) with a scale for each token and head."""
+
 SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""
 THREAD_SWITCH_S: Final = 0.0005

@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from outrider import engines, start_times
-from outrider.config import DTYPES, QUANTIZATIONS, SPECULATION_POLICIES, THREAD_SWITCH_S
+from outrider.config import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    SPECULATION_POLICIES,
+    THREAD_SWITCH_S,
+)
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
@@ -70,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="{int8,fp8,none}",
         help="round the weights of linear layers when they are loaded: int8 or float8 (e4m3), a "
         "scale for each output; half the memory, and faster on CUDA in bfloat16; default: none",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default=KV_CACHE_DTYPES[0],
+        help="of keys and values. fp8: float8 (e4m3) with a scale for each token and head, so that "
+        "nearly twice the tokens fit; text changes a little. auto: the model's",
     )
     add("--device", default="cpu", help='"cpu" or "cuda"')
     add(
@@ -261,6 +274,8 @@ def _engine(args: dict[str, Any]) -> str:
     if engine == engines.NATIVE and flags:
         raise ConfigError(f"{' '.join(flags)}: flags of vLLM need --engine vllm.")
     engines.check_rounding(engine, args["quantization"])
+    if engine == engines.VLLM and args["kv_cache_dtype"] != KV_CACHE_DTYPES[0]:
+        args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
     unfit = [name for name in _NATIVE_ONLY if args[name] is not None]
     if engine == engines.VLLM and unfit:
         raise ConfigError(

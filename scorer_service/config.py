@@ -23,6 +23,7 @@ class ScorerOptions:
     scorer_id: str
     dtype: str
     quantization: str | None  # of weights, on load; None: as the checkpoint has them
+    kv_cache_dtype: str  # a name of KV_CACHE_DTYPES
     device: str
     attention_backend: str | None
     threads: int

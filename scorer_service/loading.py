@@ -55,6 +55,7 @@ def load(
                 attention_backend=options.attention_backend,
                 features=features,
                 quantization=options.quantization,
+                kv_cache_dtype=options.kv_cache_dtype,
             ),
             dtype=dtype,
             device=device,
@@ -68,6 +69,7 @@ def load(
             dtype=dtype,
             page_size=options.page_size,
             features=features,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         assert options.kv_cache_memory is not None, "a CPU has a default"
         num_pages = count_pages(options.kv_cache_memory, page_bytes)

@@ -101,6 +101,13 @@ _QUANTIZATION: Final = Rule(
     "config.json names a checkpoint's own quantisation, and --engine vllm serves it",
     harmless=tuple(_QUANTIZATIONS),
 )
+_KV_CACHE_DTYPES: Final = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
+_KV_CACHE_DTYPE: Final = Rule(
+    "--kv-cache-dtype",
+    values=_KV_CACHE_DTYPES,
+    refusal="write --kv-cache-dtype fp8, which is e4m3, or leave it out",
+    harmless=tuple(_KV_CACHE_DTYPES),
+)
 _METRICS: Final = _needless("/metrics is always served", "none")
 _EAGER: Final = _needless("steps are captured where that is faster; no text changes", "none")
 _REMOTE_CODE: Final = _needless("no code of checkpoints is run: transformers knows them", "none")
@@ -154,7 +161,7 @@ VLLM: Final = Dialect(
         "--dtype": _is("--dtype", _DTYPES),
         "--quantization": _QUANTIZATION,
         "-q": _QUANTIZATION,
-        "--kv-cache-dtype": _only("auto", refusal="leave it out: keys and values have --dtype"),
+        "--kv-cache-dtype": _KV_CACHE_DTYPE,
         "--load-format": _only("auto", "safetensors", refusal="serve a folder of safetensors"),
         "--block-size": _is("--page-size"),
         "--trust-remote-code": _REMOTE_CODE,
@@ -202,7 +209,7 @@ LMDEPLOY: Final = Dialect(
         ),
         "--cache-block-seq-len": _is("--page-size"),
         "--quantization": _QUANTIZATION,
-        "--quant-policy": _only("0", refusal="leave it out: keys and values have --dtype"),
+        "--quant-policy": _only("0", refusal="write --kv-cache-dtype fp8, or leave it out"),
         "--enable-metrics": _METRICS,
         "--log-level": _LOG_LEVEL,
         "--api-keys": _API_KEY,
@@ -231,6 +238,7 @@ SGLANG: Final = Dialect(
         "--disable-radix-cache": Rule(also=("--no-enable-prefix-caching",), takes="none"),
         "--random-seed": _is("--seed"),
         "--quantization": _QUANTIZATION,
+        "--kv-cache-dtype": _KV_CACHE_DTYPE,
         "--trust-remote-code": _REMOTE_CODE,
         "--enable-metrics": _METRICS,
         "--log-level": _LOG_LEVEL,

@@ -35,6 +35,7 @@ PASSED: Final = (
     PassedFlag("scorer", "page-size", flag_types.positive, "tokens per page of the KV cache"),
     PassedFlag("scorer", "threads", flag_types.positive, "of torch; default: the CPU's cores"),
     PassedFlag("scorer", "quantization", str, "of weights, on load: int8, fp8 or none"),
+    PassedFlag("scorer", "kv-cache-dtype", str, "of keys and values: auto (the model's) or fp8"),
     PassedFlag("scorer", "attention-backend", str, "flash, triton, numba or sdpa"),
     PassedFlag("gateway", "seed", flag_types.seed, "of requests that give none; default: new ones"),
     PassedFlag("gateway", "default-max-tokens", flag_types.positive, "for requests that set none"),

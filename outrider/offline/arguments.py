@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from outrider.config import DTYPES, QUANTIZATIONS, SPECULATION_POLICIES
+from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, SPECULATION_POLICIES
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
@@ -31,7 +31,6 @@ _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "data_parallel_size": ((1,), "run one LLM in each of several processes"),
     "enable_expert_parallel": ((False,), "an LLM runs on one GPU"),
     "speculative_draft_tensor_parallel_size": ((1,), "a draft runs on one GPU"),
-    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "revision": ((), _FOLDER),
     "tokenizer_revision": ((), _FOLDER),
     "download_dir": ((), "set HF_HOME"),
@@ -86,6 +85,7 @@ class Arguments:
     block_size: int | None = None
     enable_prefix_caching: bool = True
     kv_cache_memory: int | None = None
+    kv_cache_dtype: str = KV_CACHE_DTYPES[0]
     attention_backend: str | None = None
     quantization: str | None = None
     speculation_policy: str = "adaptive"
@@ -139,6 +139,11 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
                 f"quantization={given.quantization!r} is not int8, fp8 or none, which round a "
                 "16-bit checkpoint's weights; the rest is vLLM's (engine='vllm')."
             )
+        if given.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype={given.kv_cache_dtype!r} is not auto, the model's, or fp8, which "
+                "is e4m3; the rest is vLLM's (engine='vllm')."
+            )
     defaults = resolve([f"--device={device}", f"--engine={engine}"])
     del defaults["exit_with_parent"]
     options: dict[str, Any] = {
@@ -152,6 +157,7 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
         "max_num_batched_tokens": given.max_num_batched_tokens,
         "page_size": given.block_size,
         "kv_cache_memory": given.kv_cache_memory,
+        "kv_cache_dtype": given.kv_cache_dtype,
         "attention_backend": given.attention_backend,
         "quantization": None if given.quantization == "none" else given.quantization,
         "speculation_policy": given.speculation_policy,
@@ -177,6 +183,9 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
         own = dict(others) | {"speculative_config": given.speculative_config or None}
         own["quantization"] = options.pop("quantization", None)
         options["quantization"] = None
+        if (dtype := options.pop("kv_cache_dtype")) != KV_CACHE_DTYPES[0]:
+            own["kv_cache_dtype"] = dtype
+        options["kv_cache_dtype"] = KV_CACHE_DTYPES[0]
         return ScorerOptions(**options | {"vllm_flags": tuple(_words(own))})
     if given.speculative_config is not None and given.speculative_config != {}:
         methods, tokens = read_speculation(given.speculative_config, given.model, device)

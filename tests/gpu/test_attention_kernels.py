@@ -1,5 +1,6 @@
 """The CUDA attention backends against plain torch."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,8 @@ def _paged(
     group: int,
     dtype: torch.dtype,
     trees: Sequence[tuple[int, ...]] = (),
+    *,
+    float8: bool = False,
 ) -> tuple[PackedBatch, PageMajorPool, Tensor]:
     """A recorded batch over scattered pages, and queries that are a part of wider rows, as in a
     model.
@@ -55,13 +58,18 @@ def _paged(
             rows, counts, trees or [()] * len(rows), strict=True
         )
     ]
-    pool = PageMajorPool(sum(counts) + 1, page_size, shape, dtype, DEVICE)
-    pool.keys.copy_(randn(*pool.keys.shape, dtype=dtype, seed=4))
-    pool.values.copy_(randn(*pool.values.shape, dtype=dtype, seed=5))
+    pool = PageMajorPool(sum(counts) + 1, page_size, shape, dtype, DEVICE, float8=float8)
+    keys = randn(*pool.keys.shape, dtype=dtype, seed=4)
+    values = randn(*pool.values.shape, dtype=dtype, seed=5)
+    pool.write(_all_slots(pool), keys.flatten(0, 1), values.flatten(0, 1))
     tokens, width = sum(length for _, length in rows), kv_heads * group * dim
     query = randn(tokens, width + 2 * kv_heads * dim, dtype=dtype, seed=6)[:, :width]
     batch = replace(pack(slices, page_size, DEVICE), recorded=True)
     return batch, pool, query.view(tokens, kv_heads, group, dim)
+
+
+def _all_slots(pool: PageMajorPool) -> Tensor:
+    return torch.arange(pool.keys.shape[:2].numel(), device=DEVICE)
 
 
 def _reference(
@@ -69,8 +77,9 @@ def _reference(
 ) -> Tensor:
     """In float32 of the same numbers."""
     wide = PageMajorPool(*pool.keys.shape[:2], pool.shape, torch.float32, DEVICE)
-    wide.keys.copy_(pool.keys)
-    wide.values.copy_(pool.values)
+    slots = _all_slots(pool)
+    keys, values = (each.transpose(0, 1).float() for each in pool.gather(slots))
+    wide.write(slots, keys, values)
     sinks = None if params.sinks is None else params.sinks.float()
     params = AttentionParams(params.scaling, params.sliding_window, params.softcap, sinks)
     return SdpaAttention(batch).attend(query.float(), wide, params).to(query.dtype)
@@ -79,19 +88,24 @@ def _reference(
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("page_size", [16, 64, 128, 256])
 @pytest.mark.parametrize("rows", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+@pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name != "sdpa"])
 def test_backend_for_any_rows_equals_sdpa(
-    name: str, rows: Rows, page_size: int, window: int | None
+    name: str, float8: bool, rows: Rows, page_size: int, window: int | None
 ) -> None:
     dtype = torch.bfloat16
     traits = AttentionTraits(
-        frozenset({WIDTH}), 8, 2, dtype, softcap=False, sinks=False, latent=False
+        *(frozenset({WIDTH}), 8, 2, dtype),
+        softcap=False,
+        sinks=False,
+        latent=False,
+        float8_cache=float8,
     )
     try:
         backend = choose_backend(name, traits, DEVICE)
     except ConfigError as error:
         pytest.skip(error.message)
-    batch, pool, query = _paged(rows, page_size, (2, WIDTH, WIDTH), 4, dtype)
+    batch, pool, query = _paged(rows, page_size, (2, WIDTH, WIDTH), 4, dtype, float8=float8)
     params = AttentionParams(WIDTH**-0.5, window)
     expected = _reference(batch, pool, query, params)
     for recorded in (True, False):
@@ -110,6 +124,8 @@ def test_backend_for_any_rows_equals_sdpa(
         ((2, 32, 16), 2, {"softcap": 3.0}),
         ((2, 32, 32), 2, {"sinks": True}),
         ((2, 32, 32), 2, {"sinks": True, "sliding_window": 50}),
+        ((2, 32, 16), 2, {"softcap": 3.0, "float8": True}),
+        ((1, 24, 24), 3, {"sinks": True, "sliding_window": 7, "float8": True}),
     ],
 )
 def test_triton_attention_with_extras_equals_sdpa(
@@ -120,7 +136,7 @@ def test_triton_attention_with_extras_equals_sdpa(
     extra: dict[str, float],
 ) -> None:
     rows = [(0, 70), (300, 5)] if multiprocessors == 1 else [(300, 5), (7, 1)]
-    batch, pool, query = _paged(rows, 16, shape, group, dtype)
+    batch, pool, query = _paged(rows, 16, shape, group, dtype, float8="float8" in extra)
     sinks = randn(shape[0] * group, dtype=dtype, seed=7) if "sinks" in extra else None
     window = extra.get("sliding_window")
     params = AttentionParams(
@@ -137,9 +153,11 @@ def test_triton_attention_with_extras_equals_sdpa(
 
 @pytest.mark.parametrize("page_size", [16, 64])  # blocks of keys of several pages, and of one
 @pytest.mark.parametrize("group", [1, 4])
-def test_triton_attention_to_prompts_equals_sdpa(page_size: int, group: int) -> None:
+@pytest.mark.parametrize("float8", [False, True])
+def test_triton_attention_to_prompts_equals_sdpa(page_size: int, group: int, float8: bool) -> None:
     rows = [(9, 1), (130, 5), (200, 90), (0, 70), (64, 33), (63, 9), (5, 0)]
-    batch, pool, query = _paged(rows, page_size, (2, 32, 32), group, torch.float32)
+    shape = (2, 32, 32)
+    batch, pool, query = _paged(rows, page_size, shape, group, torch.float32, float8=float8)
     params = AttentionParams(32**-0.5)
     expected = _reference(_without_empty(batch), pool, query, params)
     close(TritonPagedAttention(batch, 132).attend(query, pool, params), expected, torch.float32)
@@ -162,12 +180,14 @@ DEEP = tuple(range(-1, 63))  # as many as fit
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 66, 132])
-@pytest.mark.parametrize("window", [None, 7, 70])
-def test_triton_attention_to_trees_equals_sdpa(multiprocessors: int, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "float8"), [(None, False), (7, True), (70, False), (70, True)])
+def test_triton_attention_to_trees_equals_sdpa(
+    multiprocessors: int, window: int | None, float8: bool
+) -> None:
     dtype, shape, group = torch.float32, (2, 32, 32), 3
     # (before, known tokens, nodes): a chain, a tree at the end of a prompt, trees alone.
     slices, trees = [(40, 5), (0, 70 + 8), (300, 1 + 8), (90, 1 + 64)], [(), TREE, TREE, DEEP]
-    batch, pool, query = _paged(slices, 16, shape, group, dtype, trees)
+    batch, pool, query = _paged(slices, 16, shape, group, dtype, trees, float8=float8)
     params = AttentionParams(scaling=0.2, sliding_window=window)
     expected = _reference(batch, pool, query, params)
     for recorded in (True, False):
@@ -182,9 +202,11 @@ def _new_tokens(
     dim: int,
     dtype: torch.dtype,
     trees: Sequence[tuple[int, ...]] = (),
+    float8: bool = False,
 ) -> tuple[PackedBatch, PageMajorPool, Tensor, Tensor]:
     """A batch whose new slots hold nothing yet, its qkv and its rope."""
-    batch, pool, query = _paged(rows, 16, (kv_heads, dim, dim), group, dtype, trees)
+    shape = (kv_heads, dim, dim)
+    batch, pool, query = _paged(rows, 16, shape, group, dtype, trees, float8=float8)
     nothing = torch.full((len(query), kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
     pool.write(batch.slot_mapping, nothing, nothing)
     qkv = randn(len(query), (group + 2) * kv_heads * dim, dtype=dtype, seed=8)
@@ -205,9 +227,9 @@ def _attend_new(
     assert attention.takes_new(qkv.shape[1] // pool.shape[0] // pool.shape[1] - 2, params)
     results = []
     for attend in (ops.attend_new, partial(LlamaOps.attend_new, ops)):
-        mine = PageMajorPool(*pool.keys.shape[:2], pool.shape, pool.keys.dtype, DEVICE)
-        mine.keys.copy_(pool.keys)
-        mine.values.copy_(pool.values)
+        mine = copy.copy(pool)
+        mine.keys, mine.values = pool.keys.clone(), pool.values.clone()
+        mine.scales = None if pool.scales is None else pool.scales.clone()
         results.append((attend(qkv.clone(), rope, attention, mine, params), mine))
     return results
 
@@ -217,11 +239,24 @@ def _same(actual: Tensor, expected: Tensor) -> None:
     if ON_GPU and actual.dtype is torch.float32:
         close(actual, expected, torch.float32, size=4.0)
     else:
-        bits = torch.int16 if actual.dtype is torch.bfloat16 else torch.int32
-        assert torch.equal(actual.view(bits), expected.view(bits))
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def _same_pools(
+    actual: PageMajorPool, expected: PageMajorPool, pages: Tensor | None = None
+) -> None:
+    some = slice(None) if pages is None else pages
+    for mine, theirs in ((actual.keys, expected.keys), (actual.values, expected.values)):
+        assert not mine[some].float().isnan().any()
+        _same(mine[some], theirs[some])
+    if actual.scales is not None and expected.scales is not None:
+        _same(actual.scales[some], expected.scales[some])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "float8"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
     ("rows", "heads", "multiprocessors"),  # heads: kv_heads, group, dim
@@ -244,36 +279,45 @@ def test_attend_new_for_any_rows_equals_separate_launches(
     multiprocessors: int,
     window: int | None,
     dtype: torch.dtype,
+    float8: bool,
 ) -> None:
-    fused, plain = _attend_new(*_new_tokens(rows, *heads, dtype), multiprocessors, window)
-    assert not fused[1].keys.isnan().any()
-    _same(fused[1].keys, plain[1].keys)
-    _same(fused[1].values, plain[1].values)
+    step = _new_tokens(rows, *heads, dtype, float8=float8)
+    fused, plain = _attend_new(*step, multiprocessors, window)
+    _same_pools(fused[1], plain[1])
     _same(fused[0], plain[0])
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_attend_new_with_trees_equals_separate_launches(window: int | None) -> None:
+@pytest.mark.parametrize(("dtype", "float8"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_attend_new_with_trees_equals_separate_launches(
+    window: int | None, dtype: torch.dtype, float8: bool
+) -> None:
     rows, trees = [(40, 5), (25, 1 + 8), (97, 4)], [(), TREE, TREE]  # of the last half are known
-    step = _new_tokens(rows, 1, 4, 64, torch.float32, trees)
+    step = _new_tokens(rows, 1, 4, 64, dtype, trees, float8)
     fused, plain = _attend_new(*step, 132, window)
-    _same(fused[1].keys, plain[1].keys)
+    _same_pools(fused[1], plain[1])
     _same(fused[0], plain[0])
 
 
 def _shared(
-    runs: Sequence[Sequence[tuple[int, int]]], query_len: int, heads: tuple[int, int, int]
+    runs: Sequence[Sequence[tuple[int, int]]],
+    query_len: int,
+    heads: tuple[int, int, int],
+    *,
+    float8: bool,
 ) -> tuple[PackedBatch, PageMajorPool, Tensor, Tensor]:
     """Rows of (tokens before, pages shared with the row before), and what `_new_tokens` returns."""
     rows = [(start, query_len) for run in runs for start, _ in run]
-    batch, pool, qkv, rope = _new_tokens(rows, *heads, torch.float32)
+    dtype = torch.bfloat16 if float8 else torch.float32
+    batch, pool, qkv, rope = _new_tokens(rows, *heads, dtype, float8=float8)
     table = batch.block_table.clone()
     for i, (_, common) in enumerate(row for run in runs for row in run):
         table[i, :common] = table[i - 1, :common]
     row_of_token = torch.arange(len(rows), device=DEVICE).repeat_interleave(query_len)
     slots = table[row_of_token, batch.positions // 16].long() * 16 + batch.positions % 16
-    nothing = torch.full((len(slots), *pool.shape[:2]), float("nan"), device=DEVICE)
-    pool.keys[:], pool.values[:] = pool.keys.nan_to_num(), pool.values.nan_to_num()
+    nothing = torch.full((len(slots), *pool.shape[:2]), float("nan"), dtype=dtype, device=DEVICE)
+    keys, values = (each.nan_to_num().transpose(0, 1) for each in pool.gather(_all_slots(pool)))
+    pool.write(_all_slots(pool), keys, values)
     pool.write(slots, nothing, nothing)
     shared = SharedPrefix.of(table, batch.seq_lens, 16)
     return replace(batch, block_table=table, slot_mapping=slots, shared=shared), pool, qkv, rope
@@ -304,36 +348,38 @@ BRANCHES = [(203, 0), (200, 12), (209, 12), (204, 12), (206, 12)]
     ],
     ids=["one", "many", "short and apart", "at the end of a page"],
 )
+@pytest.mark.parametrize("float8", [False, True])
 def test_attend_new_with_shared_prefix_equals_without(
     runs: Sequence[Sequence[tuple[int, int]]],
     heads: tuple[int, int, int],
     query_len: int,
     multiprocessors: int,
+    float8: bool,
 ) -> None:
-    batch, pool, qkv, rope = _shared(runs, query_len, heads)
+    batch, pool, qkv, rope = _shared(runs, query_len, heads, float8=float8)
     apart, _ = _attend_new(replace(batch, shared=None), pool, qkv, rope, multiprocessors)
     fused, plain = _attend_new(batch, pool, qkv, rope, multiprocessors)
     for out, mine in (fused, plain):
-        assert not mine.keys.isnan().any()
-        _same(mine.keys, apart[1].keys)
-        _same(mine.values, apart[1].values)
-        close(out, apart[0], torch.float32)
+        _same_pools(mine, apart[1])
+        close(out, apart[0], out.dtype)
 
 
-def test_attend_new_with_padding_rows_leaves_other_rows_alone() -> None:
+@pytest.mark.parametrize(("dtype", "float8"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_attend_new_with_padding_rows_leaves_other_rows_alone(
+    dtype: torch.dtype, float8: bool
+) -> None:
     """Padding tokens store to the scratch page, all of them to one slot, or nowhere."""
     rows, real = [(37, 5), (12, 5), (0, 5), (0, 5)], [5, 2, 0, 0]
-    batch, pool, qkv, rope = _new_tokens(rows, 2, 4, 64, torch.float32)
+    batch, pool, qkv, rope = _new_tokens(rows, 2, 4, 64, dtype, float8=float8)
     scratch = (set(range(len(pool.keys))) - set(batch.block_table.flatten().tolist())).pop()
     padding = torch.cat([torch.arange(5) >= count for count in real]).to(DEVICE)
     slots = batch.slot_mapping.masked_fill(padding, scratch * batch.page_size)
     slots[-5:] = -1
-    pool.write(batch.slot_mapping[padding], *randn(2, 13, 2, 64, dtype=torch.float32))
+    pool.write(batch.slot_mapping[padding], *randn(2, 13, 2, 64, dtype=dtype))
     table = batch.block_table.clone()
     table[2:] = scratch
     batch = replace(batch, slot_mapping=slots, block_table=table)
     fused, plain = _attend_new(batch, pool, qkv, rope, 132)
     pages = torch.arange(len(pool.keys), device=DEVICE) != scratch
-    _same(fused[1].keys[pages], plain[1].keys[pages])
-    _same(fused[1].values[pages], plain[1].values[pages])
+    _same_pools(fused[1], plain[1], pages)
     _same(fused[0][~padding], plain[0][~padding])

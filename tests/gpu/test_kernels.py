@@ -55,6 +55,30 @@ def test_norm_rotate_and_store_in_triton_equal_torch(
         close(actual, expected, dtype, size=4.0)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (6, 1, 24), (3, 3, 80)])
+def test_float8_pool_holds_what_another_would_rounded(heads: int, kv_heads: int, dim: int) -> None:
+    dtype, shape = torch.bfloat16, (kv_heads, dim, dim)
+    qkv = randn(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    qkv *= torch.tensor([1.0, 1e-30, 1e30, 0.0, 200.0], device=DEVICE)[:, None]
+    rope = randn(5, 2, 2, dim // 2, dtype=dtype, seed=2)
+    slots = torch.tensor([3, 9, 17, 0, -1], device=DEVICE)
+    plain, mine, expected = (
+        PageMajorPool(4, 8, shape, dtype, DEVICE, float8=float8) for float8 in (False, True, True)
+    )
+    queries = [
+        TritonOps().rotate_and_store(qkv.clone(), rope, slots, pool) for pool in (plain, mine)
+    ]
+    assert torch.equal(*queries)
+    written = slots[:4]
+    keys, values = (each.transpose(0, 1) for each in plain.gather(written))
+    expected.write(written, keys, values)
+    assert mine.scales is not None
+    assert expected.scales is not None
+    assert torch.equal(mine.scales, expected.scales)
+    for actual, wanted in ((mine.keys, expected.keys), (mine.values, expected.values)):
+        assert torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8))
+
+
 def test_rotate_and_store_with_negative_slot_stores_nothing() -> None:
     pool = PageMajorPool(2, 4, (1, 16, 16), torch.float32, DEVICE)
     qkv, rope = randn(2, 48, dtype=torch.float32), randn(2, 2, 2, 8, dtype=torch.float32)

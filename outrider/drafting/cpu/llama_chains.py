@@ -120,6 +120,6 @@ def _by_page(pools: KVPools, layer: int) -> Floats:
     pool = pools.layer(layer)
     assert isinstance(pool, HeadMajorPool), "this runs on CPU"
     assert pool.joint is not None, "keys and values of a Llama are equally wide"
-    shape = (len(pool.joint), pools.num_pages, pools.page_size, -1)
+    shape = (2 * pool.shape[0], pools.num_pages, pools.page_size, -1)
     array: Floats = pool.joint.view(shape).numpy()
     return array

@@ -26,6 +26,7 @@ class NumbaAttention:
         self.batch = batch
         self._kernel = kernel
         self._blocks, self._pairs = _blocks(batch)
+        self._compact: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def backend(dtype: torch.dtype) -> AttentionBackend:
@@ -38,6 +39,10 @@ class NumbaAttention:
         assert query.stride()[1:] == (group * dim, dim, 1)
         batch = self.batch
         longest = batch.max_context_len
+        keys, values, table = pool.keys, pool.values, batch.block_table
+        if pool.scales is not None:
+            slots, table = self._own_pages()
+            keys, values = pool.gather(slots)
         out = query.new_empty(tokens, kv_heads, group, dim)
         self._kernel(
             self._pairs * kv_heads * group >= _TEAM_SIZE,
@@ -45,22 +50,31 @@ class NumbaAttention:
             self._blocks.ctypes.data,
             query.data_ptr(),
             out.data_ptr(),
-            pool.keys.data_ptr(),
-            pool.values.data_ptr(),
-            batch.block_table.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            table.data_ptr(),
             query.stride(0),
             longest,
             kv_heads,
             group,
             dim,
-            pool.keys.shape[1],
-            batch.block_table.shape[1],
+            keys.shape[1],
+            table.shape[1],
             batch.page_size,
             min(params.sliding_window or longest, longest),
             0 if batch.trees is None else batch.trees.visible.data_ptr(),
             params.scaling,
         )
         return out
+
+    def _own_pages(self) -> tuple[Tensor, Tensor]:
+        """Return the slots of the step's pages, and its block table of these pages alone."""
+        if self._compact is None:
+            size = self.batch.page_size
+            pages, table = self.batch.block_table.unique(return_inverse=True)
+            slots = pages.long()[:, None] * size + torch.arange(size)
+            self._compact = slots.flatten(), table.to(torch.int32)
+        return self._compact
 
 
 def _blocks(batch: PackedBatch) -> tuple[NDArray[np.int64], int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.engine.cpu import elementwise
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache.pools import LayerPool
-from outrider.engine.layers.ops import LlamaOps
+from outrider.engine.layers.ops import LlamaOps, TorchOps
 
 _TEAM_SIZE = 1 << 14  # elements from which a team of threads is faster
 
@@ -36,6 +36,8 @@ class NumbaOps(LlamaOps):
         self._qk_norm(team, tokens, qkv.data_ptr(), weight.data_ptr(), stride, heads, dim, eps)
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
+        if pool.scales is not None:
+            return TorchOps().rotate_and_store(qkv, rope, slots, pool)
         tokens, stride = qkv.shape
         kv_heads, dim, _ = pool.shape
         heads = stride // dim - 2 * kv_heads

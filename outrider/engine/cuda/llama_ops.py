@@ -62,9 +62,11 @@ class TritonOps(LlamaOps):
         heads = width // dim - 2 * kv_heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM))
         half = dim // 2
+        scales = slots if pool.scales is None else pool.scales  # the former is not read
         rotate_and_store_kernel[grid](
-            *(qkv, rope, slots, pool.keys, pool.values, qkv.stride(0), heads, kv_heads),
-            *(half, triton.next_power_of_2(half), _HEADS_PER_PROGRAM),
+            *(qkv, rope, slots, pool.keys, pool.values, scales),
+            *(qkv.stride(0), heads, kv_heads),
+            *(half, triton.next_power_of_2(half), _HEADS_PER_PROGRAM, pool.scales is not None),
             num_warps=1,
             **launch_options(),
         )

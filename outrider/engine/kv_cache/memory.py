@@ -29,7 +29,7 @@ def move(units: Tensor, source: Tensor, target: Tensor) -> None:
     """
     size = units.shape[-1] * units.element_size()
     wide = next((x for x in (torch.complex128, torch.int64) if size % x.itemsize == 0), units.dtype)
-    units = units.view(wide)
+    units = units.view(torch.uint8 if wide.itemsize == 1 else wide)
     units.index_copy_(1, target, units.index_select(1, source))
 
 

@@ -32,10 +32,11 @@ class AttentionTraits:
     softcap: bool
     sinks: bool
     latent: bool
+    float8_cache: bool = False
 
 
-def attention_traits(model: nn.Module) -> AttentionTraits:
-    """Read the traits of a loaded `transformers` model."""
+def attention_traits(model: nn.Module, *, float8_cache: bool = False) -> AttentionTraits:
+    """Return the traits of a loaded `transformers` model with its cache."""
     parts: Any = model
     config = parts.config.get_text_config(decoder=True)
     return AttentionTraits(
@@ -46,6 +47,7 @@ def attention_traits(model: nn.Module) -> AttentionTraits:
         softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
         latent=caches_latents(config),
+        float8_cache=float8_cache,
     )
 
 
@@ -61,6 +63,7 @@ class _Choice:
     supports_head: Callable[[int, torch.device], bool]  # of this width
     softcap: bool = True
     sinks: bool = True
+    float8_cache: bool = True
     capabilities: tuple[int, ...] = ()  # major compute capabilities; empty: any
 
     def why_not(self, traits: AttentionTraits, device: torch.device) -> str | None:
@@ -76,6 +79,8 @@ class _Choice:
             return "it does not support softcap"
         if traits.sinks and not self.sinks:
             return "it does not support attention sinks"
+        if traits.float8_cache and not self.float8_cache:
+            return "it reads no float8 keys and values"
         if self.capabilities and torch.cuda.get_device_capability(device)[0] not in (
             self.capabilities
         ):
@@ -117,8 +122,14 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the named backend, or the best that fits.
 
-    Raises `ConfigError` if the named one is unknown, not installed or does not fit the model.
+    Raises `ConfigError` if the named one is unknown, not installed or does not fit the model, and
+    where the device has no float8 for a cache of it.
     """
+    on_gpu = device.type == "cuda"
+    if traits.float8_cache and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more: leave it out."
+        )
     if name is None:
         name = next(each for each in BACKEND_NAMES if _refusal(each, traits, device) is None)
     elif name not in BACKEND_NAMES:
@@ -175,6 +186,7 @@ _CHOICES = {
         "cuda",
         _HALF,
         _supports_flash4_head,
+        float8_cache=False,
         capabilities=(9, 10, 11),
     ),
     "triton": _Choice(

@@ -13,6 +13,7 @@ from torch import nn
 
 from outrider import start_times
 from outrider.engine.attention.base import ATTENTION_NAME
+from outrider.engine.kv_cache import fp8
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.ops import LlamaOps, TorchOps
 from outrider.engine.model.attention_backends import attention_traits, choose_backend
@@ -66,6 +67,8 @@ class ModelOptions:
     """Read weights as int8 where that is faster; logits are then close to the model's own."""
     quantization: str | None = None
     """A name of `quantization.DTYPES`: round the weights of linear layers, which is the model."""
+    kv_cache_dtype: str = "auto"
+    """A name of `KV_CACHE_DTYPES`."""
     fused: bool = True
     """Run the fused step for the Llama family."""
     self_test: bool = True
@@ -104,11 +107,14 @@ def build_paged_model(
 ) -> PagedModel:
     """Take over a loaded `transformers` model; `model` must not be used afterwards.
 
-    `eos_token_ids` end a text. `prepare` comes before the self-test.
+    `eos_token_ids` end a text. `prepare` comes before the self-test. Raises `ConfigError` for an
+    attention backend or a dtype of the cache that cannot be used.
     """
     parts: Any = model.eval()
     check_supported(model)
-    backend = choose_backend(options.attention_backend, attention_traits(model), parts.device)
+    float8 = options.kv_cache_dtype == "fp8"
+    traits = attention_traits(model, float8_cache=float8)
+    backend = choose_backend(options.attention_backend, traits, parts.device)
     length = _bounded_length(model, options.max_model_len, name)
     reference = None
     if options.self_test:
@@ -127,6 +133,7 @@ def build_paged_model(
         parts.device,
         num_layers=parts.config.num_hidden_layers if fused else None,
         features=options.features,
+        float8=float8,
     )
     step: Step
     if fused:
@@ -149,7 +156,7 @@ def build_paged_model(
         prepare(paged)
     if reference is not None:
         with start_times.phase("self-test"):
-            check_against(paged, reference)
+            check_against(paged, reference, float8_cache=float8)
     return paged
 
 
@@ -232,6 +239,7 @@ def kv_bytes_per_page(
     dtype: torch.dtype,
     page_size: int,
     features: FeatureSpec | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Return the bytes of a page over all layers, `features` included.
 
@@ -239,12 +247,16 @@ def kv_bytes_per_page(
     """
     config = read_text_config(folder)
     if caches_latents(config):
-        width = int(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))
+        heads = int(config.num_hidden_layers)  # a latent, and the rotated part of its keys
+        width = heads * (config.kv_lora_rank + config.qk_rope_head_dim)
     else:
-        width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layer_configs(config))
-    return page_size * (
-        int(width) * dtype.itemsize + (0 if features is None else features.row_bytes)
-    )
+        layers = layer_configs(config)
+        heads = sum(num_kv_heads(layer) for layer in layers)
+        width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layers)
+    size = int(width) * dtype.itemsize
+    if kv_cache_dtype == "fp8":
+        size = int(width) * fp8.NUMBERS.itemsize + 2 * heads * fp8.SCALES.itemsize
+    return page_size * (size + (0 if features is None else features.row_bytes))
 
 
 def count_pages(kv_cache_memory: int, page_bytes: int) -> int:

@@ -164,7 +164,7 @@ class TritonPagedAttention:
             heads = tokens * kv_heads * group
             partial = query.new_empty((heads, splits, value_dim), dtype=torch.float32)
             lse = query.new_empty((heads, splits), dtype=torch.float32)
-        block_bytes = tiling.keys * (block_dim + block_value_dim) * query.element_size()
+        block_bytes = tiling.keys * (block_dim + block_value_dim) * pool.keys.element_size()
         buffers = min(3, _SHARED_BYTES // block_bytes)
         # Loads of the page table for each key take every second one of Triton's stages.
         stages = buffers if tiled and batch.page_size % tiling.keys == 0 else 2 * buffers
@@ -176,8 +176,10 @@ class TritonPagedAttention:
             if most == 0:
                 return
         unused = batch.seq_lens  # in place of tensors that the kernel does not read
+        scales = unused if pool.scales is None else pool.scales.view(torch.int32)
         tensors = (
-            *(query, unused if rope is None else rope, batch.slot_mapping, pool.keys, pool.values),
+            *(query, unused if rope is None else rope, batch.slot_mapping),
+            *(pool.keys, pool.values, scales),
             *(batch.block_table, batch.seq_lens, batch.cu_seqlens_q),
             unused if params.sinks is None else params.sinks,
             *((unused, unused) if trees is None else (trees.starts, trees.visible)),
@@ -188,7 +190,7 @@ class TritonPagedAttention:
         sizes = (query.stride(0), batch.block_table.stride(0), self._rows, splits)
         numbers = (params.sliding_window or 0, params.scaling, params.softcap or 0.0)
         shape = (group, dim, value_dim, batch.page_size)
-        extras = (params.sliding_window, params.softcap, params.sinks, trees, rope)
+        extras = (params.sliding_window, params.softcap, params.sinks, trees, pool.scales, rope)
         paged_attention_kernel[grid](
             *tensors,
             *sizes,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.engine.cuda.kernels.pointwise import rotated
+from outrider.engine.cuda.kernels.pointwise import exponent_of, rotated, scale_of
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -37,9 +37,11 @@ def _store_new(
     slots_ptr,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     stride,  # from token to token
     kv_head,
     kv_heads,
+    FLOAT8: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
@@ -60,10 +62,25 @@ def _store_new(
     sin = tl.load(rope + DIM, mask=inside, other=0.0)
     value = tl.load(value_here, mask=inside, other=0.0)
     slot = tl.load(slots_ptr + token, mask=present, other=-1)
-    to = (slot[:, None] * kv_heads + kv_head) * DIM + column[None, :]
+    slot_of_head = slot * kv_heads + kv_head
+    to = slot_of_head[:, None] * DIM + column[None, :]
     stored = inside & (slot >= 0)[:, None]
-    tl.store(keys_ptr + to, rotated(key, partner, cos, sin, key.dtype), mask=stored)
+    key = rotated(key, partner, cos, sin, key.dtype).to(key.dtype)
+    if FLOAT8:
+        key, key_exponent = _rounded(key, keys_ptr.dtype.element_ty)
+        value, value_exponent = _rounded(value, values_ptr.dtype.element_ty)
+        scales = (value_exponent << 23) | (key_exponent << 7)  # two of bfloat16
+        tl.store(scales_ptr + slot_of_head, scales, mask=present & (slot >= 0))
+    tl.store(keys_ptr + to, key, mask=stored)
     tl.store(values_ptr + to, value, mask=stored)
+
+
+@triton.jit
+def _rounded(vectors, dtype: tl.constexpr):
+    """Return vectors [n, DIM] as float8 and their exponents [n], as `fp8.quantise` does."""
+    wide = vectors.to(tl.float32)
+    exponent = exponent_of(tl.max(tl.abs(wide), axis=1))
+    return (wide * scale_of(254 - exponent)[:, None]).to(dtype), exponent
 
 
 @triton.jit
@@ -77,11 +94,13 @@ def _attend(
     sums,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     kv_head,
     kv_heads,
     scale,
     softcap,
     MASKED: tl.constexpr,  # not all queries see all keys of the block
+    FLOAT8: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -101,7 +120,18 @@ def _attend(
         value_there &= written[:, None]
     keys = tl.load(key_at, mask=key_there, other=0.0)
     values = tl.load(value_at, mask=value_there, other=0.0)
+    # Weights times scales may be too small for float16.
+    weighed: tl.constexpr = tl.bfloat16 if FLOAT8 and query.dtype == tl.float16 else query.dtype
+    if FLOAT8:
+        if MASKED:
+            scales = tl.load(scales_ptr + slot, mask=written, other=0)
+        else:
+            scales = tl.load(scales_ptr + slot)
+        keys = keys.to(query.dtype)
+        values = values.to(weighed)
     scores = tl.dot(query, keys, input_precision="ieee")
+    if FLOAT8:
+        scores *= (scales << 16).to(tl.float32, bitcast=True)[None, :]
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)  # tanh
         unit = _LOG2E
@@ -117,7 +147,9 @@ def _attend(
     fading = tl.exp2(highest - base)
     total = total * fading + tl.sum(weights, axis=1)
     sums = sums * fading[:, None]
-    sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+    if FLOAT8:
+        weights *= (scales & -65536).to(tl.float32, bitcast=True)[None, :]
+    sums = tl.dot(weights.to(weighed), values, sums, input_precision="ieee")
     return new_highest, total, sums
 
 
@@ -173,6 +205,7 @@ def paged_attention_kernel(
     slots_ptr,  # int64 [tokens]; negative slots are not stored
     keys_ptr,  # [slots, kv_heads, DIM]
     values_ptr,  # [slots, kv_heads, VALUE_DIM]
+    scales_ptr,  # int32 [slots, kv_heads]: bits of key's and value's, used if FLOAT8
     table_ptr,  # int32 [rows, max_pages]
     seq_lens_ptr,  # int32 [rows]
     cu_seqlens_ptr,  # int32 [rows + 1]
@@ -199,6 +232,7 @@ def paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_TREES: tl.constexpr,
+    FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them
     NEW: tl.constexpr,  # this step's keys and values are not in the pages yet. Then there is one
     # tile of queries, VALUE_DIM is DIM, and DIM is even
     BLOCK_NEW: tl.constexpr,  # new keys that are rotated at a time
@@ -317,9 +351,11 @@ def paged_attention_kernel(
                 slots_ptr,
                 keys_ptr,
                 values_ptr,
+                scales_ptr,
                 query_stride,
                 kv_head,
                 kv_heads,
+                FLOAT8,
                 DIM,
                 BLOCK_DIM,
             )
@@ -363,11 +399,13 @@ def paged_attention_kernel(
                 sums,
                 keys_ptr,
                 values_ptr,
+                scales_ptr,
                 kv_head,
                 kv_heads,
                 scale,
                 softcap,
                 False,
+                FLOAT8,
                 DIM,
                 VALUE_DIM,
                 HAS_SOFTCAP,
@@ -398,11 +436,13 @@ def paged_attention_kernel(
             sums,
             keys_ptr,
             values_ptr,
+            scales_ptr,
             kv_head,
             kv_heads,
             scale,
             softcap,
             True,
+            FLOAT8,
             DIM,
             VALUE_DIM,
             HAS_SOFTCAP,
@@ -427,11 +467,13 @@ def paged_attention_kernel(
                 sums,
                 keys_ptr,
                 values_ptr,
+                scales_ptr,
                 kv_head,
                 kv_heads,
                 scale,
                 softcap,
                 True,
+                FLOAT8,
                 DIM,
                 VALUE_DIM,
                 HAS_SOFTCAP,

@@ -70,18 +70,33 @@ def rotated(x, partner, cos, sin, dtype: tl.constexpr):
 
 
 @triton.jit
+def scale_of(exponent):
+    """Return the power of two with a float32's `exponent`."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(largest):
+    """Return the exponent of a vector's scale, as `fp8.quantise` does, of its largest number."""
+    bits = largest.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
+
+
+@triton.jit
 def rotate_and_store_kernel(
     qkv_ptr,  # [tokens, heads + 2 * kv_heads, 2, half]; queries are rotated in place
     rope_ptr,  # [tokens, 2, 2, half]: cosines of both halves, then -sin, sin
     slots_ptr,  # int64 [tokens]; negative slots are not stored
     keys_ptr,  # [slots, kv_heads, 2, half]
     values_ptr,  # [slots, kv_heads, 2, half]
+    scales_ptr,  # bfloat16 [slots, kv_heads, 2]: of key and value, used if FLOAT8
     qkv_stride,
     heads,
     kv_heads,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # at least HALF
     HEADS: tl.constexpr,  # heads per program
+    FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them
     PDL: tl.constexpr,
 ):
     """Rotate some heads of one token, and store its keys and values."""
@@ -112,10 +127,24 @@ def rotate_and_store_kernel(
     slot = tl.load(slots_ptr + token)
     stored = present & (slot >= 0)
     is_key = stored & (head >= heads) & (head < heads + kv_heads)
+    is_value = stored & (head >= heads + kv_heads)
+    if FLOAT8:
+        is_rotated = head < heads + kv_heads
+        first = tl.where(is_rotated, rotated_first.to(dtype), first).to(tl.float32)
+        second = tl.where(is_rotated, rotated_second.to(dtype), second).to(tl.float32)
+        largest = tl.maximum(tl.abs(first), tl.abs(second))
+        exponent = exponent_of(tl.max(largest, axis=1, keep_dims=True))
+        inverse = scale_of(254 - exponent)
+        first = (first * inverse).to(keys_ptr.dtype.element_ty)
+        second = (second * inverse).to(keys_ptr.dtype.element_ty)
+        rotated_first, rotated_second = first, second
+        of_value = (head >= heads + kv_heads).to(tl.int32)
+        scale = scales_ptr + (slot * kv_heads + (head - heads - kv_heads * of_value)) * 2 + of_value
+        has_scale = (slot >= 0) & (head >= heads) & (head < heads + 2 * kv_heads)
+        tl.store(scale, scale_of(exponent).to(tl.bfloat16), mask=has_scale)
     key = keys_ptr + (slot * kv_heads + (head - heads)) * (2 * HALF) + column
     tl.store(key, rotated_first, mask=is_key)
     tl.store(key + HALF, rotated_second, mask=is_key)
-    is_value = stored & (head >= heads + kv_heads)
     value = values_ptr + (slot * kv_heads + (head - heads - kv_heads)) * (2 * HALF) + column
     tl.store(value, first, mask=is_value)
     tl.store(value + HALF, second, mask=is_value)
