@@ -1,6 +1,7 @@
 """Time one step of an 8B-shaped model on a GPU, beside the memory bandwidth and vLLM.
 
     python -m benchmarks.gpu_step [--model FOLDER] [--quantization none int8 fp8] [--vllm ...]
+        [--kv-cache-dtype auto fp8]
 
 Without a folder the weights are random. The rows with q = 1 are steps without speculation, those
 without a context a prompt of q tokens. Columns, all in ms:
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,9 @@ from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama
 from benchmarks.lib.processes import Child, ProcessError, Worker, stopping
 from benchmarks.lib.program import arguments, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace
+from outrider.config import KV_CACHE_DTYPES
 from outrider.engine.layers.quantized import QuantizedModule
-from outrider.engine.model.loader import ModelOptions, build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model, kv_bytes_per_token
 from outrider.engine.model.quantization import DTYPES, round_linears
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
@@ -53,6 +56,7 @@ class Row:
     query_len: int
     context: int
     quantization: str
+    kv_cache_dtype: str
     floor_ms: float
     kv_ms: float
     engine: StepTimes | None = None
@@ -67,26 +71,28 @@ def main() -> int:
     bandwidth = copy_bandwidth(device)
     table: list[Row] = []
     weights: dict[str, int] = {}
-    for quantization in args.quantization:
+    kv_bytes: dict[str, int] = {}  # per token
+    for quantization, cache in product(args.quantization, args.kv_cache_dtype):
         model = _model(args, quantization, device)
         config = model.config
-        weights[quantization], kv = _bytes_read(model)
+        weights[quantization], kv_bytes[cache] = _bytes_read(model, cache)
         floor = weights[quantization] / bandwidth * 1e3
         say(
             f"{quantization}: {weights[quantization] / 1e9:.2f} GB of weights a step; "
-            f"{bandwidth / 1e12:.2f} TB/s"
+            f"cache {cache}: {kv_bytes[cache]} bytes a token; {bandwidth / 1e12:.2f} TB/s"
         )
         sizes = [(n, q, c) for c in args.context for q in args.query_lens for n in args.rows]
         sizes += [(1, n, 0) for n in args.prompts]
         rows = [
-            Row(n, q, c, quantization, floor, n * c * kv / bandwidth * 1e3) for n, q, c in sizes
+            Row(n, q, c, quantization, cache, floor, n * c * kv_bytes[cache] / bandwidth * 1e3)
+            for n, q, c in sizes
         ]
-        measured = _engine(args, model, rows)
+        measured = _engine(args, model, rows, cache)
         del model
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        table += _vllm(args, config, measured, quantization)
+        table += _vllm(args, config, measured, quantization) if cache == "auto" else measured
     setup = {
         **report.machine(),
         "dtype": args.dtype,
@@ -95,7 +101,7 @@ def main() -> int:
         "copy_bandwidth": bandwidth,
         "weight_bytes": weights[args.quantization[0]],
         "weight_bytes_by_quantization": weights,
-        "kv_bytes_per_token": kv,
+        "kv_bytes_per_token": kv_bytes,
     }
     text = _markdown(table, setup)
     print(text)
@@ -112,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--quantization", choices=("none", *DTYPES), nargs="+", default=["none"], help="one or more"
     )
+    p.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
     p.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts to time")
     p.add_argument("--query-lens", type=int, nargs="+", default=[1, 5])
     p.add_argument("--context", type=int, nargs="+", default=[512, 4096])
@@ -141,7 +148,7 @@ def _model(args: argparse.Namespace, quantization: str, device: torch.device) ->
     return model
 
 
-def _bytes_read(model: Any) -> tuple[int, int]:
+def _bytes_read(model: Any, kv_cache_dtype: str) -> tuple[int, int]:
     """Return the bytes of weights that a step reads, and the KV cache's bytes per token."""
     config = model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -153,11 +160,12 @@ def _bytes_read(model: Any) -> tuple[int, int]:
     if not config.tie_word_embeddings:  # a step looks up a few rows of it
         table = model.model.embed_tokens.weight
         weights -= table.numel() * table.element_size()
-    width = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return weights, width * model.dtype.itemsize
+    return weights, kv_bytes_per_token(config, model.dtype, kv_cache_dtype)
 
 
-def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]:
+def _engine(
+    args: argparse.Namespace, model: Any, table: list[Row], kv_cache_dtype: str
+) -> list[Row]:
     longest = max(
         max(args.context) + max(args.query_lens),
         max(args.loop_context) + _LOOP_ROOM,
@@ -173,6 +181,7 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
             max_model_len=longest,
             self_test=False,
             attention_backend=args.attention_backend,
+            kv_cache_dtype=kv_cache_dtype,
         ),
     )
     steps = EngineSteps(paged, [(n, q) for n in args.rows for q in args.query_lens])
@@ -252,7 +261,7 @@ def _vllm_ms(worker: Worker, rows: int, context: int) -> float:
 
 
 def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
-    head = ["weights", "rows", "q", "context", "floor", "kv", "device", "/ floor"]
+    head = ["weights", "cache", "rows", "q", "context", "floor", "kv", "device", "/ floor"]
     head += ["runner", "engine", "gap", "vllm", "vllm / engine"]
     lines = []
     for row in table:
@@ -264,7 +273,9 @@ def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
         rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.vllm_ms, ratio]
         cells = [report.number(x) for x in [*numbers, *rest]]
         name = setup["dtype"] if row.quantization == "none" else row.quantization
-        lines.append([name, str(row.rows), str(row.query_len), str(row.context), *cells])
+        lines.append(
+            [name, row.kv_cache_dtype, str(row.rows), str(row.query_len), str(row.context), *cells]
+        )
     shown = ("date", "commit", "gpu", "torch", "transformers", "weight_bytes_by_quantization")
     facts = {name: setup[name] for name in (*shown, "copy_bandwidth")}
     parts = report.head("One step on a GPU", setup["command"], facts)

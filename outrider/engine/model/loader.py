@@ -245,7 +245,12 @@ def kv_bytes_per_page(
 
     It reads config.json alone, so that a service knows `num_pages` before it loads the weights.
     """
-    config = read_text_config(folder)
+    size = kv_bytes_per_token(read_text_config(folder), dtype, kv_cache_dtype)
+    return page_size * (size + (0 if features is None else features.row_bytes))
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+    """Return the bytes of a token's keys and values over all layers of a model's text config."""
     if caches_latents(config):
         heads = int(config.num_hidden_layers)  # a latent, and the rotated part of its keys
         width = heads * (config.kv_lora_rank + config.qk_rope_head_dim)
@@ -253,10 +258,9 @@ def kv_bytes_per_page(
         layers = layer_configs(config)
         heads = sum(num_kv_heads(layer) for layer in layers)
         width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layers)
-    size = int(width) * dtype.itemsize
     if kv_cache_dtype == "fp8":
-        size = int(width) * fp8.NUMBERS.itemsize + 2 * heads * fp8.SCALES.itemsize
-    return page_size * (size + (0 if features is None else features.row_bytes))
+        return int(width) * fp8.NUMBERS.itemsize + 2 * heads * fp8.SCALES.itemsize
+    return int(width) * dtype.itemsize
 
 
 def count_pages(kv_cache_memory: int, page_bytes: int) -> int:
