@@ -1,4 +1,4 @@
-"""Measure what 8-bit weights cost in quality, beside the same target with its own weights.
+"""Measure what 8-bit weights and caches cost in quality, beside the target without them.
 
     python -m benchmarks.quantization [--model FOLDER] [--device cuda --dtype bfloat16]
 
@@ -13,13 +13,14 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.program import arguments, guarded, say
 from outrider import LLM, SamplingParams
-from outrider.config import QUANTIZATIONS
+from outrider.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from outrider.models.resolve import resolve_model
 
 _ROWS = 16  # at a time
@@ -27,9 +28,10 @@ _ROWS = 16  # at a time
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of weights."""
+    """One kind of weights over one kind of cache."""
 
     weights: str
+    kv_cache_dtype: str
     nats_per_token: float
     more_nats: float  # than without rounding
     agreement: float
@@ -51,7 +53,10 @@ def main() -> int:
     p.add_argument("--num-prompts", type=int, default=64)
     p.add_argument("--max-prompt-tokens", type=int, default=256)
     p.add_argument("--max-tokens", type=int, default=32, help="of a greedy continuation")
-    p.add_argument("--quantization", choices=QUANTIZATIONS, nargs="+", default=[*QUANTIZATIONS])
+    p.add_argument("--quantization", choices=QUANTIZATIONS, nargs="*", default=[*QUANTIZATIONS])
+    p.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=[*KV_CACHE_DTYPES]
+    )
     p.add_argument("--dtype", default="float32")
     p.add_argument("--device", default="cpu")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/quantization"))
@@ -61,25 +66,31 @@ def main() -> int:
     held_out = prompts.load(args.prompts, folder, **limits)
     starts = [list(ids) for ids in held_out.token_ids]
 
-    def load(quantization: str) -> LLM:
-        say(f"loading with quantization {quantization}")
+    def load(quantization: str, kv_cache_dtype: str) -> LLM:
+        say(f"loading with quantization {quantization}, cache {kv_cache_dtype}")
         same = {"dtype": args.dtype, "device": args.device, "max_num_seqs": _ROWS}
-        return LLM(str(folder), quantization=quantization, enable_prefix_caching=False, **same)
+        rounded = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+        return LLM(str(folder), enable_prefix_caching=False, **same, **rounded)
 
-    with load("none") as plain:
+    own = ("none", KV_CACHE_DTYPES[0])
+    with load(*own) as plain:
         texts = continued(plain, starts, args.max_tokens)
         wanted = scores(plain, texts, starts)
-    table = [Row(args.dtype, wanted.nats, 0.0, 1.0)]
-    for name in args.quantization:
-        with load(name) as rounded:
+    table = [Row(args.dtype, own[1], wanted.nats, 0.0, 1.0)]
+    for name, cache in product(("none", *args.quantization), args.kv_cache_dtype):
+        if (name, cache) == own:
+            continue
+        with load(name, cache) as rounded:
             found = scores(rounded, texts, starts)
-        table.append(Row(name, found.nats, found.nats - wanted.nats, agreement(wanted, found)))
+        weights, more = args.dtype if name == "none" else name, found.nats - wanted.nats
+        table.append(Row(weights, cache, found.nats, more, agreement(wanted, found)))
     facts = {**report.machine(), "gpu": gpu_name(), "prompts": f"{len(starts)} of {held_out.file}"}
     command = report.command("benchmarks.quantization")
-    head = ["weights", "nats per token", "more", "perplexity", "greedy agreement"]
+    head = ["weights", "KV cache", "nats per token", "more", "perplexity", "greedy agreement"]
     lines = [
         [
             row.weights,
+            row.kv_cache_dtype,
             f"{row.nats_per_token:.4f}",
             f"{row.more_nats:+.4f}",
             f"{math.exp(row.nats_per_token):.3f}",
@@ -88,7 +99,7 @@ def main() -> int:
         for row in table
     ]
     shown = {key: facts[key] for key in ("date", "commit", "gpu", "torch", "prompts")}
-    title = report.head("Quality of 8-bit weights", command, shown)
+    title = report.head("Quality of 8-bit weights and caches", command, shown)
     text = "\n".join([*title, *report.table(head, lines), ""])
     print(text)
     setup = facts | {"command": command, "prompt_tokens": sum(map(len, starts))}

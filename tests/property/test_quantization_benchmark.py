@@ -28,6 +28,10 @@ def test_scores_are_those_of_plain_forwards_and_tell_rounding() -> None:
     assert math.isclose(found.nats, sum(losses) / len(losses), rel_tol=1e-5)
     with LLM(str(folder), dtype="float32", device="cpu", quantization="fp8") as rounded:
         other = scores(rounded, texts, starts)
+    with LLM(str(folder), dtype="float32", device="cpu", kv_cache_dtype="fp8") as small:
+        cached = scores(small, texts, starts)
     assert agreement(found, found) == 1.0
+    assert 0.0 < agreement(found, cached) <= 1.0
+    assert cached.nats != found.nats
     assert 0.0 < agreement(found, other) <= 1.0
     assert other.nats != found.nats

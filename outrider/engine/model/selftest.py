@@ -29,7 +29,7 @@ _PATHS = ((0, 2), (1, 3))  # nodes of each branch
 # Bounds of the relative error of a position's logits, as the median over positions. A mistake in
 # mask, position or cache is of order 1 everywhere. A mixture's router may flip at a near tie.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-_FLOAT8_TOLERANCE = 0.2  # where keys and values are rounded to float8
+_FLOAT8_TOLERANCE = 0.5  # where keys and values are rounded; most in small random mixtures
 _SPARE_BYTES = 2 * 2**30  # left free beside a float32 copy of the model
 
 

@@ -73,9 +73,14 @@ def _scattered(rows: list[tuple[int, int]], seed: int) -> tuple[list[RowSlice], 
 
 
 def _fill(pool: LayerPool, slices: list[RowSlice]) -> list[tuple[Tensor, Tensor]]:
-    """Random keys and values in the rows' pages, NaN everywhere else; returns them per row."""
+    """Random keys and values in the rows' pages, NaN everywhere else.
+
+    Returns them per row, as the pool holds them.
+    """
     pool.keys.fill_(float("nan"))
     pool.values.fill_(float("nan"))
+    if pool.scales is not None:
+        pool.scales.fill_(float("nan"))
     filled = []
     for row in slices:
         length = row.start + len(row.token_ids)
@@ -83,9 +88,12 @@ def _fill(pool: LayerPool, slices: list[RowSlice]) -> list[tuple[Tensor, Tensor]
             [row.block_table[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(length)]
         )
         heads, key_dim, value_dim = pool.shape
-        keys = torch.randn(length, heads, key_dim).to(pool.keys.dtype)
-        values = torch.randn(length, heads, value_dim).to(pool.keys.dtype)
+        dtype = pool.gather(slots)[0].dtype
+        keys = torch.randn(length, heads, key_dim).to(dtype)
+        values = torch.randn(length, heads, value_dim).to(dtype)
         pool.write(slots, keys, values)
+        if pool.scales is not None:
+            keys, values = (each.transpose(0, 1) for each in pool.gather(slots))
         filled.append((keys, values))
     return filled
 
@@ -99,11 +107,12 @@ def _both(
     dim: int = DIM,
     backend: AttentionBackend = SdpaAttention,
     page_major: bool = False,
+    float8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(paged, dense) outputs for the same random step."""
     torch.manual_seed(0)
     slices, num_pages = _scattered(rows, seed=len(rows))
-    pools = KVPools(num_pages, PAGE_SIZE, dtype, CPU, page_major=page_major)
+    pools = KVPools(num_pages, PAGE_SIZE, dtype, CPU, page_major=page_major, float8=float8)
     pool = pools.allocate(0, KV_HEADS, dim, value_dim or dim)
     filled = _fill(pool, slices)
     attention = backend(pack(slices, PAGE_SIZE, CPU))
@@ -117,21 +126,21 @@ def _both(
 
 
 @settings(max_examples=150, deadline=None)
-@given(rows_strategy, params_strategy, st.booleans())
+@given(rows_strategy, params_strategy, st.booleans(), st.booleans())
 def test_sdpa_with_any_mix_of_rows_equals_dense(
-    rows: list[tuple[int, int]], params: AttentionParams, page_major: bool
+    rows: list[tuple[int, int]], params: AttentionParams, page_major: bool, float8: bool
 ) -> None:
-    paged, dense = _both(rows, params, torch.float64, page_major=page_major)
+    paged, dense = _both(rows, params, torch.float64, page_major=page_major, float8=float8)
     torch.testing.assert_close(paged, dense)
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows_strategy, unmodified_strategy, st.sampled_from([32, 64]))
+@given(rows_strategy, unmodified_strategy, st.sampled_from([32, 64]), st.booleans())
 def test_numba_attention_with_any_mix_of_rows_equals_dense(
-    rows: list[tuple[int, int]], params: AttentionParams, dim: int
+    rows: list[tuple[int, int]], params: AttentionParams, dim: int, float8: bool
 ) -> None:
     backend = NumbaAttention.backend(torch.float64)
-    paged, dense = _both(rows, params, torch.float64, dim=dim, backend=backend)
+    paged, dense = _both(rows, params, torch.float64, dim=dim, backend=backend, float8=float8)
     torch.testing.assert_close(paged, dense)
 
 

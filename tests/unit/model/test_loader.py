@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from outrider.config import KV_CACHE_DTYPES
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.model import llama
 from outrider.engine.model.loader import (
@@ -157,11 +158,16 @@ def test_max_model_len_of_longrope_is_original_context() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_kv_bytes_per_page_from_config_equals_loaded_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", KV_CACHE_DTYPES)
+def test_kv_bytes_per_page_from_config_equals_loaded_model(
+    name: str, cache: str, tmp_path: Path
+) -> None:
     source = random_model(ARCHITECTURES[name], torch.float32)
     source.config.save_pretrained(tmp_path)
-    told = kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=PAGE_SIZE)
-    model = build_paged_model(source, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    sizes = {"page_size": PAGE_SIZE, "dtype": torch.float32}
+    told = kv_bytes_per_page(tmp_path, **sizes, kv_cache_dtype=cache)  # type: ignore[arg-type]
+    options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_cache_dtype=cache)
+    model = build_paged_model(source, options)
     assert told == model.kv_bytes_per_page
 
 

@@ -187,8 +187,9 @@ def test_pack_with_chain_has_no_tree_mask() -> None:
 
 @pytest.mark.parametrize("page_major", [True, False])
 @pytest.mark.parametrize("num_layers", [None, 2])
+@pytest.mark.parametrize("float8", [False, True])
 def test_move_slots_along_a_path_copies_old_contents(
-    page_major: bool, num_layers: int | None
+    page_major: bool, num_layers: int | None, float8: bool
 ) -> None:
     states = FeatureSpec(2, (1,))
     pools = KVPools(
@@ -199,6 +200,7 @@ def test_move_slots_along_a_path_copies_old_contents(
         page_major=page_major,
         num_layers=num_layers,
         features=states,
+        float8=float8,
     )
     layers = [pools.allocate(i, KV_HEADS, DIM, DIM) for i in range(2)]
     assert pools.features is not None
