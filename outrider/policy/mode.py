@@ -19,7 +19,6 @@ from outrider.policy.base import ALL_SIZES, DraftMode, StepDone
 from outrider.policy.measurements import remember
 from outrider.policy.row import SAMPLED_TEMPERATURE
 
-MODES = tuple(DraftMode)  # in the order in which they are tried
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
@@ -141,9 +140,9 @@ class ModeTrials:
         fastest = max(self._speeds, key=lambda mode: self._speeds[mode].rate)
         if self._speeds[fastest].rate > WORTH * self._speeds[self.incumbent].rate:
             return fastest
-        after = MODES.index(self._last_tried) + 1
-        in_turn = (*MODES[after:], *MODES)
-        return next(mode for mode in in_turn if mode in self._speeds and mode is not self.incumbent)
+        modes = list(self._speeds)
+        after = modes.index(self._last_tried) + 1
+        return next(mode for mode in modes[after:] + modes if mode is not self.incumbent)
 
     def _begin(self, mode: DraftMode) -> None:
         self.trial = Trial(mode, catching_up=0 if self.incumbent.drafts else 4 * MOST_STEPS)
@@ -195,16 +194,16 @@ class ModeSelector:
 
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
-        self._run_ahead = False  # one of them can
+        self._runs_ahead = True  # one of them can
         self._last_step_at: float | None = None
         self._prompt_token_s = Average()  # without drafts
         self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
         self._left_out = 0  # steps in a row whose prompts take a time that is not known
-        self._restart(MODES)
+        self._restart()
 
-    def _restart(self, modes: tuple[DraftMode, ...]) -> None:
+    def _restart(self) -> None:
         """Forget every trial: there are other proposers, or other modes."""
-        self._modes = modes
+        self._modes = modes = tuple(DraftMode) if self._runs_ahead else tuple(DraftMode)[:2]
         self._size, self._sampled = 1, False
         self.current = ModeTrials(1, modes, modes[-1])
         self._known = {(1, False): self.current}
@@ -245,12 +244,12 @@ class ModeSelector:
     def _note_proposers(self, step: StepDone) -> None:
         """Begin anew with a new proposer, as drafts' costs were others', or with other modes."""
         unknown = step.proposer_ids - self._proposers.keys()
+        runs_ahead = step.may_run_ahead or (bool(self._proposers) and self._runs_ahead)
         for proposer_id in unknown:
             remember(self._proposers, proposer_id, None)
-        run_ahead = self._run_ahead or step.may_run_ahead
-        if unknown or run_ahead is not self._run_ahead:
-            self._run_ahead = run_ahead
-            self._restart(MODES if run_ahead else MODES[:2])
+        if unknown or (self._proposers and runs_ahead is not self._runs_ahead):
+            self._runs_ahead = runs_ahead
+            self._restart()
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size or kind has changed. True if it has."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from outrider.policy.base import DraftMode, StepDone
-from outrider.policy.mode import MANY_ROWS, MODES, MOST_LOST, ModeSelector, ModeTrials
+from outrider.policy.mode import MANY_ROWS, MOST_LOST, ModeSelector, ModeTrials
 
+MODES = tuple(DraftMode)
 OFF, ON_DEMAND, AHEAD = MODES
 STEP_S = {OFF: 0.010, ON_DEMAND: 0.025, AHEAD: 0.020}  # of 1 and 3 tokens a row
 STEP = StepDone(8, 8, 8, 0.0, 0, comparable=True, answered=8, proposer_ids=frozenset("a"))
