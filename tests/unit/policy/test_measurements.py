@@ -66,6 +66,18 @@ def test_rows_share_a_step_by_what_their_drafts_meet() -> None:
     assert policy.choose_counts([good, poor]) == [8, 0]
 
 
+@pytest.mark.parametrize(("token_s", "expected"), [(0.0, 12), (0.002, 1)])
+def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expected: int) -> None:
+    """Of a proposer whose drafts a step waits for."""
+    policy, each = AdaptivePolicy(12), row(12)
+    met([each], Round(2, 2, 1, rejected=True), policy.measured.acceptance)
+    for num_tokens in (1, 13):
+        policy.measured.costs.observe_step(1, num_tokens, 0.0048)
+    times = policy.measured.costs.known_draft_times(each)
+    times.observe(0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True)
+    assert policy.choose_counts([each]) == [expected]
+
+
 def test_a_row_that_drafts_nothing_comes_back_to_its_proposers_acceptance() -> None:
     acceptance, poor, others = Acceptance(), row(4), row(4)
     met([others], Round(4, 4, 4, rejected=False), acceptance)
