@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ConfigError
+from outrider.models.resolve import resolve_model
 from scorer_service.__main__ import main, resolve
 from scorer_service.config import ScorerOptions
 from scorer_service.loading import load
@@ -34,7 +35,10 @@ def test_scorer_start_beyond_its_timeout_fails() -> None:
 
 @pytest.mark.parametrize("mib", [10**8, 10**14])
 def test_scorer_start_with_cache_beyond_memory_is_refused_by_name(mib: int) -> None:
-    assert f"--kv-cache-memory {mib} do not fit" in _refused(f"--kv-cache-memory={mib}")
+    flags = resolve([f"--kv-cache-memory={mib}"])
+    del flags["exit_with_parent"]
+    with pytest.raises(ConfigError, match=f"--kv-cache-memory {mib} do not fit"):
+        load(resolve_model("embedded", "target"), ScorerOptions(**flags))
 
 
 def test_scorer_start_with_broken_tokenizer_fails_before_weights_are_read(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_constraint_seen_by_other_requests_ends_no_request() -> None:
 def test_constraint_too_complex_ends_only_its_own_request() -> None:
     rng = random.Random(1)
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
-    constraint = Constraint(REGEX, "(.*a.{100}b.{100}){5}")
+    constraint = Constraint(REGEX, "(.*a.{200}b.{200}){5}")
     for _ in range(4):
         edited = compiler.editor(constraint, StopParams())
         while edited.error is None and len(edited._output) < 1500:
