@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from gateway.anthropic.content import input_of
 from gateway.anthropic.errors import error_body, error_response
 from gateway.anthropic.requests import MessagesRequest
 from gateway.generation import Chunk, Ending
-from gateway.openai.choices import Completion
+from gateway.openai.choices import Completion, typed_event
 from gateway.openai.job import Job
 from gateway.openai.rendering import EventStream
 from gateway.openai.usage import aux_info
@@ -100,7 +99,7 @@ class MessageRendering:
 class _MessageEvents:
     def __init__(self, message: dict[str, Any], reader: BlockReader, end: _End) -> None:
         """Take the message as it begins, and what returns the fields known at its end."""
-        self.keep_alive = _encode(_PING)
+        self.keep_alive = typed_event(_PING)
         self._message = message
         self._reader = reader
         self._end = end
@@ -108,10 +107,10 @@ class _MessageEvents:
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         del index  # of the only completion
-        return b"".join(map(_encode, self._events(chunk)))
+        return b"".join(map(typed_event, self._events(chunk)))
 
     def error(self, error: OutriderError) -> bytes:
-        return _encode(error_body(error))
+        return typed_event(error_body(error))
 
     def _events(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
         if not self._begun:
@@ -154,8 +153,3 @@ def _block(block: Block, *, whole: bool) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": input_of(text)}
-
-
-def _encode(event: dict[str, Any]) -> bytes:
-    data = json.dumps(event, separators=(",", ":"))
-    return f"event: {event['type']}\ndata: {data}\n\n".encode()

@@ -302,5 +302,10 @@ def finish_reason(ending: Ending, *, called: bool) -> str:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def typed_event(body: dict[str, Any]) -> bytes:
+    """Return one server-sent event that is named by its type."""
+    return f"event: {body['type']}\n".encode() + event(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -11,7 +10,7 @@ from starlette.responses import JSONResponse
 
 from gateway.answers.blocks import BlockReader
 from gateway.generation import Chunk, Ending
-from gateway.openai.choices import Completion
+from gateway.openai.choices import Completion, typed_event
 from gateway.openai.errors import error_body, error_response
 from gateway.openai.job import Job
 from gateway.openai.rendering import KEEP_ALIVE, EventStream
@@ -110,10 +109,10 @@ class _ResponseEvents:
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         del index  # of the only completion
-        return b"".join(map(_encode, self.events(chunk)))
+        return b"".join(map(typed_event, self.events(chunk)))
 
     def error(self, error: OutriderError) -> bytes:
-        return b"".join(map(_encode, self._failure(renamed(error, NAMES))))
+        return b"".join(map(typed_event, self._failure(renamed(error, NAMES))))
 
     def events(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
         """Yield the events that a chunk adds. The last one holds the whole response."""
@@ -179,8 +178,3 @@ class _ResponseEvents:
         if cut:
             return {**fields, "incomplete_details": {"reason": "max_output_tokens"}}
         return {**fields, "completed_at": int(time.time())}
-
-
-def _encode(event: dict[str, Any]) -> bytes:
-    data = json.dumps(event, separators=(",", ":"))
-    return f"event: {event['type']}\ndata: {data}\n\n".encode()
