@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider import __version__
-from outrider.rpc.exposition import MetricsServer, encode
+from outrider.rpc.exposition import MetricsServer
 from outrider.rpc.latency import LatencyMetrics
 
 METRIC_PREFIX: Final = "outrider:"
@@ -156,10 +156,6 @@ class Telemetry:
                 )
             )
             self._record(source, context, span.children)
-
-    def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the metrics and their content type, in the format of an Accept header."""
-        return encode(self.registry, accept)
 
     def serve_metrics(
         self,

@@ -32,6 +32,7 @@ from outrider.drafting.sessions import IDLE_S
 from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import Deployment
+from outrider.rpc.exposition import encode
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.telemetry import configure
 from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
@@ -743,7 +744,7 @@ async def test_proposer_start_with_slow_build_times_out() -> None:
 
 
 def _metrics(service: ProposerService) -> str:
-    return service._telemetry.metrics_text()[0].decode()
+    return encode(service._telemetry.registry, "")[0].decode()
 
 
 async def test_proposer_metrics_after_a_draft_count_it(scorer: DraftScorer) -> None:

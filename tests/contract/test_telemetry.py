@@ -17,6 +17,7 @@ from prometheus_client import Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider.errors import ConfigError
+from outrider.rpc.exposition import encode
 from outrider.rpc.telemetry import METRIC_PREFIX, PastSpan, Telemetry, configure, extract, inject
 from tests.contract.test_scorer import PROMPT, greedy_truth
 from tests.support.services.scorer import running_scorer
@@ -225,8 +226,8 @@ def test_metrics_in_both_formats_have_the_same_names() -> None:
     """Prometheus asks for OpenMetrics, a reader of the page for text."""
     telemetry = configure("scorer")
     Counter(f"{METRIC_PREFIX}things", "Things.", registry=telemetry.registry)
-    text, _ = telemetry.metrics_text()
-    openmetrics, _ = telemetry.metrics_text("application/openmetrics-text;version=1.0.0")
+    text, _ = encode(telemetry.registry, "")
+    openmetrics, _ = encode(telemetry.registry, "application/openmetrics-text;version=1.0.0")
     for page in (text, openmetrics):
         assert b"\noutrider:things_total 0.0\n" in page
 
@@ -236,7 +237,7 @@ async def test_latencies_of_untraced_request_have_no_exemplar() -> None:
     async with running_scorer(telemetry=telemetry) as scorer:
         parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"  # recorded by the caller only
         await scorer.generate(PROMPT, metadata=(("traceparent", parent),))
-        text, content_type = telemetry.metrics_text("application/openmetrics-text")
+        text, content_type = encode(telemetry.registry, "application/openmetrics-text")
     assert content_type.startswith("application/openmetrics-text")
     assert b"gen_ai_server_request_duration_seconds_count" in text
     assert b"trace_id" not in text
