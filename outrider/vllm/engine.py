@@ -326,6 +326,7 @@ def _first_line(error: Exception) -> str:
     """Return what an error says, without pydantic's values, which are pages long."""
     text = str(error)
     if callable(listed := getattr(error, "errors", None)):
-        text = "; ".join(str(each.get("msg", "")) for each in listed())
+        words = (str(each.get("msg", "")).removeprefix("Value error, ") for each in listed())
+        text = "; ".join(words)
     lines = (line.strip() for line in text.splitlines())
     return next((line for line in lines if line), type(error).__name__)
