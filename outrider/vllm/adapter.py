@@ -35,6 +35,9 @@ _PARAMETERS: Final = {
     ),
     "vllm.distributed.parallel_state:get_tp_group": (),
     # The engine of a scorer (async_llm.py):
+    "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": (
+        *("engine_args", "start_engine_loop", "usage_context", "stat_loggers"),
+    ),
     "vllm.v1.engine.async_llm:AsyncLLM.generate": (
         *("self", "prompt", "sampling_params", "request_id"),
     ),
@@ -47,6 +50,7 @@ _PARAMETERS: Final = {
 """First parameters of functions that are called or replaced."""
 
 _FIELDS: Final = {
+    "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
     "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason"),
     "vllm.v1.metrics.stats:SchedulerStats": (
         *("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "spec_decoding_stats"),
