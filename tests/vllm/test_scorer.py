@@ -40,7 +40,7 @@ Response = scorer_pb2.ScorerServiceGenerateResponse
 
 @contextmanager
 def vllm_scorer(*flags: object, speculative: dict[str, Any] | None = None) -> Iterator[Any]:
-    own = ("--enforce-eager",)
+    own: tuple[str, ...] = ("--enforce-eager",)
     if speculative is not None:
         own = (*own, "--speculative-config", json.dumps(speculative))
     k = () if speculative else ("--num-speculative-tokens", 0)
