@@ -383,3 +383,33 @@ def test_attend_new_with_padding_rows_leaves_other_rows_alone(
     pages = torch.arange(len(pool.keys), device=DEVICE) != scratch
     _same_pools(fused[1], plain[1], pages)
     _same(fused[0][~padding], plain[0][~padding])
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("trees", [False, True])
+def test_attend_new_with_empty_rows_equals_without(multiprocessors: int, trees: bool) -> None:
+    """As the rows that are missing in a captured step of ragged rows."""
+    rows = [(37, 5), (12, 2), (3, 1)]
+    parents = [(-1, 0, 0, 1), (), ()] if trees else []
+    batch, pool, qkv, rope = _new_tokens(rows, 2, 4, 64, torch.float32, parents)
+    batch = replace(batch, query_lens=(5,) * 3)
+    places = torch.tensor([1, 2, 4], device=DEVICE)
+
+    def among_empty(values: Tensor) -> Tensor:
+        return values.new_zeros(6, *values.shape[1:]).index_copy(0, places, values)
+
+    lengths = among_empty(batch.cu_seqlens_q.diff())
+    wider = replace(
+        batch,
+        cu_seqlens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        seq_lens=among_empty(batch.seq_lens),
+        block_table=among_empty(batch.block_table),
+        query_lens=(5,) * 6,
+        context_lens=(max(batch.context_lens),) * 6,
+        trees=batch.trees and replace(batch.trees, starts=among_empty(batch.trees.starts)),
+    )
+    (out, mine), _ = _attend_new(batch, pool, qkv, rope, multiprocessors)
+    (wide, other), _ = _attend_new(wider, pool, qkv, rope, multiprocessors)
+    close(wide, out, torch.float32, size=4.0)
+    _same(other.keys, mine.keys)
+    _same(other.values, mine.values)
