@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -349,6 +350,25 @@ def test_decode_inputs_when_rows_move_equal_fresh_inputs() -> None:
             used.send(bucket)
         for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bucket", [Bucket(5, 4), Bucket(5, 4, False, 9), Bucket(5, 6, False, 14)])
+def test_decode_inputs_take_device_drafts_of_any_lengths(bucket: Bucket) -> None:
+    inputs = DecodeInputs([bucket], LAYOUT)
+    rows = make_step(random.Random(6), [2, 0, 4], 97).rows
+    late = torch.arange(100, 120, dtype=torch.int32).view(5, 4)
+    places = dict(zip((3, 1, 0), (row.seq for row in rows), strict=True))
+    for session, seq in places.items():
+        seq.session_id = session
+    inputs.fill(rows, bucket)
+    inputs.send(bucket)
+    lengths = {row.seq.session_id: len(row.draft) for row in rows}
+    inputs.take_device_drafts(DeviceDrafts(late, {3: 4, 1: 2, 0: 0}, lengths), rows, bucket)
+    starts, held = inputs.row_starts(bucket), inputs.batch(bucket).input_ids.tolist()
+    wanted = ([116, 117], [], [100, 101, 102, 103])
+    assert [
+        held[at : at + len(row.slice.token_ids)] for at, row in zip(starts, rows, strict=False)
+    ] == [[row.slice.token_ids[0], *draft] for row, draft in zip(rows, wanted, strict=True)]
 
 
 def test_decode_inputs_when_rows_are_forgotten_keep_placed_rows() -> None:
