@@ -105,7 +105,7 @@ _KV_CACHE_DTYPES: Final = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 _KV_CACHE_DTYPE: Final = Rule(
     "--kv-cache-dtype",
     values=_KV_CACHE_DTYPES,
-    refusal="write --kv-cache-dtype fp8, which is e4m3, or leave it out",
+    refusal="write fp8, which is e4m3, or after --engine vllm -- what vLLM knows",
     harmless=tuple(_KV_CACHE_DTYPES),
 )
 _METRICS: Final = _needless("/metrics is always served", "none")

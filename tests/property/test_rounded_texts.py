@@ -1,8 +1,9 @@
-"""Targets with 8-bit weights say the same with and without drafts."""
+"""Targets with 8-bit weights or caches say the same with and without drafts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"), eps=0.15)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    "rounding", [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}]
+)
 def test_texts_of_rounded_target_do_not_depend_on_drafts(
-    name: str, pair: tuple[Path, Path]
+    rounding: dict[str, Any], pair: tuple[Path, Path]
 ) -> None:
     prompts = ["def fib(n):", "The future of AI is"]
     texts, accepted = [], 0
@@ -30,7 +33,7 @@ def test_texts_of_rounded_target_do_not_depend_on_drafts(
         llm = LLM(
             str(pair[0]),
             device="cpu",
-            quantization=name,
+            **rounding,
             speculative_config=speculation if draft_tokens else {},
             speculation_policy="fixed",
         )

@@ -257,6 +257,13 @@ def test_8_bits_of_a_draft_are_int8_by_any_name(theirs: str) -> None:
     assert ours == ["m", "--draft-quantization", "int8"]
 
 
+def test_float8_caches_of_four_exponent_bits_are_taken_and_others_refused() -> None:
+    ours, _ = translate(["m", "--kv-cache-dtype", "fp8_e4m3"], {})
+    assert ours == ["m", "--kv-cache-dtype", "fp8"]
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e5m2: write fp8, .*--engine vllm"):
+        translate(["m", "--kv-cache-dtype", "fp8_e5m2"], {})
+
+
 def test_pipeline_of_eight_tokens_drafts_seven() -> None:
     ours, _ = translate(["m", "--mtp-path", "d", "--num-tokens", "8"], {})
     assert ours == ["m", "--draft-model", "d", "--method=mtp", "--num-speculative-tokens", "7"]

@@ -339,6 +339,7 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size=4 .* outrider serve MODEL"),
         ({"quantization": "awq"}, "quantization='awq' is not int8, fp8 or none"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' is not auto, .*engine='vllm'"),
         ({"dtype": "int8"}, "dtype='int8' must be auto"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "at least max_num_seqs"),

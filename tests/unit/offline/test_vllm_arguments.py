@@ -9,6 +9,7 @@ import pytest
 from outrider import engines
 from outrider.errors import ConfigError
 from outrider.offline.arguments import Arguments, scorer_options
+from scorer_service.__main__ import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,16 @@ def test_auto_takes_what_the_table_says(others: dict[str, object], engine: str) 
     assert options.engine == engine
     passed = options.vllm_flags[-1] if asked and engine == "vllm" else options.quantization
     assert passed == asked
+
+
+@pytest.mark.parametrize(("asked", "passed"), [("auto", ()), ("fp8", ("--kv-cache-dtype", "fp8"))])
+def test_dtype_of_the_cache_is_passed_to_vllm(asked: str, passed: tuple[str, ...]) -> None:
+    given = Arguments(model="embedded", device="cpu", engine="vllm", kv_cache_dtype=asked)
+    options = scorer_options(given)
+    assert options.vllm_flags == passed
+    scorer = resolve(["--engine", "vllm", "--kv-cache-dtype", asked, "--", "--seed", "1"])
+    assert scorer["vllm_flags"] == (*passed, "--seed", "1")
+    assert scorer_options(Arguments(model="embedded", kv_cache_dtype="fp8")).kv_cache_dtype == "fp8"
 
 
 def test_engine_of_another_name_is_refused() -> None:
