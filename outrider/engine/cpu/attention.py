@@ -71,7 +71,7 @@ class NumbaAttention:
         """Return the slots of the step's pages, and its block table of these pages alone."""
         if self._compact is None:
             size = self.batch.page_size
-            pages, table = self.batch.block_table.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            pages, table = torch.unique(self.batch.block_table, return_inverse=True)
             slots = pages.long()[:, None] * size + torch.arange(size)
             self._compact = slots.flatten(), table.to(torch.int32)
         return self._compact
