@@ -85,13 +85,15 @@ def _rounded(vectors, dtype: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query,  # [BLOCK_M, BLOCK_DIM]
+    query,  # [BLOCK_M, BLOCK_DIM]; over `query_size` [BLOCK_M] if FLOAT8
+    query_size,
     slot,  # int64 [BLOCK_N]: of the keys
     written,  # bool [BLOCK_N], read if MASKED, as the next
     seen,  # bool [BLOCK_M, BLOCK_N]
     highest,  # [BLOCK_M], of the blocks before, as the next two
     total,
-    sums,
+    sums,  # over `size` if FLOAT8, which is the largest scale of the values so far
+    size,
     keys_ptr,
     values_ptr,
     scales_ptr,
@@ -107,7 +109,7 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
 ):
-    """Return `highest`, `total` and `sums` after a block of keys."""
+    """Return `highest`, `total`, `sums` and `size` after a block of keys."""
     column = tl.arange(0, BLOCK_DIM)
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
     slot = slot * kv_heads + kv_head
@@ -120,18 +122,16 @@ def _attend(
         value_there &= written[:, None]
     keys = tl.load(key_at, mask=key_there, other=0.0)
     values = tl.load(value_at, mask=value_there, other=0.0)
-    # Weights times scales may be too small for float16.
-    weighed: tl.constexpr = tl.bfloat16 if FLOAT8 and query.dtype == tl.float16 else query.dtype
     if FLOAT8:
         if MASKED:
             scales = tl.load(scales_ptr + slot, mask=written, other=0)
         else:
             scales = tl.load(scales_ptr + slot)
         keys = keys.to(query.dtype)
-        values = values.to(weighed)
+        values = values.to(query.dtype)
     scores = tl.dot(query, keys, input_precision="ieee")
     if FLOAT8:
-        scores *= (scales << 16).to(tl.float32, bitcast=True)[None, :]
+        scores *= query_size[:, None] * (scales << 16).to(tl.float32, bitcast=True)[None, :]
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)  # tanh
         unit = _LOG2E
@@ -146,11 +146,21 @@ def _attend(
     weights = tl.exp2(scores * unit - base[:, None])
     fading = tl.exp2(highest - base)
     total = total * fading + tl.sum(weights, axis=1)
-    sums = sums * fading[:, None]
     if FLOAT8:
-        weights *= (scales & -65536).to(tl.float32, bitcast=True)[None, :]
-    sums = tl.dot(weights.to(weighed), values, sums, input_precision="ieee")
-    return new_highest, total, sums
+        value_scale = (scales & -65536).to(tl.float32, bitcast=True)
+        new_size = tl.maximum(size, tl.max(value_scale, axis=0))
+        weights *= (value_scale * _inverse(new_size))[None, :]
+        fading *= size * _inverse(new_size)
+        size = new_size
+    sums = sums * fading[:, None]
+    sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+    return new_highest, total, sums, size
+
+
+@triton.jit
+def _inverse(power):
+    """Return the inverse of a power of two."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -378,6 +388,13 @@ def paged_attention_kernel(
         highest = tl.where(split == 0, sink * _LOG2E, highest)
         total = tl.where(split == 0, 1.0, total)
     sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
+    size = tl.full([], 2.0**-126, tl.float32)
+    query_size = tl.full([BLOCK_M], 1.0, tl.float32)
+    if FLOAT8 and query.dtype == tl.bfloat16:
+        # Float8 becomes float16 in one instruction, and bfloat16 in several slow ones.
+        bits = tl.max(tl.abs(query.to(tl.float32)), axis=1).to(tl.int32, bitcast=True)
+        query_size = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
+        query = (query.to(tl.float32) * _inverse(query_size)[:, None]).to(tl.float16)
     table = table_ptr + row * table_stride
     one_page: tl.constexpr = SHORT > 0 and PAGE_SIZE % BLOCK_N == 0
     unmasked: tl.constexpr = SHORT > 0 and not HAS_WINDOW
@@ -389,14 +406,16 @@ def paged_attention_kernel(
             first_end = tl.minimum(first_end, tree)
         from_masked = tl.maximum(first_end // BLOCK_N, from_block)
         for block in tl.range(from_block, from_masked, num_stages=STAGES):
-            highest, total, sums = _attend(
+            highest, total, sums, size = _attend(
                 query,
+                query_size,
                 _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
                 None,
                 None,
                 highest,
                 total,
                 sums,
+                size,
                 keys_ptr,
                 values_ptr,
                 scales_ptr,
@@ -426,14 +445,16 @@ def paged_attention_kernel(
             # A token sees no slot behind its own, where the bits are clamped.
             within = (node >= 0)[None, :] & (key[None, :] <= place[:, None])
             seen = (seen & (node < 0)[None, :]) | (related & within)
-        highest, total, sums = _attend(
+        highest, total, sums, size = _attend(
             query,
+            query_size,
             _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
             key < end,
             seen,
             highest,
             total,
             sums,
+            size,
             keys_ptr,
             values_ptr,
             scales_ptr,
@@ -457,14 +478,16 @@ def paged_attention_kernel(
             key = shared + at % own
             length = tl.load(seq_lens_ptr + row + one, mask=one < rows, other=0)
             seen = (one[None, :] == owner[:, None]) & (key[None, :] <= place[:, None])
-            highest, total, sums = _attend(
+            highest, total, sums, size = _attend(
                 query,
+                query_size,
                 _slots_of(key, key < length, table + one * table_stride, PAGE_SIZE),
                 key < length,
                 seen,
                 highest,
                 total,
                 sums,
+                size,
                 keys_ptr,
                 values_ptr,
                 scales_ptr,
@@ -483,6 +506,8 @@ def paged_attention_kernel(
 
     at = (token * kv_heads * GROUP + head) * splits + split
     average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FLOAT8:
+        average *= size
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
     tl.store(
         out_ptr + at[:, None] * VALUE_DIM + value_column[None, :],
