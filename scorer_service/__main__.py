@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         choices=KV_CACHE_DTYPES,
         default=KV_CACHE_DTYPES[0],
         help="of keys and values. fp8: float8 (e4m3) with a scale for each token and head, so that "
-        "nearly twice the tokens fit; text changes a little. auto: the model's",
+        "nearly twice the tokens fit; steps are slower, text changes a little; auto: the model's",
     )
     add("--device", default="cpu", help='"cpu" or "cuda"')
     add(
