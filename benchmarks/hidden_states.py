@@ -46,6 +46,7 @@ from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import (
+    REQUEST_RULES,
     SamplingParams,
     SpeculationParams,
     StopParams,
@@ -57,7 +58,7 @@ from outrider.types import Request
 
 PAGE_SIZE, NUM_PAGES = 16, 1024
 COUPLED = VerificationRule.COUPLED.value
-RULES = [rule.value for rule in VerificationRule if rule.value != COUPLED]
+RULES = [rule.value for rule in REQUEST_RULES if rule.value != COUPLED]
 
 
 @dataclass(frozen=True)

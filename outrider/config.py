@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from outrider.errors import ConfigError
@@ -43,6 +45,9 @@ class EngineConfig:
     num_speculative_tokens: int = 4
     """K: maximum draft tokens per row and step, unless a request asks otherwise."""
     enable_prefix_caching: bool = True
+    synthetic_acceptance_rates: tuple[float, ...] = ()
+    """For benchmarks: how likely a round accepts at least 1, 2, ... K tokens, whatever they are.
+    Texts are not the target's. Empty: tokens are verified."""
     max_prompt_logits: int = 512
     """Maximum prompt tokens of a step that are scored, since each needs a row of logits."""
 
@@ -51,8 +56,27 @@ class EngineConfig:
         for name in (*limits, "max_prompt_logits"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+        check_acceptance_rates(self.synthetic_acceptance_rates, self.num_speculative_tokens)
         if self.num_pages * self.page_size < self.max_model_len:
             raise ConfigError(
                 f"{self.num_pages} pages of {self.page_size} tokens cannot hold one request of "
                 f"{self.max_model_len} tokens: raise num_pages or lower max_model_len."
             )
+
+
+def check_acceptance_rates(rates: Sequence[float], num_speculative_tokens: int) -> None:
+    """Raise `ConfigError` for synthetic acceptance rates that no K draft tokens can have."""
+    if not rates:
+        return
+    if len(rates) != num_speculative_tokens:
+        raise ConfigError(
+            f"synthetic_acceptance_rates needs one rate for each of {num_speculative_tokens} draft "
+            f"tokens (num_speculative_tokens), but has {len(rates)}."
+        )
+    if not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ConfigError("synthetic_acceptance_rates must lie between 0 and 1.")
+    if any(after > before for before, after in pairwise(rates)):
+        raise ConfigError(
+            "synthetic_acceptance_rates must not rise: the n-th is how likely a round accepts at "
+            "least n tokens."
+        )

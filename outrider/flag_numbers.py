@@ -14,6 +14,13 @@ def number(text: str) -> float:
         return math.nan
 
 
+def rates(text: str) -> tuple[float, ...]:
+    """Read numbers between commas, also in brackets; `check_acceptance_rates` bounds them."""
+    return tuple(
+        number(part) for part in text.strip().removeprefix("[").removesuffix("]").split(",")
+    )
+
+
 def whole(text: str, low: int, high: int = 2**31 - 1) -> int:
     """Raise `ArgumentTypeError` for what is no whole number within these bounds."""
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Final
 
 from outrider.errors import InvalidRequestError
 
@@ -136,6 +137,7 @@ class VerificationRule(enum.Enum):
     BLOCK = "block"
     TYPICAL = "typical"
     TOP_P_WINDOW = "top_p_window"
+    SYNTHETIC = "synthetic"  # a scorer's own, for benchmarks; no request can ask for it
 
     @property
     def exact(self) -> bool:
@@ -143,9 +145,18 @@ class VerificationRule(enum.Enum):
         return self is VerificationRule.COUPLED or self.samples
 
     @property
+    def captured(self) -> bool:
+        """Tell whether captured steps apply it."""
+        return self in (VerificationRule.COUPLED, VerificationRule.SYNTHETIC)
+
+    @property
     def samples(self) -> bool:
         """Tell whether drafts are drawn with noise of their own, and sent with distributions."""
         return self in (VerificationRule.REJECTION, VerificationRule.BLOCK)
+
+
+REQUEST_RULES: Final = tuple(r for r in VerificationRule if r is not VerificationRule.SYNTHETIC)
+"""Rules that requests may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,7 @@ class Verification:
     max_candidate_len: int = 5
     verify_window: int = 2
     required: bool = False  # coupled is asked for by name: rejection may not stand in for it
+    rates: tuple[float, ...] = ()  # SYNTHETIC: see `EngineConfig.synthetic_acceptance_rates`
 
     def __post_init__(self) -> None:
         require(0.0 < self.epsilon <= 1.0, "epsilon", "greater than 0 and at most 1")

@@ -66,10 +66,11 @@ class Request:
 
     @property
     def verification_rule(self) -> VerificationRule:
-        """Return the rule in effect: without randomness every rule is coupled."""
-        if self.sampling.greedy:
+        """Return the rule in effect: without randomness all but synthetic are coupled."""
+        rule = self.speculation.verification.rule
+        if self.sampling.greedy and rule is not VerificationRule.SYNTHETIC:
             return VerificationRule.COUPLED
-        return self.speculation.verification.rule
+        return rule
 
 
 class FinishReason(enum.Enum):
@@ -238,6 +239,7 @@ class EngineInfo:
     num_speculative_tokens: int
     features: FeatureSpec | None = None  # hidden states that are captured
     adapters: tuple[str, ...] = ()  # names that requests may ask for
+    synthetic: bool = False  # drafts are accepted at given rates, so no rule can be asked for
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError` or `PromptTooLongError` if the request cannot be served."""
@@ -259,6 +261,14 @@ class EngineInfo:
         if any(max(token_ids, default=0) >= self.vocab_size for token_ids in known):
             raise InvalidRequestError(
                 f"advice holds a token that is not below {self.vocab_size}.", param="advice"
+            )
+        verification = request.speculation.verification
+        named = verification.required or verification.rule is not VerificationRule.COUPLED
+        if self.synthetic and named:
+            raise InvalidRequestError(
+                "This scorer accepts drafts at synthetic rates, for benchmarks: leave verification "
+                "out, or start it without --synthetic-acceptance-rates.",
+                param="verification",
             )
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(

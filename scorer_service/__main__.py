@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from outrider import engines, start_times
+from outrider import engines, flag_numbers, start_times
 from outrider.config import (
     DTYPES,
     KV_CACHE_DTYPES,
     QUANTIZATIONS,
     SPECULATION_POLICIES,
     THREAD_SWITCH_S,
+    check_acceptance_rates,
 )
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
@@ -36,7 +37,10 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
 _VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
-_NATIVE_ONLY = ("in_process_proposer", "hidden_features", "attention_backend")
+_NATIVE_ONLY = (
+    *("in_process_proposer", "hidden_features", "attention_backend"),
+    "synthetic_acceptance_rates",
+)
 _MAX_SOCKET_PATH = 97
 """Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 
@@ -112,6 +116,14 @@ def parser() -> argparse.ArgumentParser:
         help="adaptive: as many draft tokens as are measured to be the fastest, down to none; "
         "fixed: K in every round, and rows wait for them up to a second: to compare drafts; "
         "off: proposers may attach, but nothing is drafted: to compare with no speculation",
+    )
+    add(
+        "--synthetic-acceptance-rates",
+        type=flag_numbers.rates,
+        default=(),
+        metavar="P[,...]",
+        help="for benchmarks only: how likely a round accepts at least 1, 2, ... K draft tokens, "
+        "whatever they are; texts are then not the model's",
     )
     add("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
     add(
@@ -202,6 +214,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
             f"--max-num-batched-tokens {tokens} is less than one token for each of the requests of "
             f"a batch: raise it to {rows} at least, or lower --max-num-seqs {rows}."
         )
+    check_acceptance_rates(args["synthetic_acceptance_rates"], args["num_speculative_tokens"])
     flags, args["in_process_proposer"] = args["in_process_proposer"], ()
     if flags is not None:
         os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # the import below loads NumPy
@@ -276,7 +289,7 @@ def _engine(args: dict[str, Any]) -> str:
     engines.check_rounding(engine, args["quantization"])
     if engine == engines.VLLM and args["kv_cache_dtype"] != KV_CACHE_DTYPES[0]:
         args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
-    unfit = [name for name in _NATIVE_ONLY if args[name] is not None]
+    unfit = [name for name in _NATIVE_ONLY if args[name]]
     if engine == engines.VLLM and unfit:
         raise ConfigError(
             f"--{unfit[0].replace('_', '-')} is for --engine native. With vLLM, start a proposer "

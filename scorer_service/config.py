@@ -29,6 +29,7 @@ class ScorerOptions:
     threads: int
     num_speculative_tokens: int
     speculation_policy: str
+    synthetic_acceptance_rates: tuple[float, ...]
     max_num_seqs: int
     max_num_batched_tokens: int  # 0: vLLM's own choice
     max_model_len: int | None

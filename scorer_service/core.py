@@ -227,6 +227,7 @@ def build_engine(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         num_speculative_tokens=options.num_speculative_tokens,
+        synthetic_acceptance_rates=options.synthetic_acceptance_rates,
         enable_prefix_caching=options.enable_prefix_caching,
         max_prompt_logits=max(options.max_num_seqs, MAX_VALUES // model.vocab_size),
     )

@@ -27,6 +27,8 @@ from outrider.engine.model.memory_budget import (
     samplings,
 )
 from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.sampling.synthetic import forced_choices
+from outrider.engine.sampling.verify import ChooseAndVerify
 from outrider.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,12 +44,19 @@ class StepLimits:
     max_num_batched_tokens: int
     num_speculative_tokens: int
     trees: bool = False  # proposers may send draft trees
+    synthetic_acceptance_rates: tuple[float, ...] = ()
 
     def buckets(self) -> list[Bucket]:
         """Return the captured sizes of decoding and of verification of up to K draft tokens."""
         verifying = self.num_speculative_tokens + 1
         trees = (verifying,) if self.trees and verifying > 2 else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
+
+    def verifier(self, device: torch.device) -> ChooseAndVerify:
+        """Return what samples and verifies in captured steps."""
+        if not self.synthetic_acceptance_rates:
+            return choose_and_verify
+        return forced_choices(choose_and_verify, self.synthetic_acceptance_rates, device)
 
     def prefill_buckets(self, model: PagedModel) -> list[PrefillBucket]:
         """Return those of steps with prompts; empty if the model does not run layer by layer."""
@@ -74,7 +83,8 @@ def size_cache(
     if model.capturable:
         buckets, prefill = limits.buckets(), limits.prefill_buckets(model)
         tried = prefill[-2:]
-        trial = _capture(model, buckets[-2:], tried, lambda: used.append(memory.used()))
+        verifier = limits.verifier(model.device)
+        trial = _capture(model, buckets[-2:], tried, verifier, lambda: used.append(memory.used()))
         if trial is not None:
             graphs = estimate_graphs(used[len(tried) :], len(buckets))
             if tried:
@@ -109,9 +119,8 @@ def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], No
 
     if prefill := limits.prefill_buckets(model):
         PrefillGraphs(model, prefill[-1:], capture=note)  # all sizes have the same kernels
-    DecodeGraphs(
-        model, limits.buckets(), capture=note, choose_and_verify=choose_and_verify, sample=sample
-    )
+    verifier = limits.verifier(model.device)
+    DecodeGraphs(model, limits.buckets(), capture=note, choose_and_verify=verifier, sample=sample)
     eager = largest_of(model, limits.max_num_seqs, limits.max_num_batched_tokens)
     sizes = (model.vocab_size, model.dtype, model.kv_bytes_per_page, model.max_model_len)
     with start_times.phase("compiling"):
@@ -137,7 +146,7 @@ def capture_steps(
             said = time.perf_counter()
             say(f"capturing steps {'#' * (20 * done // total):.<20} {done}/{total}")
 
-    runner = _capture(model, buckets, prefill, on_captured)
+    runner = _capture(model, buckets, prefill, limits.verifier(model.device), on_captured)
     if runner is not None:
         say(f"captured steps of {total} sizes in {time.perf_counter() - began:.1f} s")
     return runner
@@ -147,6 +156,7 @@ def _capture(
     model: PagedModel,
     buckets: Sequence[Bucket],
     prefill: Sequence[PrefillBucket],
+    verifier: ChooseAndVerify,
     on_captured: Callable[[], None],
 ) -> DecodeGraphs | None:
     capture = CudaGraphs()
@@ -160,7 +170,7 @@ def _capture(
             model,
             buckets,
             capture=capture,
-            choose_and_verify=choose_and_verify,
+            choose_and_verify=verifier,
             sample=sample,
             forwards=forwards,
             on_captured=on_captured,

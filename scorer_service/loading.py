@@ -92,6 +92,7 @@ def load(
         options.num_speculative_tokens,
         # Methods that read hidden states draft trees. Trees of other methods run eagerly.
         trees=features is not None,
+        synthetic_acceptance_rates=options.synthetic_acceptance_rates,
     )
     progress(
         "then it compiles and chooses kernels, tests the model and captures graphs: about half a "

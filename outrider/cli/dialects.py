@@ -134,6 +134,15 @@ _SPECULATIVE_CONFIG: Final = {
     "suffix_decoding_max_spec_factor": _is("--suffix-decoding-max-spec-factor"),
     "suffix_decoding_min_token_prob": _is("--suffix-decoding-min-token-prob"),
     "suffix_decoding_max_cached_requests": _is("--suffix-decoding-max-cached-requests"),
+    "rejection_sample_method": Rule(
+        note="synthetic_acceptance_rates say it",
+        refusal='leave it out: each request names its rule, as "verification": "block"',
+        harmless=("synthetic",),
+    ),
+    "synthetic_acceptance_rates": _is("--synthetic-acceptance-rates"),
+    "synthetic_acceptance_length": _refused(
+        "give synthetic_acceptance_rates: a length of 2.6 at K = 3 is [1, 0.6, 0]"
+    ),
     "draft_tensor_parallel_size": _only("1", refusal="leave it out: a draft runs on one device"),
     "max_model_len": _is("--draft-max-model-len"),
     "quantization": _DRAFT_QUANTIZATION,

@@ -36,6 +36,10 @@ PASSED: Final = (
     PassedFlag("scorer", "threads", flag_types.positive, "of torch; default: the CPU's cores"),
     PassedFlag("scorer", "quantization", str, "of weights, on load: int8, fp8 or none"),
     PassedFlag("scorer", "kv-cache-dtype", str, "of keys and values: auto (the model's) or fp8"),
+    PassedFlag(
+        *("scorer", "synthetic-acceptance-rates", str),
+        "for benchmarks only: accept drafts at these rates, whatever the model says",
+    ),
     PassedFlag("scorer", "attention-backend", str, "flash, triton, numba or sdpa"),
     PassedFlag("gateway", "seed", flag_types.seed, "of requests that give none; default: new ones"),
     PassedFlag("gateway", "default-max-tokens", flag_types.positive, "for requests that set none"),

@@ -26,7 +26,7 @@ from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
-from outrider.params import TokenIds
+from outrider.params import TokenIds, Verification, VerificationRule
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import DraftMode, Policy
 from outrider.policy.tracker import ArrivedBlock
@@ -34,6 +34,11 @@ from outrider.rounds import USEFUL, BlockFate
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
+
+SYNTHETIC_WARNING = (
+    "SYNTHETIC ACCEPTANCE, for benchmarks only: drafts are accepted at the rates %s, whatever the "
+    "model says. No text of this scorer is the model's."
+)
 
 
 class Engine:
@@ -66,7 +71,13 @@ class Engine:
             max_waiting=config.max_waiting,
             num_speculative_tokens=config.num_speculative_tokens,
             features=None if features is None else features.spec,
+            synthetic=bool(config.synthetic_acceptance_rates),
         )
+        self._synthetic: Verification | None = None
+        if config.synthetic_acceptance_rates:
+            rates = config.synthetic_acceptance_rates
+            self._synthetic = Verification(VerificationRule.SYNTHETIC, rates=rates)
+            log.warning(SYNTHETIC_WARNING, rates)
         self.features = features
         """Streams of a model that captures hidden states."""
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
@@ -216,7 +227,13 @@ class Engine:
         return self._scheduler.wake_at
 
     def submit(self, request: Request, constraint: ConstraintEditor | None = None) -> None:
-        """Queue a request that `EngineInfo.check` accepted; `constraint` is its compiled one."""
+        """Queue a request that `EngineInfo.check` accepted; `constraint` is its compiled one.
+
+        With synthetic acceptance, that replaces the request's own verification.
+        """
+        if self._synthetic is not None:
+            speculation = replace(request.speculation, verification=self._synthetic)
+            request = replace(request, speculation=speculation)
         assert (constraint is None) == (request.constraint is None)
         stop = request.stop
         prompt_len = len(request.prompt_token_ids)

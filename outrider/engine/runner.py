@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
 from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_token_logprobs
 from outrider.engine.sampling.prompt_logprobs import split_prompt_logits, split_rows
+from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import verify_rows
 from outrider.engine.step import DrawnTokens, ScheduledRow, Step, StepResult
@@ -138,6 +140,7 @@ class Runner:
         if not rows:
             return Verified(torch.empty((0, 1), dtype=torch.int64))
         drawn = self._draw(logits, rows)
+        force_rows(drawn, _synthetic(rows), logits.shape[1])
         counts = [row.slice.num_logits for row in rows]
         order = None
         if any(row.slice.parents for row in rows):
@@ -175,17 +178,8 @@ class Runner:
         for row in rows:
             request, count = row.seq.request, row.slice.num_logits
             end = row.slice.start + len(row.slice.token_ids) + 1
-            if row.draft and request.verification_rule is not VerificationRule.COUPLED:
-                drafted.append(
-                    DraftedRow(
-                        first=len(params),
-                        draft=row.draft,
-                        draft_probs=row.draft_probs,
-                        position=end - 1 - len(row.draft),
-                        sampling=request.sampling,
-                        verification=request.speculation.verification,
-                    )
-                )
+            if row.draft and not request.verification_rule.captured:
+                drafted.append(_drafted(row, first=len(params)))
             params += [request.sampling] * count
             if row.slice.parents:
                 first = end - count
@@ -197,6 +191,29 @@ class Runner:
         drawn = self._sample(logits, batch)
         apply_rules(logits, drafted, drawn)
         return drawn
+
+
+def _drafted(row: ScheduledRow, first: int) -> DraftedRow:
+    """Return a row whose rule looks at its draft; `first` is its first row of logits."""
+    request = row.seq.request
+    return DraftedRow(
+        first=first,
+        draft=row.draft,
+        draft_probs=row.draft_probs,
+        position=row.slice.start + len(row.slice.token_ids) - len(row.draft),
+        sampling=request.sampling,
+        verification=request.speculation.verification,
+    )
+
+
+def _synthetic(rows: Sequence[ScheduledRow]) -> list[DraftedRow]:
+    """Return the rows with drafts that are accepted at given rates."""
+    firsts = accumulate((row.slice.num_logits for row in rows), initial=0)
+    return [
+        _drafted(row, first)
+        for row, first in zip(rows, firsts, strict=False)
+        if row.draft and row.seq.request.verification_rule is VerificationRule.SYNTHETIC
+    ]
 
 
 def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:

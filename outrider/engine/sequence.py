@@ -6,7 +6,7 @@ from outrider.drafted_row import DraftedRow
 from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
-from outrider.params import TokenIds, VerificationRule
+from outrider.params import TokenIds
 from outrider.policy.row import Drafting
 from outrider.types import FinishReason, Request
 
@@ -64,8 +64,8 @@ class Sequence(DraftedRow):
     @property
     def needs_eager_sampling(self) -> bool:
         """Tell whether sampling takes more than is captured: edits, another rule or logprobs."""
-        coupled = self.request.verification_rule is VerificationRule.COUPLED
-        return self.edits_logits or not coupled or self.request.top_logprobs is not None
+        captured = self.request.verification_rule.captured
+        return self.edits_logits or not captured or self.request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Append tokens and `walk` the draft by them."""

@@ -9,7 +9,13 @@ from typing import Any, Final
 
 import torch
 
-from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, SPECULATION_POLICIES
+from outrider.config import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    SPECULATION_POLICIES,
+    check_acceptance_rates,
+)
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
@@ -188,11 +194,27 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
         options["kv_cache_dtype"] = KV_CACHE_DTYPES[0]
         return ScorerOptions(**options | {"vllm_flags": tuple(_words(own))})
     if given.speculative_config is not None and given.speculative_config != {}:
-        methods, tokens = read_speculation(given.speculative_config, given.model, device)
+        config: Any = given.speculative_config
+        rates: tuple[float, ...] = ()
+        if isinstance(config, Mapping):
+            config = dict(config)
+            rates = _rates(config.pop("synthetic_acceptance_rates", None))
+        methods, tokens = read_speculation(config, given.model, device)
+        check_acceptance_rates(rates, tokens)
+        options["synthetic_acceptance_rates"] = rates
         options["in_process_proposer"] = methods
         options["num_speculative_tokens"] = tokens
         options["hidden_features"] = states_of(methods)
     return ScorerOptions(**options)
+
+
+def _rates(value: object) -> tuple[float, ...]:
+    """Raise `ConfigError` for what is no list of numbers."""
+    if value is None:
+        return ()
+    if isinstance(value, list | tuple) and value and {*map(type, value)} <= {int, float}:
+        return tuple(map(float, value))
+    raise ConfigError("speculative_config: synthetic_acceptance_rates is a list of numbers.")
 
 
 def _engine(given: Arguments, others: Mapping[str, Any], *, on_gpu: bool) -> str:

@@ -24,6 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import (
+    REQUEST_RULES,
     Constraint,
     ConstraintKind,
     SamplingParams,
@@ -191,7 +192,7 @@ def test_constraint_of_json_schema_with_any_drafts_is_satisfied(
             assert conforms(json.loads(TOKENIZER.decode(output)), schema, schema)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in VerificationRule if rule.value != "coupled"])
+@pytest.mark.parametrize("rule", [rule for rule in REQUEST_RULES if rule.value != "coupled"])
 def test_constraint_under_every_rule_is_satisfied(rule: VerificationRule) -> None:
     """Also where a proposer claims to have drawn what the grammar forbids."""
     rng = random.Random(rule.value)

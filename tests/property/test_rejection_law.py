@@ -27,6 +27,7 @@ from outrider.engine.sampling.coupled import (
     uniforms,
 )
 from outrider.params import (
+    REQUEST_RULES,
     Constraint,
     ConstraintKind,
     SamplingParams,
@@ -295,7 +296,7 @@ def test_rules_in_one_batch_are_independent(k: int) -> None:
             StopParams(max_tokens=LENGTH),
             SpeculationParams(verification=Verification(rule)),
         )
-        for i, (rule, params, _) in enumerate(product(VerificationRule, samplings, range(4)))
+        for i, (rule, params, _) in enumerate(product(REQUEST_RULES, samplings, range(4)))
     ]
     together = run(requests, ByTrees(), k)
     assert together == run(requests, ByTrees(), k)

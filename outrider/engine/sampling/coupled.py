@@ -178,6 +178,11 @@ def seed_keys(seeds: Sequence[int], lanes: Sequence[Lane] | None = None) -> Tens
     return torch.tensor(keys, dtype=torch.int64).view(-1, 2)
 
 
+def lane_keys(keys: Tensor, lane: Lane) -> Tensor:
+    """Return the keys of another lane: from those of `Lane.SHARED`, int64 [n, 2] each."""
+    return _mix(keys ^ (lane * _GOLDEN & _MASK))
+
+
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Return Gumbel noise g(seed, position, token): int64 [n, 2], [n] to float64 [n, vocab].
 

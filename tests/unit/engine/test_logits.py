@@ -21,12 +21,12 @@ from outrider.engine.sampling.logprobs import drawn_logprobs, to_token_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import (
+    REQUEST_RULES,
     SamplingParams,
     SpeculationParams,
     StopParams,
     TokenIds,
     Verification,
-    VerificationRule,
 )
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
@@ -169,7 +169,7 @@ def test_logit_bias_on_a_masked_token_keeps_it_masked() -> None:
     assert adjusted(logits, Adjuster(params, (2,), (2,)))[0, 2] == -torch.inf
 
 
-RULES = [Verification(rule) for rule in VerificationRule]
+RULES = [Verification(rule) for rule in REQUEST_RULES]
 
 
 def random_row(rng: random.Random, session_id: int) -> ScheduledRow:

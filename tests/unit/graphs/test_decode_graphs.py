@@ -23,10 +23,12 @@ from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.synthetic import forced_choices
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import (
+    REQUEST_RULES,
     SamplingParams,
     SpeculationParams,
     Verification,
@@ -61,7 +63,7 @@ RAGGED = (
 
 SPECULATIONS = (
     *(SpeculationParams(),) * 16,  # most steps are coupled throughout, and stay captured
-    *(SpeculationParams(verification=Verification(rule)) for rule in VerificationRule),
+    *(SpeculationParams(verification=Verification(rule)) for rule in REQUEST_RULES),
 )
 
 
@@ -205,6 +207,35 @@ def test_decode_graphs_on_any_step_equal_eager_runner(
     for got_one, want_one in pairs:
         assert got_one.logprob == pytest.approx(want_one.logprob)
         assert [token for token, _ in got_one.top] == [token for token, _ in want_one.top]
+
+
+def test_decode_graphs_with_synthetic_acceptance_equal_eager_runner(model: PagedModel) -> None:
+    rates = (0.8, 0.5, 0.3, 0.1)
+    choose = forced_choices(choose_and_verify, rates, torch.device("cpu"))
+    graphs = DecodeGraphs(
+        model, make_buckets(7, (1, K + 1)), capture=rerun, choose_and_verify=choose
+    )
+    left_to_eager = count_launches(graphs)
+    speculation = SpeculationParams(
+        verification=Verification(VerificationRule.SYNTHETIC, rates=rates)
+    )
+    seen: set[int] = set()
+    for seed in range(20):
+        rng = random.Random(seed)
+        rows: list[ScheduledRow] = []
+        for row in make_step(rng, [4, 0, 2, 4, 3, 1], model.vocab_size).rows:
+            request = replace(row.seq.request, speculation=speculation, top_logprobs=None)
+            row.seq.request = request
+            rows.append(row)
+        step = Step(tuple(rows), sum(len(row.draft) + 1 for row in rows))
+        expected = Runner(model).launch(step).wait()
+        result = graphs.launch(step).wait()
+        assert list(result.accepted) == list(expected.accepted)
+        seen.update(result.accepted)
+        for row, got, want in zip(step.rows, result.choices, expected.choices, strict=True):
+            assert list(got[: len(row.draft) + 1]) == list(want[: len(row.draft) + 1])
+    assert not left_to_eager
+    assert seen == {0, 1, 2, 3, 4}
 
 
 def kept_keys(model: PagedModel, step: Step, result: StepResult) -> Tensor:
@@ -457,7 +488,7 @@ def test_decode_graphs_with_padded_trees_accept_no_padding() -> None:
     graphs = DecodeGraphs(
         model, make_buckets(4, (), (6,)), capture=rerun, choose_and_verify=choose_and_verify
     )
-    rows = []
+    rows: list[ScheduledRow] = []
     for draft, parents in (((0, 5, 0), (-1, -1, 0)), ((0,), ()), ((), ()), ((5, 0), (-1, 0))):
         row = make_row(random.Random(len(rows)), 0, [len(rows), 9 + len(rows)], 2, True, True)
         row.seq.block_table = [2 * len(rows), 2 * len(rows) + 1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs
 from outrider.errors import InvalidRequestError
 from outrider.params import (
+    REQUEST_RULES,
     Advice,
     Constraint,
     ConstraintKind,
@@ -42,7 +43,7 @@ SAMPLING = st.builds(
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple)
 VERIFICATION = st.builds(
     Verification,
-    rule=st.sampled_from(VerificationRule),
+    rule=st.sampled_from(REQUEST_RULES),
     epsilon=UNIT.filter(lambda value: value > 0),
     alpha=UNIT.filter(lambda value: value > 0),
     max_candidate_len=st.integers(1, 256),

@@ -26,7 +26,13 @@ from outrider.engine.sampling.coupled import (
 )
 from outrider.engine.sampling.verification_rules import DraftedRow
 from outrider.engine.sampling.verify import verify_rows
-from outrider.params import SamplingParams, SpeculationParams, Verification, VerificationRule
+from outrider.params import (
+    REQUEST_RULES,
+    SamplingParams,
+    SpeculationParams,
+    Verification,
+    VerificationRule,
+)
 from outrider.types import Request
 from tests.unit.sampling.test_sampling import chi_square_limit
 
@@ -91,7 +97,7 @@ samplings = st.builds(
 )
 verifications = st.builds(
     Verification,
-    rule=st.sampled_from([rule for rule in VerificationRule if rule.value != "coupled"]),
+    rule=st.sampled_from([rule for rule in REQUEST_RULES if rule.value != "coupled"]),
     epsilon=st.sampled_from((0.01, 0.09, 0.4)),
     alpha=st.sampled_from((0.1, 0.3, 1.0)),
     max_candidate_len=st.integers(1, 5),
@@ -318,7 +324,7 @@ def test_rejection_with_same_drafts_is_deterministic() -> None:
 
 
 def test_verification_rule_when_greedy_is_coupled() -> None:
-    for rule in VerificationRule:
+    for rule in REQUEST_RULES:
         speculation = SpeculationParams(verification=Verification(rule))
         for temperature in (0.0, 0.7):
             request = Request(1, (1,), SamplingParams(temperature), speculation=speculation)
