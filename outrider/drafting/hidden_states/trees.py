@@ -74,6 +74,9 @@ class TargetDraws:
         batch = self._batch
         if batch is not None:
             scores = self._noised(_cut(scores, batch), batch, depth)
+        if count == 1:  # in fewer passes
+            best, tokens = scores.max(dim=-1, keepdim=True)
+            return tokens, (scores - best).exp_().sum(dim=-1, keepdim=True).log_().neg_()
         top = scores.topk(min(count, logits.shape[-1]), dim=-1)
         return top.indices, (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
 
@@ -145,6 +148,8 @@ def guess_paths(
     follows the tokens; it begins with the texts' last, int64 [n].
     """
     n = len(tokens)
+    if width == 1:
+        return _guess_chains(step, states, tokens, draws, depth)
     last, paths = tokens, tokens.new_zeros(n, 1, dtype=torch.float)
     ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
     nodes: list[Tensor] = []  # [n, 3, new] by depth
@@ -164,6 +169,28 @@ def guess_paths(
         rows = torch.arange(n, device=tokens.device)[:, None] * (scores.shape[1] // count)
         states = states[(rows + best // count).flatten()]
     return torch.cat(nodes, dim=2)
+
+
+def _guess_chains(
+    step: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    states: Tensor,
+    tokens: Tensor,
+    draws: TargetDraws,
+    depth: int,
+) -> Tensor:
+    """Do as `guess_paths` with a beam of one path, which needs no order."""
+    found: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    for place in range(depth):
+        states, logits = step(states, tokens, place)
+        ids, chance = draws.likeliest(logits[:, None], place, 1)
+        tokens = ids[:, 0, 0]
+        found.append(tokens)
+        log_probs.append(chance[:, 0, 0])
+    scores = torch.stack(log_probs, dim=1).cumsum(dim=1).view(torch.int32)
+    ids = torch.stack(found, dim=1).to(torch.int32)
+    parents = torch.arange(-1, depth - 1, dtype=torch.int32, device=ids.device).expand_as(ids)
+    return torch.stack((ids, parents, scores), dim=1)
 
 
 def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:

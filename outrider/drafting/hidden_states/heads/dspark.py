@@ -7,9 +7,9 @@ config.json says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from outrider.drafting.hidden_states.heads.dflash import DFlashHead, read_block_
 from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
 from outrider.drafting.hidden_states.heads.llama import LlamaStack
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, guess_paths
+from outrider.engine.layers.linear import Linear
 from outrider.errors import ConfigError
 
 _TYPES = ("vanilla", "gated")
@@ -78,7 +79,9 @@ class DSparkHead(DFlashHead):
             width = width if width in (hidden, hidden + rank) else hidden + rank
             bias = found.checkpoint.tensor(found.name("confidence_head.proj.bias"), 1)
             weight = found.checkpoint.tensor(name, 1, width)
-            self._confidence = place.put(weight), place.put(bias)
+            # One output is a product that CPUs are slow at in bfloat16.
+            exact = torch.promote_types(place.dtype, torch.float32)
+            self._confidence = place.put(weight).to(exact), place.put(bias).to(exact)
 
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
@@ -88,7 +91,10 @@ class DSparkHead(DFlashHead):
         normed, known = self._slots(states[:, :depth])
 
         def step(row: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
-            return row, self._biased(normed[row, place], known[row, place], last)
+            of_place = normed[:, place], known[:, place]
+            if width > 1:  # else each row has one path
+                of_place = of_place[0][row], of_place[1][row]
+            return row, self._biased(*of_place, last)
 
         guesses = guess_paths(step, rows, tokens, draws, depth, width)
         if width > 1 or self._confidence is None:
@@ -124,7 +130,7 @@ class DSparkHead(DFlashHead):
     def _biased(self, normed: Tensor, known: Tensor, tokens: Tensor) -> Tensor:
         """Return logits [m, vocab] of slots that follow `tokens` [m]."""
         if self._before is not None:
-            known = known + self._before(tokens, normed)
+            known = self._before.add(tokens, normed, known.contiguous())
         return spread(known, self._target_ids, self.vocab_size)
 
     def _log_confidence(self, normed: Tensor, before: Tensor) -> Tensor:
@@ -134,24 +140,22 @@ class DSparkHead(DFlashHead):
         if weight.shape[-1] > normed.shape[-1]:
             assert self._before is not None
             normed = torch.cat((normed, F.embedding(before, self._before.embedding)), dim=-1)
-        return F.logsigmoid(F.linear(normed, weight, bias))[..., 0]
+        return F.logsigmoid(F.linear(normed.to(weight.dtype), weight, bias))[..., 0]
 
 
 class _Markov:
     """The bias of a slot's logits by the token before: a product of low rank, perhaps gated."""
 
-    def __init__(
-        self, embedding: Tensor, product: Callable[[Tensor], Tensor], gate: Any | None
-    ) -> None:
+    def __init__(self, embedding: Tensor, product: Linear, gate: Linear | None) -> None:
         self.embedding, self._product, self._gate = embedding, product, gate
         self.rank = embedding.shape[1]
 
-    def __call__(self, tokens: Tensor, normed: Tensor) -> Tensor:
-        """Map tokens [m] and the slots' outputs [m, hidden] to biases [m, known]."""
+    def add(self, tokens: Tensor, normed: Tensor, known: Tensor) -> Tensor:
+        """Return logits [m, known] with the biases by tokens [m] and outputs [m, hidden]."""
         before = F.embedding(tokens, self.embedding)
         if self._gate is not None:
             before = torch.sigmoid(self._gate(torch.cat((normed, before), dim=-1))) * before
-        return self._product(before)
+        return self._product.add(before, known)
 
 
 def _markov(found: DFlashFormat, place: Place, vocab_size: int, num_known: int) -> _Markov | None:
