@@ -264,6 +264,16 @@ def test_float8_caches_of_four_exponent_bits_are_taken_and_others_refused() -> N
         translate(["m", "--kv-cache-dtype", "fp8_e5m2"], {})
 
 
+def test_synthetic_acceptance_of_vllm_is_ours() -> None:
+    config = (
+        '{"num_speculative_tokens": 2, "rejection_sample_method": "synthetic", '
+        '"synthetic_acceptance_rates": [0.9, 0.5]}'
+    )
+    ours, _ = translate(["m", "--speculative-config", config], {})
+    rates = ["--synthetic-acceptance-rates", "[0.9, 0.5]"]
+    assert ours == ["m", "--num-speculative-tokens", "2", *rates]
+
+
 def test_pipeline_of_eight_tokens_drafts_seven() -> None:
     ours, _ = translate(["m", "--mtp-path", "d", "--num-tokens", "8"], {})
     assert ours == ["m", "--draft-model", "d", "--method=mtp", "--num-speculative-tokens", "7"]

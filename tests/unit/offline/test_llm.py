@@ -359,6 +359,14 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
             {"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 2}},
             "draft_tensor_parallel_size must be 1",
         ),
+        (
+            {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": [0.5]}},
+            "one rate for each of 4",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": "0.5"}},
+            "synthetic_acceptance_rates is a list of numbers",
+        ),
     ],
 )
 def test_argument_that_is_not_supported_is_refused_by_name(
@@ -367,6 +375,19 @@ def test_argument_that_is_not_supported_is_refused_by_name(
     with pytest.raises(ConfigError, match=told):
         LLM(str(pair[0]), **arguments)
     assert not engine
+
+
+def test_synthetic_rates_of_vllm_are_taken(
+    engine: list[ScorerOptions], pair: tuple[Path, Path]
+) -> None:
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1, 0.5],
+    }
+    LLM(str(pair[0]), speculative_config=speculation)
+    assert engine[0].synthetic_acceptance_rates == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(
