@@ -103,19 +103,22 @@ class DraftTimes:
     def __init__(self) -> None:
         self.share = Average(mean=1.0)  # of answers that hold a draft
         self._alone, self._beside = _Delays(), _Delays()
-        self._last = (-1.0, False)
+        self._last_draft_at = -1.0
 
     def observe(
         self, at: float, seconds: float, draft_s: float, num_tokens: int, *, alone: bool
     ) -> None:
         """Take in an answer that came after `seconds`; `draft_s` were drafting, as is said.
 
-        Of a batch only the first draft counts, which is its longest. `alone`: beside no step.
+        Of a batch only the first draft counts, which is its longest, and answers without a draft
+        only while no draft is known. `alone`: beside no step.
         """
         self.share.add(num_tokens > 0)
-        if self._last != (at, num_tokens > 0):
-            self._last = at, num_tokens > 0
-            (self._alone if alone else self._beside).add(seconds, draft_s, num_tokens)
+        if at == self._last_draft_at or (not num_tokens and self._counting.rest_s.weight):
+            return
+        if num_tokens:
+            self._last_draft_at = at
+        (self._alone if alone else self._beside).add(seconds, draft_s, num_tokens)
 
     @property
     def _counting(self) -> _Delays:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode
 from outrider.policy.waiting import Waiting
 from tests.support.simulators.one_device import OneDevice
 from tests.support.simulators.two_devices import TwoDevices
@@ -53,16 +51,14 @@ def test_drafts_that_pay_in_no_mode_are_not_made() -> None:
 
 
 def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 rows of which all draft on demand, without trials, beside newcomers' prompts."""
-    monkeypatch.setattr(AdaptivePolicy, "may_wait", True)
-    monkeypatch.setattr(AdaptivePolicy, "mode", DraftMode.ON_DEMAND)
+    """64 rows of which all draft on demand, beside newcomers' prompts."""
     rates, texts = [], []
     for halves in (False, True):
         with monkeypatch.context() as patched:
             if not halves:
                 patched.setattr(Waiting, "microbatch_step_s", lambda *_: 0.0)
             world = TwoDevices(64, 0.0, max_branches=0)
-            world.rate(1.5)
+            world.rate(2.0)
             rates.append(world.rate(2.0))
             texts.append({i: world.committed[i] for i in world.last})
     assert rates[1] > 1.1 * rates[0]
