@@ -67,14 +67,14 @@ def forced_choices(
 
     def choose(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
         choose_and_verify(logits, batch, out)
-        drafts, lens = batch.input_ids[:, 1:], batch.draft_lens[:, None]
-        positions = batch.sampling.position.view(len(drafts), -1)[:, 0] + 1
-        accepted = num_forced(batch.sampling.seed, positions, on_device)
-        accepted = torch.minimum(accepted, batch.draft_lens)
+        drafts = batch.by_row(batch.input_ids, out.shape[1] - 1)[:, 1:]
+        keys = batch.by_row(batch.sampling.seed, 1)[:, 0]
+        positions = batch.by_row(batch.sampling.position, 1)[:, 0] + 1
+        accepted = torch.minimum(num_forced(keys, positions, on_device), batch.draft_lens)
         choices = out[:, 1:-1]
         forced = force(drafts, choices.long(), accepted, logits.shape[1]).to(out.dtype)
         places = torch.arange(drafts.shape[1], device=out.device)
         out[:, 0] = accepted
-        choices.copy_(torch.where(places < lens, forced, choices))
+        choices.copy_(torch.where(places < batch.draft_lens[:, None], forced, choices))
 
     return choose
