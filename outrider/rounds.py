@@ -70,6 +70,9 @@ class Round(NamedTuple):
         return self.accepted + self.rejected
 
 
+UNDRAFTED = Round(0, 0, 0, rejected=False)
+
+
 @lru_cache(maxsize=4096)
 def chain_round(drafted: int, accepted: int) -> Round:
     """Return the round of a chain."""

@@ -65,8 +65,10 @@ class Committed:
 
 def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, ...]:
     """Count a step's rounds, and let the policy learn from them."""
-    rows = committed.step.rows
-    commits = tuple([_finalize_row(tracker, row, committed.seconds) for row in committed.emitted])
+    rows, emitted, seconds = committed.step.rows, committed.emitted, committed.seconds
+    undrafted = [row.seq.counters for row in emitted if _is_undrafted(row)]
+    tracker.account.undrafted_rounds(undrafted, seconds)
+    commits = tuple([_finalize_row(tracker, row, seconds) for row in emitted])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,
@@ -84,12 +86,17 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     return commits
 
 
+def _is_undrafted(row: Emitted) -> bool:
+    """Return whether a row decoded one token, as most do where nobody drafts."""
+    return not row.round.drafted and bool(row.output) and row.base_len != row.seq.num_prompt_tokens
+
+
 def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
     first = row.base_len == seq.num_prompt_tokens
-    drafted_by = (row.proposer_id, row.method)
-    verified_s = None if first else step_s
-    tracker.account.round(seq.counters, round_, len(output), drafted_by, verified_s, row.base_len)
+    if not _is_undrafted(row):
+        by, verified_s = (row.proposer_id, row.method), None if first else step_s
+        tracker.account.round(seq.counters, round_, len(output), by, verified_s, row.base_len)
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None

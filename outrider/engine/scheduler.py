@@ -31,6 +31,7 @@ from outrider.engine.step import (
 )
 from outrider.policy.base import Policy, Ready
 from outrider.policy.tracker import DraftTracker
+from outrider.rounds import UNDRAFTED
 from outrider.types import Failure, Request, VerifiedDraft
 
 _TO_BE_DRAWN = 0
@@ -181,7 +182,9 @@ class Scheduler:
             if choices:
                 proposer_id, method = seq.drafting.proposer_id or "", seq.draft_method
                 chosen = tuple(choices[: accepted + 1])
-                round_ = row.round(chosen)
+                round_ = row.round(chosen) if row.draft else UNDRAFTED
+                if seq.constraint is not None:
+                    chosen = chosen[: seq.constraint.end]
                 output, finish_reason = seq.trim(chosen)
                 wrong = seq.commit(output, round_.drafted)
                 if seq.constraint is not None:
@@ -194,12 +197,8 @@ class Scheduler:
                 draft = None
                 if seq.request.draft_trees and row.draft and step.device_drafts is None:
                     draft = VerifiedDraft(base_len, row.draft, tuple(row.slice.parents))
-                drafted_by = (proposer_id, method)
-                emitted.append(
-                    Emitted(
-                        seq, base_len, output, round_, *drafted_by, finish_reason, logprobs, draft
-                    )
-                )
+                about = (proposer_id, method, finish_reason, logprobs, draft)
+                emitted.append(Emitted(seq, base_len, output, round_, *about))
             if seq.num_computed // page_size > seq.num_published:
                 self._publish(seq)
             if finish_reason is not None:
@@ -272,30 +271,38 @@ class Scheduler:
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
         rows: dict[int, ScheduledRow] = {}
-        prompt_logits = self.config.max_prompt_logits
         counts = self._draft_counts(decoding)
-        for sequences, kept in ((decoding, reserve), (prefilling, 0)):
-            for seq in sequences:
-                left = budget - kept
-                if seq.wants_prompt_logits:
-                    left = min(left, prompt_logits)
-                # Not admitted any more: preempted by a row before it.
-                most = min(counts.get(seq.session_id, seq.drafting.num_draft_tokens), max_draft)
-                if left > 0 and seq.admitted and (row := self._place(seq, left, most, rows)):
-                    rows[seq.session_id] = row
-                    budget -= len(row.slice.token_ids)
-                    prompt_logits -= row.num_prompt_logits
+        for seq in decoding:
+            if not seq.admitted or budget <= reserve:  # preempted by a row before it
+                continue
+            if seq.draft is None:
+                row = self._place_last(seq, rows)
+            else:
+                most = min(counts[seq.session_id], max_draft)
+                row = self._place(seq, budget - reserve, most, rows)
+            if row is not None:
+                rows[seq.session_id] = row
+                budget -= len(row.slice.token_ids)
+        prompt_logits = self.config.max_prompt_logits
+        for seq in prefilling:
+            left = min(budget, prompt_logits) if seq.wants_prompt_logits else budget
+            most = min(seq.drafting.num_draft_tokens, max_draft)
+            if left > 0 and seq.admitted and (row := self._place(seq, left, most, rows)):
+                rows[seq.session_id] = row
+                budget -= len(row.slice.token_ids)
+                prompt_logits -= row.num_prompt_logits
         return list(rows.values())
 
     def _draft_counts(self, decoding: list[Sequence]) -> dict[int, int]:
-        """Return how many draft tokens each row verifies at most, by its session.
+        """Return how many tokens of each draft at hand are verified at most, by its session.
 
         What tells confidences is cut to what these make worth verifying, over all rows at once.
         """
-        counts = {seq.session_id: seq.drafting.num_draft_tokens for seq in decoding}
+        drafted = [seq for seq in decoding if seq.draft is not None]
+        counts = {seq.session_id: seq.drafting.num_draft_tokens for seq in drafted}
         told = [
             (seq, told)
-            for seq in decoding
+            for seq in drafted
             if (told := draft_confidences(seq, counts[seq.session_id]))
         ]
         if told:
@@ -304,16 +311,19 @@ class Scheduler:
             counts.update(zip([seq.session_id for seq, _ in told], cut, strict=True))
         return counts
 
+    def _place_last(self, seq: Sequence, rows: dict[int, ScheduledRow]) -> ScheduledRow | None:
+        """Return a row of a text's last token, with a page for it; None if there is none."""
+        start, table = seq.num_computed, seq.block_table
+        if start >= len(table) * self.config.page_size and not self._cover(seq, start + 1, rows):
+            return None
+        return ScheduledRow(seq, RowSlice((seq.token_ids[start],), start, table, 1), ())
+
     def _place(
         self, seq: Sequence, left: int, max_draft: int, rows: dict[int, ScheduledRow]
     ) -> ScheduledRow | None:
         """Return a row of at most `left` tokens, with pages for them; None if there are none."""
         start, length = seq.num_computed, len(seq.token_ids)
         page_size = self.config.page_size
-        if seq.draft is None and length == start + 1 > seq.num_prompt_tokens:  # as most rows are
-            covered = length <= len(seq.block_table) * page_size or self._cover(seq, length, rows)
-            last = RowSlice((seq.token_ids[start],), start, seq.block_table, 1)
-            return ScheduledRow(seq, last, ()) if covered else None
         end = length if length - start <= left else start + left
         draft, parents, probs = NO_DRAFT
         if seq.draft is not None and end == length:

@@ -8,7 +8,7 @@ from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.params import TokenIds
 from outrider.policy.row import Drafting
-from outrider.types import FinishReason, Request
+from outrider.types import Request
 
 
 class Sequence(DraftedRow):
@@ -76,8 +76,4 @@ class Sequence(DraftedRow):
                 editor.commit(emitted)
             if self.adjuster is not None:
                 self.adjuster.commit(emitted)
-        return self.walk(base_len, emitted, drafted)
-
-    def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
-        """Trim as any row; choices after the end of a constrained text do not count."""
-        return super().trim(choices if self.constraint is None else choices[: self.constraint.end])
+        return self.draft is not None and self.walk(base_len, emitted, drafted)

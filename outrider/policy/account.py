@@ -5,6 +5,8 @@ Nothing is decided by these counts: they are for `aux_info` and metrics.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 from outrider.counts import StepCounts, context_class
 from outrider.policy.base import Policy, Row
 from outrider.rounds import Counters, Round
@@ -26,9 +28,6 @@ class DraftAccount:
         """Count a row that goes into a step with so many draft tokens."""
         d, c, current = row.drafting, row.counters, row.drafting.round
         c.iter_count += 1
-        if is_undrafted(row):
-            c.fallback_rounds += current.looked_at is not None and d.offered.limit > 0
-            return
         if (fate := draft_fate(row, drafted)) is not None:
             c.fates[fate] += 1
             self.counts.fates[d.proposer_id or "", fate] += 1
@@ -40,6 +39,13 @@ class DraftAccount:
             c.wait_s += waited_s
             self.counts.wait_s += waited_s
         c.fallback_rounds += not drafted and d.offered.limit > 0
+
+    def launched_at_rest(self, row: Row) -> None:
+        """Count a row that `rests`, and goes into a step."""
+        c, d = row.counters, row.drafting
+        c.iter_count += 1
+        if d.offered.limit and d.round.looked_at is not None:
+            c.fallback_rounds += 1
 
     def arrived(self, row: Row, proposer_id: str, propose_s: float, network_s: float) -> None:
         """Count the time of a draft."""
@@ -53,6 +59,14 @@ class DraftAccount:
         """Count a row that lost its pages."""
         row.counters.preemptions += 1
         self.counts.preemptions += 1
+
+    def undrafted_rounds(self, rows: Rows[Counters], verified_s: float) -> None:
+        """Count rounds without drafts, each with one token; the step took `verified_s`."""
+        for counters in rows:
+            counters.rounds[0, 0] += 1
+            counters.score_s += verified_s
+        self.counts.rounds[0, 0] += len(rows)
+        self.counts.score_s += verified_s * len(rows)
 
     def round(
         self,
@@ -113,6 +127,14 @@ def draft_fate(row: Row, drafted: int) -> str | None:
     return "wrong" if current.wrong else "late"
 
 
-def is_undrafted(row: Row) -> bool:
-    """Return whether nobody drafts for a row, and nothing is left of a draft."""
-    return row.draft is None and row.drafting.offered.proposer.proposer_id is None
+def rests(row: Row, *, drafting: bool) -> bool:
+    """Return whether nobody drafts for a row now, and nothing is left of a draft to account for.
+
+    `drafting` says whether rows that have a proposer are to have drafts.
+    """
+    if row.draft is not None:
+        return False
+    d = row.drafting
+    if d.offered.proposer.proposer_id is None:
+        return True
+    return not (drafting or d.num_draft_tokens or d.awaited.asked or d.unlearned is not None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.account import DraftAccount, is_undrafted
+from outrider.policy.account import DraftAccount, rests
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.measurements import remember
@@ -135,10 +135,10 @@ class DraftTracker:
         """Return which rows run now, of those that lack at most a draft."""
         ready: list[R] = []
         waiting: list[R] = []
-        may_wait = self.policy.may_wait
+        may_wait, drafting = self.policy.may_wait, self.policy.mode.drafts
         for row in rows:
             current = row.drafting.round
-            if is_undrafted(row):
+            if rests(row, drafting=drafting):
                 current.looked_at = now
                 ready.append(row)
                 continue
@@ -175,16 +175,20 @@ class DraftTracker:
         Returns those whose circuit breaker opens: they awaited their proposers' drafts in vain.
         """
         self._launched_at = now
-        rows = list(rows)
-        opened = [row for row, drafted in rows if self._count_launch(row, drafted, now)]
-        self.learn([row for row, _ in rows])
+        drafting, opened, learning = self.policy.mode.drafts, [], []
+        for row, drafted in rows:
+            if not drafted and rests(row, drafting=drafting):
+                self.account.launched_at_rest(row)
+                continue
+            learning.append(row)
+            if self._count_launch(row, drafted, now):
+                opened.append(row)
+        self.learn(learning)
         return opened
 
     def _count_launch(self, row: Row, drafted: int, now: float) -> bool:
         d, current = row.drafting, row.drafting.round
         self.account.launched(row, drafted, now)
-        if is_undrafted(row):
-            return False
         if current.looked_at is None:  # it processed its prompt, and missed nothing
             return False
         wanted = _is_awaited(row) or (current.at_hand and d.num_draft_tokens > 0)
@@ -232,8 +236,9 @@ class DraftTracker:
     def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
         """Note a row's commit; `wrong` says that its draft fell off the committed path."""
         d, awaited = row.drafting, row.drafting.awaited
-        if is_undrafted(row) and not (round_.drafted or wrong):  # `attach` begins the rest anew
-            d.round = CurrentRound(now)
+        drafting = self.policy.mode.drafts
+        if not (round_.drafted or wrong) and rests(row, drafting=drafting):
+            d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
             return
         if d.round.looked_at is None or not awaited.asked:  # no draft was to come before
             awaited.since = now
