@@ -47,7 +47,7 @@ def take_config(
         if target is not None:
             wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
         engine = choose(args.engine, wanted, installed=True if dry else None)
-        check_rounding(engine, args.quantization)
+        check_rounding(engine, getattr(args, "quantization", None))  # the demo has no such flag
     vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
     if node_rank(parallel):
         raise ConfigError("--node-rank: run `outrider scorer` on the machines after the first.")

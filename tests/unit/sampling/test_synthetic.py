@@ -123,7 +123,9 @@ def test_captured_choices_accept_what_the_rounds_accept() -> None:
     params = [SamplingParams(float(i % 2), seed=i) for i in range(rows)]
     sampling = SamplingBatch.build(params, [0] * rows)
     positions = firsts[:, None] + torch.arange(width)
-    batch = VerifyBatch(tokens, lens, sampling.repeated(1, positions.flatten()))
+    starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
+    by_token = sampling.repeated(width, positions.flatten())
+    batch = VerifyBatch(tokens.flatten(), starts, lens, by_token)
     logits = torch.randn(rows * width, 2, generator=generator)
     plain, forced = (torch.empty(rows, width + 1, dtype=torch.int32) for _ in range(2))
     choose_and_verify(logits, batch, plain)
