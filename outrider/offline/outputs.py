@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from gateway.openai.job import Job
 from gateway.output import OutputToken
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.params import RequestOutputKind
-from outrider.types import TokenLogprobs
+from outrider.types import TokenKind, TokenLogprobs
 from outrider.v1.common_pb2 import AuxInfo
 
 ABORTED: Final = "abort"
@@ -76,6 +76,33 @@ class RequestOutput:
         return next((each.aux_info for each in self.outputs if each.index == 0), None)
 
 
+class _Written:
+    """Tokens of one completion, as columns of `OutputToken`.
+
+    An object a token would keep the garbage collector busy for longer than the tokens take.
+    """
+
+    def __init__(self, tokens: Iterable[OutputToken] = ()) -> None:
+        self.ids: list[int] = []
+        self.kinds: list[TokenKind] = []
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.add(tokens)
+
+    def add(self, tokens: Iterable[OutputToken]) -> None:
+        for column, new in zip(self._columns, zip(*tokens, strict=True), strict=False):
+            column += new
+
+    def tokens(self, start: int = 0) -> tuple[OutputToken, ...]:
+        """Return the tokens from the `start`-th on."""
+        columns = [column[start:] for column in self._columns]
+        return tuple(map(OutputToken, *columns))
+
+    @property
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.ids, self.kinds, self.texts, self.logprobs
+
+
 class Tracker:
     """The outcome of one request so far."""
 
@@ -95,7 +122,7 @@ class Tracker:
         self._request_id = request_id
         self._prompt = prompt
         self._kind = kind
-        self._tokens: list[list[OutputToken]] = [[] for _ in job.work]
+        self._written = [_Written() for _ in job.work]
         # What deltas have shown: tokens, the sum of their logprobs, and ends.
         self._taken = [0] * len(job.work)
         self._sums = [0.0] * len(job.work)
@@ -105,12 +132,12 @@ class Tracker:
 
     @property
     def finished(self) -> bool:
-        return self._aborted or len(self._endings) == len(self._tokens)
+        return self._aborted or len(self._endings) == len(self._written)
 
     def add(self, index: int, chunk: Chunk) -> bool:
         """Add a chunk; return whether there is something to show."""
         if not self._job.scores_only:
-            self._tokens[index] += chunk.tokens
+            self._written[index].add(chunk.tokens)
         if chunk.ending is not None:
             only = self._job.scores_only
             self._endings[index] = chunk.ending.of_prompt() if only else chunk.ending
@@ -125,17 +152,17 @@ class Tracker:
         job, endings = self._job, self._endings
         prompt_token_ids = list(job.work[0].prompt_token_ids)
         if job.shaper.n < job.shaper.per_prompt and not self._aborted:
-            ended = [Completion(tuple(self._tokens[i]), endings[i]) for i in range(len(endings))]
+            ended = [Completion(self._written[i].tokens(), endings[i]) for i in range(len(endings))]
             outputs = [
-                self._output(number, completion.tokens, completion.ending)
+                self._output(number, _Written(completion.tokens), completion.ending)
                 for number, completion in enumerate(job.shaper.best(ended))
             ]
         elif self._kind is RequestOutputKind.DELTA:
             outputs = self._new()
         else:
             outputs = [
-                self._output(number, tokens, endings.get(number))
-                for number, tokens in enumerate(self._tokens)
+                self._output(number, written, endings.get(number))
+                for number, written in enumerate(self._written)
             ]
         return RequestOutput(
             self._request_id,
@@ -158,11 +185,11 @@ class Tracker:
     def _new(self) -> list[CompletionOutput]:
         """Return what is new of the completions that have something new."""
         outputs = []
-        for number, tokens in enumerate(self._tokens):
-            new, ending = tokens[self._taken[number] :], self._endings.get(number)
+        for number, written in enumerate(self._written):
+            new, ending = written.tokens(self._taken[number]), self._endings.get(number)
             ends = number not in self._ended and (ending is not None or self._aborted)
             if new or ends:
-                outputs.append(self._output(number, new, ending, self._sums[number]))
+                outputs.append(self._output(number, _Written(new), ending, self._sums[number]))
                 self._taken[number] += len(new)
                 self._sums[number] = outputs[-1].cumulative_logprob or 0.0
             if ends:
@@ -170,20 +197,20 @@ class Tracker:
         return outputs
 
     def _output(
-        self, index: int, tokens: Sequence[OutputToken], ending: Ending | None, before: float = 0.0
+        self, index: int, written: _Written, ending: Ending | None, before: float = 0.0
     ) -> CompletionOutput:
         """`before` is the sum of the logprobs of the tokens before these."""
         logprobs = None
         if self._job.shaper.spell is not None:
-            logprobs = [self._logprobs(token) for token in tokens]
+            logprobs = [*map(self._logprobs, written.ids, written.logprobs)]
         return CompletionOutput(
             index=index,
-            text="".join([token.text for token in tokens]),
-            token_ids=[token.id for token in tokens],
+            text="".join(written.texts),
+            token_ids=list(written.ids),
             cumulative_logprob=(
                 None
                 if logprobs is None
-                else sum((t.logprobs.logprob for t in tokens if t.logprobs is not None), before)
+                else sum((each.logprob for each in written.logprobs if each is not None), before)
             ),
             logprobs=logprobs,
             finish_reason=(
@@ -198,16 +225,16 @@ class Tracker:
         how = self._job.shaper.how
         if how is None or ending is None or self._job.shaper.n < self._job.shaper.per_prompt:
             return None
-        return message_of(how, [token.text for token in self._tokens[index]]).fields
+        return message_of(how, self._written[index].texts).fields
 
     def _stop_reason(self, ending: Ending) -> str | int | None:
         if isinstance(ending.stop, str) or ending.stop in self._job.work[0].stop.stop_token_ids:
             return ending.stop
         return None  # the model's own end
 
-    def _logprobs(self, token: OutputToken) -> dict[int, Logprob]:
-        assert token.logprobs is not None, "asked for with every token"
-        return self._entries(token.id, token.logprobs)
+    def _logprobs(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[int, Logprob]:
+        assert logprobs is not None, "asked for with every token"
+        return self._entries(token_id, logprobs)
 
     def _entries(self, own_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         entries = {

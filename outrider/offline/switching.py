@@ -1,26 +1,35 @@
-"""Set how soon threads of this process take over from each other."""
+"""Set how this process's interpreter serves threads and garbage while a model is open in it."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+from typing import Final
 
 from outrider.config import THREAD_SWITCH_S
 
+_YOUNG_OBJECTS: Final = 5000
+"""Python's 700 are fewer than a step of many rows makes; each look at them stops all threads."""
+
 
 class Switching:
-    """Lets threads take over from each other sooner while any engine is open."""
+    """Lets threads take over sooner, and garbage wait longer, while any engine is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines = 0
         self._before_s = 0.0
+        self._thresholds_before = gc.get_threshold()
 
     def begin(self) -> None:
         with self._lock:
             if self._engines == 0:
                 self._before_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before_s, THREAD_SWITCH_S))
+                self._thresholds_before = young, *older = gc.get_threshold()
+                if young:  # 0: off
+                    gc.set_threshold(max(young, _YOUNG_OBJECTS), *older)
             self._engines += 1
 
     def end(self) -> None:
@@ -28,6 +37,7 @@ class Switching:
             self._engines -= 1
             if self._engines == 0:
                 sys.setswitchinterval(self._before_s)
+                gc.set_threshold(*self._thresholds_before)
 
 
 switching = Switching()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import subprocess
@@ -268,11 +269,13 @@ def test_request_that_is_refused_ends_the_others_with_its_error(llm: LLM) -> Non
 
 def test_closed_llm_leaves_no_thread_and_refuses_requests(pair: tuple[Path, Path]) -> None:
     before, switch_s = set(threading.enumerate()), sys.getswitchinterval()
+    thresholds = gc.get_threshold()
     with LLM(str(pair[1]), device="cpu", kv_cache_memory=16) as llm:
         llm.generate(["x"], SamplingParams(max_tokens=2))
         assert set(threading.enumerate()) > before
     assert set(threading.enumerate()) <= before
     assert sys.getswitchinterval() == switch_s
+    assert gc.get_threshold() == thresholds
     with pytest.raises(UnavailableError, match="closed"):
         llm.generate("x")
 
@@ -281,6 +284,7 @@ def test_close_when_interrupted_still_gives_everything_back(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, switch_s = set(threading.enumerate()), sys.getswitchinterval()
+    thresholds = gc.get_threshold()
     llm = LLM(str(pair[1]), device="cpu", kv_cache_memory=16)
     engine = llm._model.engine
 
@@ -292,6 +296,7 @@ def test_close_when_interrupted_still_gives_everything_back(
         llm.close()
     assert set(threading.enumerate()) == before
     assert sys.getswitchinterval() == switch_s
+    assert gc.get_threshold() == thresholds
     llm.close()
 
 
