@@ -22,6 +22,8 @@ SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""
 THREAD_SWITCH_S: Final = 0.0005
 """Time for which a thread may keep the one that waits for its result from taking it up."""
+NUM_SPECULATIVE_TOKENS: Final = 4
+"""K, unless another is asked for."""
 MAX_WAITING: Final = 1024
 """Requests that wait for a row of the batch."""
 
@@ -42,7 +44,7 @@ class EngineConfig:
     """Committed tokens a request can reach."""
     max_waiting: int = MAX_WAITING
     """Maximum requests that wait for admission; others get a CapacityError."""
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS
     """K: maximum draft tokens per row and step, unless a request asks otherwise."""
     enable_prefix_caching: bool = True
     synthetic_acceptance_rates: tuple[float, ...] = ()
@@ -68,15 +70,15 @@ def check_acceptance_rates(rates: Sequence[float], num_speculative_tokens: int) 
     """Raise `ConfigError` for synthetic acceptance rates that no K draft tokens can have."""
     if not rates:
         return
-    if len(rates) != num_speculative_tokens:
-        raise ConfigError(
-            f"synthetic_acceptance_rates needs one rate for each of {num_speculative_tokens} draft "
-            f"tokens (num_speculative_tokens), but has {len(rates)}."
-        )
     if not all(0.0 <= rate <= 1.0 for rate in rates):
         raise ConfigError("synthetic_acceptance_rates must lie between 0 and 1.")
     if any(after > before for before, after in pairwise(rates)):
         raise ConfigError(
             "synthetic_acceptance_rates must not rise: the n-th is how likely a round accepts at "
             "least n tokens."
+        )
+    if len(rates) != num_speculative_tokens:
+        raise ConfigError(
+            f"synthetic_acceptance_rates needs one rate for each of {num_speculative_tokens} draft "
+            f"tokens (num_speculative_tokens), but has {len(rates)}."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,6 +135,16 @@ def check_rounding(engine: str, quantization: str | None) -> None:
         raise ConfigError(
             f"--quantization {quantization} is for --engine native: give vLLM's own after --, as "
             "-- --quantization fp8."
+        )
+
+
+def check_synthetic(engine: str, rates: Sequence[float] | None) -> None:
+    """Refuse synthetic acceptance by our flag where vLLM serves. Raises `ConfigError`."""
+    if engine == VLLM and rates:
+        raise ConfigError(
+            "--synthetic-acceptance-rates is for --engine native: give vLLM's own key after --, as "
+            """-- --speculative-config '{..., "rejection_sample_method": "synthetic", """
+            """"synthetic_acceptance_rates": [0.9, 0.6]}'."""
         )
 
 

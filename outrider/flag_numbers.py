@@ -16,9 +16,13 @@ def number(text: str) -> float:
 
 def rates(text: str) -> tuple[float, ...]:
     """Read numbers between commas, also in brackets; `check_acceptance_rates` bounds them."""
-    return tuple(
-        number(part) for part in text.strip().removeprefix("[").removesuffix("]").split(",")
-    )
+    parts = text.strip().removeprefix("[").removesuffix("]").split(",")
+    try:
+        return tuple(map(float, parts))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers, such as 0.9,0.6"
+        ) from None
 
 
 def whole(text: str, low: int, high: int = 2**31 - 1) -> int:

@@ -239,7 +239,9 @@ class EngineInfo:
     num_speculative_tokens: int
     features: FeatureSpec | None = None  # hidden states that are captured
     adapters: tuple[str, ...] = ()  # names that requests may ask for
-    synthetic: bool = False  # drafts are accepted at given rates, so no rule can be asked for
+    synthetic: bool = (
+        False  # drafts are accepted at given rates, so requests name no rule or constraint
+    )
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError` or `PromptTooLongError` if the request cannot be served."""
@@ -269,6 +271,13 @@ class EngineInfo:
                 "This scorer accepts drafts at synthetic rates, for benchmarks: leave verification "
                 "out, or start it without --synthetic-acceptance-rates.",
                 param="verification",
+            )
+        if self.synthetic and request.constraint is not None:
+            raise InvalidRequestError(
+                "This scorer accepts drafts at synthetic rates, which is for benchmarks and takes "
+                "no constraints: leave the constraint out, or start it without "
+                "--synthetic-acceptance-rates.",
+                param=request.constraint.kind.value,
             )
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(

@@ -13,6 +13,7 @@ from outrider import engines, flag_numbers, start_times
 from outrider.config import (
     DTYPES,
     KV_CACHE_DTYPES,
+    NUM_SPECULATIVE_TOKENS,
     QUANTIZATIONS,
     SPECULATION_POLICIES,
     THREAD_SWITCH_S,
@@ -37,10 +38,7 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
 _VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
-_NATIVE_ONLY = (
-    *("in_process_proposer", "hidden_features", "attention_backend"),
-    "synthetic_acceptance_rates",
-)
+_NATIVE_ONLY = ("in_process_proposer", "hidden_features", "attention_backend")
 _MAX_SOCKET_PATH = 97
 """Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 
@@ -106,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--num-speculative-tokens",
         type=_whole(0, 128),
-        default=4,
+        default=NUM_SPECULATIVE_TOKENS,
         help="K: draft tokens verified per request and round; 0 switches speculation off",
     )
     add(
@@ -287,6 +285,7 @@ def _engine(args: dict[str, Any]) -> str:
     if engine == engines.NATIVE and flags:
         raise ConfigError(f"{' '.join(flags)}: flags of vLLM need --engine vllm.")
     engines.check_rounding(engine, args["quantization"])
+    engines.check_synthetic(engine, args["synthetic_acceptance_rates"])
     if engine == engines.VLLM and args["kv_cache_dtype"] != KV_CACHE_DTYPES[0]:
         args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
     unfit = [name for name in _NATIVE_ONLY if args[name]]

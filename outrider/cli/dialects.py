@@ -32,6 +32,8 @@ class Rule:
     """Further words of ours."""
     keys: Mapping[str, Rule] | None = None
     """The value is a JSON object with these keys."""
+    needs: tuple[str, str] | None = None
+    """The flag of ours that has to be given, too, and what to say where it is not."""
     secret: bool = False
     """The value is never printed."""
 
@@ -138,6 +140,7 @@ _SPECULATIVE_CONFIG: Final = {
         note="synthetic_acceptance_rates say it",
         refusal='leave it out: each request names its rule, as "verification": "block"',
         harmless=("synthetic",),
+        needs=("--synthetic-acceptance-rates", "synthetic needs synthetic_acceptance_rates"),
     ),
     "synthetic_acceptance_rates": _is("--synthetic-acceptance-rates"),
     "synthetic_acceptance_length": _refused(

@@ -10,8 +10,8 @@ from typing import Any
 from outrider.cli.gpus import count_gpus
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
-from outrider.config import DTYPES
-from outrider.engines import AUTO, NATIVE, VLLM, Wanted, check_rounding, choose
+from outrider.config import DTYPES, check_acceptance_rates
+from outrider.engines import AUTO, NATIVE, VLLM, Wanted, check_rounding, check_synthetic, choose
 from outrider.errors import ConfigError
 from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
 from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
@@ -37,6 +37,7 @@ def take_config(
     device = args.device or ("cuda" if num_gpus else "cpu")
     parallel = take_parallel_flags(vars(args))
     devices = num_devices(parallel)
+    rates: tuple[float, ...] = getattr(args, "synthetic_acceptance_rates", None) or ()
     if device != "cpu" and devices > num_gpus and not dry and "--nnodes" not in parallel:
         raise ConfigError(f"{' '.join(parallel)}: this machine has {num_gpus} GPUs.")
     models = _Models(say, dry=dry)
@@ -48,6 +49,7 @@ def take_config(
             wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
         engine = choose(args.engine, wanted, installed=True if dry else None)
         check_rounding(engine, getattr(args, "quantization", None))  # the demo has no such flag
+        check_synthetic(engine, rates)
     vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
     if node_rank(parallel):
         raise ConfigError("--node-rank: run `outrider scorer` on the machines after the first.")
@@ -60,7 +62,7 @@ def take_config(
             methods, draft = (), None
         draft_device = draft_device or _beside_vllm(methods, device, num_gpus, devices)
     _check_tokenizers(name, draft, methods, models)
-    return ServeConfig(
+    config = ServeConfig(
         model=models.served(name),
         draft_model=None if draft is None else models.served(draft),
         methods=methods,
@@ -68,7 +70,7 @@ def take_config(
         draft_device=draft_device,
         engine=engine,
         vllm_flags=vllm_flags,
-        dtype=_dtype(args.dtype, device, target, say),
+        dtype=_dtype(args.dtype, device, target, say, exact=not rates),
         num_speculative_tokens=args.num_speculative_tokens,
         speculation_policy=args.speculation_policy,
         served_model_name=named[0] if named else "default" if name == EMBEDDED else name,
@@ -76,6 +78,13 @@ def take_config(
         flags=_passed(args),
         **fields,
     )
+    if rates and not methods:
+        raise ConfigError(
+            "--synthetic-acceptance-rates accepts drafts, and with --method none there are none: "
+            "leave one of the two out."
+        )
+    check_acceptance_rates(rates, config.max_scored_tokens)
+    return config
 
 
 def _beside_vllm(
@@ -172,16 +181,18 @@ def _drafting(
     return methods, draft
 
 
-def _dtype(asked: str, device: str, folder: Path | None, say: Say) -> str:
+def _dtype(asked: str, device: str, folder: Path | None, say: Say, *, exact: bool) -> str:
     if asked != "auto":
         return asked
     if device == "cpu":
-        say("dtype float32, as on any CPU: the text is the same with and without speculation")
+        same = ": the text is the same with and without speculation" if exact else ""
+        say(f"dtype float32, as on any CPU{same}")
         return "float32"
     stored = "bfloat16" if folder is None else stored_dtype(folder)
     if stored not in DTYPES:
         raise ConfigError(f"the checkpoint's dtype is {stored}: give --dtype bfloat16 or another.")
-    say(f"dtype {stored}, the checkpoint's own: near ties may fall differently with speculation")
+    near = ": near ties may fall differently with speculation" if exact else ""
+    say(f"dtype {stored}, the checkpoint's own{near}")
     return stored
 
 
@@ -205,7 +216,8 @@ def _passed(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     for flag in PASSED:
         value = getattr(args, flag.name.replace("-", "_"), None)
         for each in value if isinstance(value, list) else [] if value is None else [value]:
-            given = (f"--{flag.theirs or flag.name}", str(each))
+            said = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
+            given = (f"--{flag.theirs or flag.name}", said)
             flags[flag.service] = (*flags.get(flag.service, ()), *given)
     for service, name in (("scorer", "enable-prefix-caching"), ("gateway", "playground")):
         if not getattr(args, name.replace("-", "_"), True):

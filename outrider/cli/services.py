@@ -13,7 +13,7 @@ from outrider.aux_layers import states_read
 from outrider.child_process import ServiceSpec
 from outrider.cli.ports import HOST, free_port
 from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
-from outrider.config import SPECULATION_POLICIES
+from outrider.config import NUM_SPECULATIVE_TOKENS, SPECULATION_POLICIES
 from outrider.engines import NATIVE, VLLM
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, SELF_LIMITING_METHODS
@@ -68,7 +68,7 @@ class ServeConfig:
         if self.draft_model is not None and not self.drafts_with_model:
             method = ",".join(self.methods) or "none"
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
-        if self.engine == VLLM and self.methods and self.draft_device is None:
+        if self.drafted_by_vllm and self.methods:
             self.own_speculation()  # raises
         if self.engine == VLLM and self.head and self.draft_device is not None:
             raise ConfigError(
@@ -97,6 +97,19 @@ class ServeConfig:
             return range(0)
         first = _index(self.device)
         return range(first, first + num_devices(self.vllm_flags))
+
+    @property
+    def drafted_by_vllm(self) -> bool:
+        return self.engine == VLLM and self.draft_device is None
+
+    @property
+    def max_scored_tokens(self) -> int:
+        """The scorer's K: draft tokens that it verifies per request and round."""
+        if self.drafted_by_vllm:
+            return 0
+        if self.num_speculative_tokens is None or _is_self_limiting(self):
+            return NUM_SPECULATIVE_TOKENS
+        return self.num_speculative_tokens
 
     def own_speculation(self) -> dict[str, object]:
         """Return vLLM's `speculative_config` for methods that vLLM has. Raises `ConfigError`."""
@@ -149,11 +162,9 @@ def _scorer(config: ServeConfig, port: int, socket_path: str) -> Iterator[object
     yield from ("--threads", _scorer_threads(config))
     yield from ("--speculation-policy", config.speculation_policy)
     yield from ("--engine", config.engine)
-    own = config.engine == VLLM and config.draft_device is None
-    if own:
-        yield from ("--num-speculative-tokens", 0)
-    elif config.num_speculative_tokens is not None and not _is_self_limiting(config):
-        yield from ("--num-speculative-tokens", config.num_speculative_tokens)
+    own = config.drafted_by_vllm
+    if config.max_scored_tokens != NUM_SPECULATIVE_TOKENS:
+        yield from ("--num-speculative-tokens", config.max_scored_tokens)
     if config.methods and config.draft_device is None and not own:
         yield from ("--in-process-proposer", shlex.join(map(str, _draft(config, config.device))))
     elif config.methods and not own:

@@ -27,6 +27,7 @@ def translate(words: Sequence[str], environment: Mapping[str, str]) -> tuple[lis
                 if variable in environment:
                     reader.take(variable, flag, environment[variable])
     reader.read(words)
+    reader.check_needs()
     if reader.refusals:
         raise ConfigError("; ".join(reader.refusals) + ".")
     if reader.foreign:
@@ -42,6 +43,7 @@ class _Reader:
         self.words: list[str] = []
         self.notes: list[str] = []
         self.refusals: list[str] = []
+        self.needs: list[tuple[str, str]] = []  # flags of ours, and refusals without them
         self.foreign = False  # some flag is another engine's
 
     def read(self, words: Sequence[str]) -> None:
@@ -86,6 +88,11 @@ class _Reader:
             return
         self._apply(name, rule, value)
 
+    def check_needs(self) -> None:
+        """Refuse what was taken on account of flags that did not come."""
+        given = {word.partition("=")[0] for word in self.words}
+        self.refusals += [refusal for flag, refusal in self.needs if flag not in given]
+
     def _apply(self, name: str, rule: Rule, value: str) -> None:
         known = value.lower() in rule.harmless
         if rule.refusal is not None and not known:
@@ -94,6 +101,8 @@ class _Reader:
         elif rule.note is not None:
             self.foreign = True
             self.notes.append(f"{name} {value}".rstrip() + f" is not needed: {rule.note}")
+            if rule.needs is not None:
+                self.needs.append((rule.needs[0], f"{name} {value}: {rule.needs[1]}"))
         else:
             self._put(name, rule, value)
 

@@ -199,7 +199,11 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
         if isinstance(config, Mapping):
             config = dict(config)
             rates = _rates(config.pop("synthetic_acceptance_rates", None))
-            if rates and config.get("rejection_sample_method") == "synthetic":
+            if config.get("rejection_sample_method") == "synthetic":
+                if not rates:
+                    raise ConfigError(
+                        "speculative_config: synthetic needs synthetic_acceptance_rates."
+                    )
                 del config["rejection_sample_method"]  # as vLLM has it; the rates say it
         methods, tokens = read_speculation(config, given.model, device)
         check_acceptance_rates(rates, tokens)

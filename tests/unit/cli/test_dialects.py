@@ -274,6 +274,17 @@ def test_synthetic_acceptance_of_vllm_is_ours() -> None:
     assert ours == ["m", "--num-speculative-tokens", "2", *rates]
 
 
+def test_synthetic_acceptance_of_vllm_without_rates_is_refused() -> None:
+    name = "--speculative-config.rejection_sample_method"
+    with pytest.raises(ConfigError, match="synthetic needs synthetic_acceptance_rates"):
+        translate(["m", name, "synthetic"], {})
+    with pytest.raises(ConfigError, match="synthetic needs synthetic_acceptance_rates"):
+        translate(["m", "--speculative-config", '{"rejection_sample_method": "synthetic"}'], {})
+    rates = ["--speculative-config.synthetic_acceptance_rates", "0.9,0.5"]
+    ours, _ = translate(["m", name, "synthetic", *rates], {})
+    assert ours == ["m", "--synthetic-acceptance-rates", "0.9,0.5"]
+
+
 def test_pipeline_of_eight_tokens_drafts_seven() -> None:
     ours, _ = translate(["m", "--mtp-path", "d", "--num-tokens", "8"], {})
     assert ours == ["m", "--draft-model", "d", "--method=mtp", "--num-speculative-tokens", "7"]

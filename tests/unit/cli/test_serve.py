@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -340,6 +341,76 @@ def test_dry_run_prints_commands_as_a_shell_takes_them(
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["scorer:", "gateway:"]
     assert lines[1][lines[1].index("--http-port") + 1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ("nan", "must lie between 0 and 1"),
+        ("-0.1", "must lie between 0 and 1"),
+        ("0.9,-0.1,0,0", "must lie between 0 and 1"),
+        ("0.1,0.2,0,0", "must not rise"),
+        ("0.9,0.6", "one rate for each of 4 draft tokens"),
+        ("abc", "'abc' is no list of numbers"),
+        ("", "'' is no list of numbers"),
+        (",,,", "',,,' is no list of numbers"),
+    ],
+)
+def test_synthetic_rates_that_the_scorer_refuses_are_refused_in_its_words(
+    rates: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from scorer_service.__main__ import main as scorer
+
+    flag = f"--synthetic-acceptance-rates={rates}"
+    key = f"--speculative-config={json.dumps({'synthetic_acceptance_rates': rates})}"
+    assert message in refusal(main, ["serve", "embedded", "--dry-run", flag], capsys)
+    assert message in refusal(main, ["serve", "embedded", "--dry-run", key], capsys)
+    assert message in refusal(scorer, ["--device", "cpu", flag], capsys)
+
+
+def refusal(
+    run: Callable[[Sequence[str]], int],
+    argv: Sequence[str],
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Return what a command that ends with exit code 2 says on stderr."""
+    try:
+        code: object = run(argv)
+    except SystemExit as exit:
+        code = exit.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    return said.err
+
+
+def test_synthetic_rates_need_drafts_of_the_scorers_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rates = "--synthetic-acceptance-rates=0.9,0.6"
+    words = ["serve", "embedded", "--device", "cpu", "--dry-run", "--num-speculative-tokens", "2"]
+    assert main([*words, rates]) == 0
+    said = capsys.readouterr()
+    assert "--synthetic-acceptance-rates 0.9,0.6" in said.out
+    assert "dtype float32, as on any CPU" in said.err
+    assert "the text is the same" not in said.err
+    assert main(words) == 0
+    assert "the text is the same" in capsys.readouterr().err
+    assert "there are none" in refusal(main, [*words, rates, "--method", "none"], capsys)
+    limited = refusal(main, [*words, rates, "--method", "suffix"], capsys)
+    assert "one rate for each of 4" in limited  # whose K the scorer is not told
+
+
+@pytest.mark.usefixtures("vllm_installed")
+def test_synthetic_rates_where_vllm_serves_name_its_own_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from scorer_service.__main__ import main as scorer
+
+    folder = str(checkpoint(tmp_path / "m"))
+    rates = ["--engine", "vllm", "--synthetic-acceptance-rates", "0.9,0.6"]
+    for run, argv in ((main, ["serve", folder, "--dry-run"]), (scorer, ["--model", folder])):
+        said = refusal(run, [*argv, *rates], capsys)
+        assert "is for --engine native: give vLLM's own key after --" in said
 
 
 def test_ready_line_says_where_what_and_how() -> None:

@@ -372,6 +372,10 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
             {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": "0.5"}},
             "synthetic_acceptance_rates is a list of numbers",
         ),
+        (
+            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+            "synthetic needs synthetic_acceptance_rates",
+        ),
     ],
 )
 def test_argument_that_is_not_supported_is_refused_by_name(

@@ -19,6 +19,8 @@ from outrider.engine.sampling.synthetic import force, forced_choices, num_forced
 from outrider.engine.sampling.verify import VerifyBatch, choose_and_verify, verify_rows
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import (
+    Constraint,
+    ConstraintKind,
     SamplingParams,
     SpeculationParams,
     StopParams,
@@ -154,6 +156,8 @@ def test_force_keeps_choices_that_differ_from_rejected_drafts() -> None:
         ((1.5, 0.6, 0.1), "between 0 and 1"),
         ((0.5, 0.1, -0.1), "between 0 and 1"),
         ((0.5, math.nan, 0.1), "between 0 and 1"),
+        ((math.nan,), "between 0 and 1"),
+        ((-0.1,), "between 0 and 1"),
     ],
 )
 def test_synthetic_rates_that_cannot_be_are_refused(rates: tuple[float, ...], reason: str) -> None:
@@ -161,7 +165,7 @@ def test_synthetic_rates_that_cannot_be_are_refused(rates: tuple[float, ...], re
         EngineConfig(num_speculative_tokens=3, synthetic_acceptance_rates=rates)
 
 
-def test_synthetic_acceptance_refuses_requests_that_name_a_rule(
+def test_synthetic_acceptance_refuses_requests_that_name_a_rule_or_constraint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = EngineConfig(**PAGES, num_speculative_tokens=K, synthetic_acceptance_rates=RATES)
@@ -171,4 +175,8 @@ def test_synthetic_acceptance_refuses_requests_that_name_a_rule(
         speculation = SpeculationParams(verification=Verification(rule, required=required))
         with pytest.raises(InvalidRequestError, match="leave verification out"):
             engine.info.check(Request(0, (1, 2), speculation=speculation))
+    for kind, source in ((ConstraintKind.REGEX, "a+"), (ConstraintKind.JSON_OBJECT, "")):
+        with pytest.raises(InvalidRequestError, match="for benchmarks and takes no constr") as told:
+            engine.info.check(Request(0, (1, 2), constraint=Constraint(kind, source)))
+        assert told.value.param == kind.value
     engine.info.check(Request(0, (1, 2)))
