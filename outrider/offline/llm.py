@@ -218,19 +218,26 @@ class LLM:
 
 def _text_or_ids(prompt: Prompt) -> str | list[int]:
     """Raise `InvalidRequestError` for a prompt that is neither."""
+    refusal = InvalidRequestError(
+        'A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.',
+        param="prompt",
+    )
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-            raise InvalidRequestError(
-                'A prompt is a text, {"prompt": text} or {"prompt_token_ids": ids}.', param="prompt"
-            )
+            raise refusal
         ((_, prompt),) = prompt.items()
     if isinstance(prompt, str):
         return prompt
-    return [token if type(token) is int else int(token) for token in prompt]
+    try:
+        return [token if type(token) is int else int(token) for token in prompt]
+    except (TypeError, ValueError):
+        raise refusal from None
 
 
 def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__getitem__"):
+        return True  # `_text_or_ids` refuses what is no prompt
+    return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
 def _spread(params: Params, count: int) -> Sequence[SamplingParams | None]:

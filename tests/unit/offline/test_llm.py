@@ -122,6 +122,15 @@ def test_generate_from_token_ids_equals_text(llm: LLM) -> None:
     assert text_of(llm.generate(ids, GREEDY, use_tqdm=False)) == text_of([whole])
 
 
+@pytest.mark.parametrize(
+    "prompts", [None, 5, [None], ["x", 5], [["x"]], {"prompt": None}, {"text": "x"}, iter("x")]
+)
+def test_generate_from_what_is_no_prompt_says_what_a_prompt_is(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="A prompt is a text, token ids") as refused:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert refused.value.param == "prompt"
+
+
 def test_generate_with_params_for_each_prompt_uses_them(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5, 3)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
