@@ -81,11 +81,12 @@ class _Delays:
         self.token_s, self.rest_s = Average(), Average()
 
     def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
-        if self.rest_s.weight:
-            seconds = min(seconds, OUTLIER * self.mean_s(num_tokens))
+        if self.rest_s.weight and (usual_s := self.mean_s(num_tokens)) > 0.0:
+            seconds = min(seconds, OUTLIER * usual_s)
         if num_tokens:  # a proposer is not believed to have drafted for longer than that
             self.token_s.add(min(draft_s, seconds) / num_tokens)
-        self.rest_s.add(seconds - self.token_s.mean * num_tokens)
+        # Tokens of drafts of other lengths may be said to take longer than this one did.
+        self.rest_s.add(max(0.0, seconds - self.token_s.mean * num_tokens))
 
     def mean_s(self, num_tokens: Num) -> Num:
         return self.rest_s.mean + self.token_s.mean * num_tokens
