@@ -5,6 +5,7 @@ No step's tokens follow from any of this, so it is done while the device works o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from outrider.engine.step import Step
 from outrider.params import TokenIds
 from outrider.policy.base import StepDone
 from outrider.policy.tracker import DraftTracker
-from outrider.rounds import Round, token_kinds
+from outrider.rounds import Counters, Round, token_kinds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs, VerifiedDraft
 
 
@@ -66,9 +67,8 @@ class Committed:
 def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, ...]:
     """Count a step's rounds, and let the policy learn from them."""
     rows, emitted, seconds = committed.step.rows, committed.emitted, committed.seconds
-    undrafted = [row.seq.counters for row in emitted if _is_undrafted(row)]
-    tracker.account.undrafted_rounds(undrafted, seconds)
-    commits = tuple([_finalize_row(tracker, row, seconds) for row in emitted])
+    _count_rounds(tracker, emitted, seconds)
+    commits = tuple([_finalize_row(tracker, row) for row in emitted])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,
@@ -86,17 +86,23 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     return commits
 
 
-def _is_undrafted(row: Emitted) -> bool:
-    """Return whether a row decoded one token, as most do where nobody drafts."""
-    return not row.round.drafted and bool(row.output) and row.base_len != row.seq.num_prompt_tokens
+def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: float) -> None:
+    """Count the rounds of a step, those of one token without a draft together."""
+    undrafted: list[Counters] = []
+    for row in emitted:
+        seq, round_, num_output = row.seq, row.round, len(row.output)
+        first = row.base_len == seq.num_prompt_tokens
+        if num_output and not (round_.drafted or first):  # as most where nobody drafts
+            undrafted.append(seq.counters)
+            continue
+        by, verified_s = (row.proposer_id, row.method), None if first else step_s
+        tracker.account.round(seq.counters, round_, num_output, by, verified_s, row.base_len)
+    tracker.account.undrafted_rounds(undrafted, step_s)
 
 
-def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
+def _finalize_row(tracker: DraftTracker, row: Emitted) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
     first = row.base_len == seq.num_prompt_tokens
-    if not _is_undrafted(row):
-        by, verified_s = (row.proposer_id, row.method), None if first else step_s
-        tracker.account.round(seq.counters, round_, len(output), by, verified_s, row.base_len)
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None

@@ -236,8 +236,7 @@ class DraftTracker:
     def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
         """Note a row's commit; `wrong` says that its draft fell off the committed path."""
         d, awaited = row.drafting, row.drafting.awaited
-        drafting = self.policy.mode.drafts
-        if not (round_.drafted or wrong) and rests(row, drafting=drafting):
+        if not (round_.drafted or wrong) and rests(row, drafting=self.policy.mode.drafts):
             d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
             return
         if d.round.looked_at is None or not awaited.asked:  # no draft was to come before
