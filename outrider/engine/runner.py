@@ -18,10 +18,10 @@ from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_to
 from outrider.engine.sampling.prompt_logprobs import split_prompt_logits, split_rows
 from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
-from outrider.engine.sampling.verify import verify_rows
+from outrider.engine.sampling.verify import padded, verify_rows
 from outrider.engine.step import DrawnTokens, ScheduledRow, Step, StepResult
 from outrider.engine.tree_mask import depths
-from outrider.engine.tree_walk import padded, path_order, per_row, walk_trees
+from outrider.engine.tree_walk import path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.draft_tree import chain_parents
-from outrider.engine.sampling.verify import verify_trees
+from outrider.engine.sampling.verify import padded, verify_trees
 from outrider.engine.step import ScheduledRow
 from outrider.engine.tree_mask import depths
 
@@ -77,12 +77,6 @@ def per_row(values: Tensor, counts: Sequence[int]) -> Tensor:
         at = (starts[:, None] + torch.arange(width)).clamp(max=len(values) - 1)
         values = values[at.to(values.device, non_blocking=True)]
     return values.view(len(counts), width)
-
-
-def padded(rows: Iterable[Sequence[int]], width: int, value: int | None) -> Tensor:
-    """Return int64 [rows, width], padded with `value`, or if None with each row's last value."""
-    filled = [(*row, *(row[-1] if value is None else value,) * (width - len(row))) for row in rows]
-    return torch.tensor(filled, dtype=torch.int64)
 
 
 def _slots(row: ScheduledRow, page_size: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.sampling.coupled import Lane, lane_keys, seed_keys, uniforms
 from outrider.engine.sampling.verification_rules import DraftedRow
-from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
+from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch, padded
 
 
 def num_forced(keys: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def force_rows(drawn: Tensor, rows: Sequence[DraftedRow], vocab_size: int) -> No
     if not rows:
         return
     width = max(len(row.draft) for row in rows)
-    drafts = torch.tensor([(*row.draft, *(-1,) * (width - len(row.draft))) for row in rows])
+    drafts = padded([row.draft for row in rows], width, -1)
     accepted = num_forced(
         seed_keys([row.sampling.seed for row in rows]),
         torch.tensor([row.position for row in rows]),

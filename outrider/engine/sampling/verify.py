@@ -5,7 +5,7 @@ On CUDA `verify_row_kernel` in cuda/kernels/topk_topp.py computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,12 @@ def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
     while accepted < len(draft_tokens) and draft_tokens[accepted] == target_choices[accepted]:
         accepted += 1
     return accepted
+
+
+def padded(rows: Iterable[Sequence[int]], width: int, value: int | None) -> Tensor:
+    """Return int64 [rows, width], padded with `value`, or if None with each row's last value."""
+    filled = [(*row, *(row[-1] if value is None else value,) * (width - len(row))) for row in rows]
+    return torch.tensor(filled, dtype=torch.int64)
 
 
 def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
