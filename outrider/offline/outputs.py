@@ -93,10 +93,15 @@ class _Written:
         for column, new in zip(self._columns, zip(*tokens, strict=True), strict=False):
             column += new
 
-    def tokens(self, start: int = 0) -> tuple[OutputToken, ...]:
+    def since(self, start: int) -> _Written:
         """Return the tokens from the `start`-th on."""
-        columns = [column[start:] for column in self._columns]
-        return tuple(map(OutputToken, *columns))
+        rest = _Written()
+        for column, found in zip(rest._columns, self._columns, strict=True):
+            column += found[start:]
+        return rest
+
+    def tokens(self) -> tuple[OutputToken, ...]:
+        return tuple(map(OutputToken, *self._columns))
 
     @property
     def _columns(self) -> tuple[list[Any], ...]:
@@ -186,11 +191,11 @@ class Tracker:
         """Return what is new of the completions that have something new."""
         outputs = []
         for number, written in enumerate(self._written):
-            new, ending = written.tokens(self._taken[number]), self._endings.get(number)
+            new, ending = written.since(self._taken[number]), self._endings.get(number)
             ends = number not in self._ended and (ending is not None or self._aborted)
-            if new or ends:
-                outputs.append(self._output(number, _Written(new), ending, self._sums[number]))
-                self._taken[number] += len(new)
+            if new.ids or ends:
+                outputs.append(self._output(number, new, ending, self._sums[number]))
+                self._taken[number] += len(new.ids)
                 self._sums[number] = outputs[-1].cumulative_logprob or 0.0
             if ends:
                 self._ended.add(number)
