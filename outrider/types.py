@@ -239,9 +239,8 @@ class EngineInfo:
     num_speculative_tokens: int
     features: FeatureSpec | None = None  # hidden states that are captured
     adapters: tuple[str, ...] = ()  # names that requests may ask for
-    synthetic: bool = (
-        False  # drafts are accepted at given rates, so requests name no rule or constraint
-    )
+    synthetic: bool = False
+    """Drafts are accepted at given rates, so that requests name no rule or constraint."""
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequestError` or `PromptTooLongError` if the request cannot be served."""

@@ -29,7 +29,7 @@ SAMPLINGS = (
 
 @dataclass
 class Told:
-    """What a run said, and what happened in it."""
+    """Holds the texts of a run, and what happened in it."""
 
     texts: dict[int, list[int]] = field(default_factory=dict)
     accepted: int = 0

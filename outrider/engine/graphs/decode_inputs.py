@@ -58,7 +58,7 @@ class Bucket:
 
     @property
     def cost(self) -> tuple[int, ...]:
-        """What orders buckets by the time of their steps."""
+        """Return a key that orders buckets by the time of their steps."""
         return (self.tokens, self.rows, self.query_len, not self.trees)
 
 

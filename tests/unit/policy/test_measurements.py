@@ -68,7 +68,7 @@ def test_rows_share_a_step_by_what_their_drafts_meet() -> None:
 
 @pytest.mark.parametrize(("token_s", "expected"), [(0.0, 12), (0.002, 1)])
 def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expected: int) -> None:
-    """Of a proposer whose drafts a step waits for."""
+    """A step waits for the drafts, which take that long."""
     policy, each = AdaptivePolicy(12), row(12)
     met([each], Round(2, 2, 1, rejected=True), policy.measured.acceptance)
     for num_tokens in (1, 13):
