@@ -24,7 +24,7 @@ import uvloop
 
 from benchmarks.lib import report
 from benchmarks.lib.load.steady import Holding, grpc_streams, http_streams
-from benchmarks.lib.processes import Child, process_tree, python_path, stopping, tree_cpu_seconds
+from benchmarks.lib.processes import module_child, process_tree, stopping, tree_cpu_seconds
 from benchmarks.lib.program import arguments, guarded, say
 
 _START_S: Final = 240.0
@@ -59,10 +59,14 @@ def _run(args: argparse.Namespace) -> int:
                 say(f"round {number}, {face}, {workers} workers: {cell}")
                 cells.setdefault((face, workers), []).append(cell)
     rows: list[dict[str, Any]] = [
-        {"face": face, "workers": n, **{key: _median(runs, key) for key in runs[0]}, "runs": runs}
+        {
+            "face": face,
+            "workers": n,
+            **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
+            "runs": runs,
+        }
         for (face, n), runs in cells.items()
     ]
-    facts, command = report.machine(), report.command("benchmarks.gateway")
     columns = ("gateway_us", "messages_per_s", "gateway_cores", "scorer_us", "client_us")
     body = [
         [row["face"], str(row["workers"]), *(report.number(row[name], 1) for name in columns)]
@@ -70,28 +74,22 @@ def _run(args: argparse.Namespace) -> int:
     ]
     head = ["", "workers", "gateway µs/message", "messages/s", "gateway cores"]
     head += ["scorer µs", "client µs"]
-    text = "\n".join([*report.head("Gateway", command, facts), *report.table(head, body), ""])
-    print(text)
-    report.write({"setup": {**facts, "command": command}, "results": rows}, text, args.out)
+    table = report.table(head, body)
+    report.publish("Gateway", "benchmarks.gateway", table, rows, args.out)
     return 0
-
-
-def _median(runs: Sequence[dict[str, float]], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
 
 
 def _measure(args: argparse.Namespace, face: str, workers: int) -> dict[str, float]:
     """Return the numbers of one gateway. Raises `ProcessError`."""
     with TemporaryDirectory() as logs, stopping([]) as children:
-        flags: tuple[object, ...] = ("--step-ms", args.step_ms)
-        scorer = _start(children, Path(logs), "benchmarks.lib.streaming_scorer", *flags)
-        flags = ("--scorer", scorer.ready(_START_S)["grpc"], "--workers", workers)
-        flags += ("--max-in-flight", 2 * args.streams)
-        flags += ("--resume-timeout", 60)  # where the machine does other things, too
-        gateway = _start(children, Path(logs), "gateway", *flags)
+        command = ["benchmarks.lib.streaming_scorer", "--step-ms", args.step_ms]
+        scorer = module_child("scorer", command, Path(logs), children)
+        command = ["gateway", "--scorer", scorer.ready(_START_S)["grpc"], "--workers", workers]
+        command += ["--max-in-flight", 2 * args.streams]
+        command += ["--resume-timeout", 60]  # where the machine does other things, too
+        gateway = module_child("gateway", command, Path(logs), children)
         ready = gateway.ready(_START_S)
-        loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        with loop as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_steady(args, _FACES[face], ready[face], (gateway.pid, scorer.pid)))
 
 
@@ -117,13 +115,6 @@ async def _steady(
         "scorer_us": scorer / messages * 1e6,
         "client_us": client / messages * 1e6,
     }
-
-
-def _start(children: list[Child], logs: Path, module: str, *flags: object) -> Child:
-    command = [sys.executable, "-P", "-m", module, *map(str, flags)]
-    child = Child(module, command, logs, env=python_path())
-    children.append(child)
-    return child
 
 
 if __name__ == "__main__":

@@ -86,13 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     found = measure(args)
-    setup = {name: value for name, value in vars(args).items() if name not in ("out", "key_env")}
-    facts, command = report.machine(), report.command("benchmarks.load")
-    text = "\n".join([*report.head("Load", command, facts), *tables(found), ""])
-    print(text)
-    if args.out is not None:
-        setup = {**facts, "command": command, **setup}
-        report.write({"setup": setup, "results": found}, text, args.out)
+    report.publish("Load", "benchmarks.load", tables(found), found, args.out)
     return 0 if found["answered"] else 1
 
 
@@ -126,10 +120,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         seconds = runner.run(drive())
-    return {
-        **tally.numbers(seconds),
-        "generator_cores": (time.process_time() - began) / seconds,
-    }
+    cores = (time.process_time() - began) / seconds
+    return {**tally.numbers(seconds), "generator_cores": cores}
 
 
 def requests(
@@ -142,11 +134,10 @@ def requests(
     draw = random.Random(args.seed)
     mark = "0" * _DIGITS
     prompt = " ".join([mark, *draw.choices(_WORDS, k=args.prompt_words)])
+    chat = {"messages": [{"role": "user", "content": prompt}]}
     body = {
         "model": args.model,
-        **(
-            {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompt": prompt}
-        ),
+        **(chat if args.chat else {"prompt": prompt}),
         "max_tokens": args.max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},

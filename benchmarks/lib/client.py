@@ -78,28 +78,15 @@ class Client:
         sampling = common_pb2.SamplingParams(
             temperature=job.temperature, top_p=job.top_p, seed=job.seed
         )
+        same: dict[str, Any] = {"sampling": sampling, "stop": stop, "speculation": speculation}
         stream: AsyncIterable[Any]
         if through_gateway:
-            stream = self._gateway.Generate(
-                generation_pb2.GenerateRequest(
-                    tokens=generation_pb2.TokenPrompt(token_ids=job.prompt),
-                    sampling=sampling,
-                    stop=stop,
-                    speculation=speculation,
-                    aux_info=True,
-                ),
-                timeout=timeout_s,
-            )
+            tokens = generation_pb2.TokenPrompt(token_ids=job.prompt)
+            request = generation_pb2.GenerateRequest(tokens=tokens, aux_info=True, **same)
+            stream = self._gateway.Generate(request, timeout=timeout_s)
         else:
-            stream = self._scorer.Generate(
-                scorer_pb2.ScorerServiceGenerateRequest(
-                    prompt_token_ids=job.prompt,
-                    sampling=sampling,
-                    stop=stop,
-                    speculation=speculation,
-                ),
-                timeout=timeout_s,
-            )
+            alone = scorer_pb2.ScorerServiceGenerateRequest(prompt_token_ids=job.prompt, **same)
+            stream = self._scorer.Generate(alone, timeout=timeout_s)
         return stream
 
     async def _connect(self, scorer: str, gateway: str | None) -> None:

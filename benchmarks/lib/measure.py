@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.lib.processes import Child, ProcessError
+from benchmarks.lib.processes import Child, ProcessError, tree_cpu_seconds
 from benchmarks.lib.program import say
 from benchmarks.lib.prompts import Prompts
 from benchmarks.lib.records import Run, System
@@ -77,7 +77,7 @@ class _CpuWatch:
     """CPU time that neither this process nor its children used."""
 
     def __init__(self, children: Sequence[Child]) -> None:
-        self._children = children
+        self._pids = [child.pid for child in children]
         self._start = self._reading()
 
     def foreign_seconds(self) -> float:
@@ -88,4 +88,4 @@ class _CpuWatch:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
         times = os.times()
-        return busy - times.user - times.system - sum(c.cpu_seconds() for c in self._children)
+        return busy - times.user - times.system - tree_cpu_seconds(self._pids)

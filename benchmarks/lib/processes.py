@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +37,7 @@ class Child:
     """
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log_dir: Path,
-        *,
-        env: Mapping[str, str] | None = None,
+        self, name: str, command: Sequence[str], log_dir: Path, *, env: Mapping[str, str]
     ) -> None:
         self.name = name
         self.log = log_dir / f"{name}.log"
@@ -54,7 +50,7 @@ class Child:
                 stderr=log,
                 text=True,
                 bufsize=1,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **env},
                 start_new_session=True,
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -73,9 +69,8 @@ class Child:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise ProcessError(
-                f"{self.name} was silent for {timeout_s:.0f} s{self.tail()}"
-            ) from None
+            silent = f"{self.name} was silent for {timeout_s:.0f} s{self.tail()}"
+            raise ProcessError(silent) from None
         if line is None:
             self._lines.put(None)
             raise ProcessError(f"{self.name} ended{self.tail()}")
@@ -116,10 +111,6 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._reader.join(timeout=_STOP_S)
 
-    def cpu_seconds(self) -> float:
-        """Return the user and system time of the process so far."""
-        return cpu_seconds(self.pid)
-
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
@@ -135,6 +126,19 @@ class Child:
         """Return the end of the log, to be said after what went wrong."""
         lines = self.log_lines()[-_TAIL_LINES:]
         return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def module_child(
+    name: str,
+    command: Sequence[object],
+    log_dir: Path,
+    children: list[Child],
+    env: Mapping[str, str] | None = None,
+) -> Child:
+    """Start a module of the repository with this Python, and add it to `children`."""
+    python = [sys.executable, "-P", "-m", *map(str, command)]
+    children.append(Child(name, python, log_dir, env=python_path() | dict(env or {})))
+    return children[-1]
 
 
 def process_tree(pid: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -25,21 +26,13 @@ _SHOWN = ("date", "commit", "gpu", "cpu", "cores", "torch", "transformers", "pro
 
 def machine() -> dict[str, Any]:
     """Return the date, the commit, the CPU and the versions of libraries."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    cpus = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "cpu": cpu,
+        "commit": commit.strip(),
+        "cpu": cpus[0] if cpus else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **{name: _version(name) for name in _LIBRARIES},
@@ -146,6 +139,22 @@ def _speeds(rows: Sequence[dict[str, Any]]) -> list[str]:
         for r in sorted(rows, key=lambda r: -r["tokens_per_s"])
     ]
     return table(names, body)
+
+
+def publish(
+    title: str,
+    module: str,
+    lines: Sequence[str],
+    results: object,
+    out: Path | None,
+    **facts: object,
+) -> None:
+    """Print a report of `module`, and write it and `results` where `out` says so."""
+    setup, line = machine() | facts, command(module)
+    text = "\n".join([*head(title, line, setup), *lines, ""])
+    print(text)
+    if out is not None:
+        write({"setup": setup | {"command": line}, "results": results}, text, out)
 
 
 def write(found: dict[str, Any], text: str, out: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import sys
 import time
 import urllib.request
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Final
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.client import Client, Job
-from benchmarks.lib.processes import Child, ProcessError, python_path
+from benchmarks.lib.processes import Child, ProcessError, module_child
 from benchmarks.lib.records import Run, TokenIds
 from outrider.cli.ports import HOST, free_port
 from outrider.methods import HIDDEN_STATE_METHODS
@@ -83,9 +82,9 @@ class Stack:
             gpu=config.scorer_gpu,
         )
         if config.proxy:
-            command = [sys.executable, "-P", "-m", "benchmarks.lib.delay_proxy"]
-            command += ["--host", _PROXY_HOST, "--target", self._scorer_at, "--target", data_at]
-            self._proxy = self._spawn("proxy", command)
+            command = ["benchmarks.lib.delay_proxy", "--host", _PROXY_HOST]
+            command += ["--target", self._scorer_at, "--target", data_at]
+            self._proxy = self._spawn("proxy", [*command], {})
             self._proxy_at = self._proxy.ready(config.start_timeout_s)["address"]
         self._metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
         gateway_at = None
@@ -179,16 +178,13 @@ class Stack:
         return self._log_dir / "scorer.sock"
 
     def _start(self, name: str, module: str, *args: object, gpu: str | None = None) -> Child:
-        command = [sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent"]
         env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        return self._spawn(name, [*command, *map(str, args)], env)
+        return self._spawn(name, [module, "--host", HOST, "--exit-with-parent", *args], env)
 
-    def _spawn(self, name: str, command: list[str], env: dict[str, str] | None = None) -> Child:
+    def _spawn(self, name: str, command: list[object], env: dict[str, str]) -> Child:
         kind = "in-process" if self.config.in_process else self.config.dtype
-        env = python_path() | (env or {})
-        child = Child(f"outrider-{kind}-{name}", command, self._log_dir, env=env)
-        self._children.append(child)
-        return child
+        name = f"outrider-{kind}-{name}"
+        return module_child(name, command, self._log_dir, self._children, env)
 
     def _dialled(self, route: Route) -> str:
         if route.unix:
@@ -223,11 +219,9 @@ class OutriderSystem:
             timeout_s=self.timeout_s,
             through_gateway=self.through_gateway,
         )
-        rounds, drafted, accepted = (
-            int(sum(c.stats[name] for c in completions))
-            for name in ("rounds", "drafted", "accepted")
-        )
-        return Run(completions, wall_s, rounds, drafted, accepted)
+        names = ("rounds", "drafted", "accepted")
+        counts = (int(sum(c.stats[name] for c in completions)) for name in names)
+        return Run(completions, wall_s, *counts)
 
 
 def _scorer_flags(config: StackConfig) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.processes import Child, Worker, python_path
+from benchmarks.lib.processes import Child, Worker, module_child
 from benchmarks.lib.records import Run, TokenIds, completions_of
 from benchmarks.lib.worker_loop import Handler, serve
 
@@ -61,11 +61,9 @@ def start_transformers(
     target: Path, draft: Path, threads: int, log_dir: Path, children: list[Child]
 ) -> Worker:
     """Start a worker in this environment."""
-    command = [sys.executable, "-m", "benchmarks.lib.transformers_peer"]
-    command += [str(target), str(draft), str(threads)]
-    env = {"OMP_NUM_THREADS": str(threads), **python_path()}
-    child = Child(f"transformers-{threads}t", command, log_dir, env=env)
-    children.append(child)
+    command = ["benchmarks.lib.transformers_peer", target, draft, threads]
+    env = {"OMP_NUM_THREADS": str(threads)}
+    child = module_child(f"transformers-{threads}t", command, log_dir, children, env)
     return Worker(child, _START_TIMEOUT_S)
 
 
@@ -156,15 +154,9 @@ def build(target: str, draft: str, threads: int) -> Handler:
         if mode == "assisted":
             assistant = model(draft, dtype)
             config = assistant.generation_config
-            # 0: the library's own heuristics.
-            if num_assistant_tokens:
-                config.num_assistant_tokens = num_assistant_tokens
-                config.num_assistant_tokens_schedule = "constant"
-                config.assistant_confidence_threshold = 0.0
-            else:
-                config.num_assistant_tokens = 20
-                config.num_assistant_tokens_schedule = "constant"
-                config.assistant_confidence_threshold = 0.4
+            config.num_assistant_tokens = num_assistant_tokens or 20  # 0: the library's choice
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0 if num_assistant_tokens else 0.4
             return {"assistant_model": assistant}
         if mode == "lookup":
             return {"prompt_lookup_num_tokens": num_assistant_tokens or 10}
