@@ -17,7 +17,7 @@ from benchmarks.lib.program import add_pair_flags, guarded, measuring_arguments,
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
 from benchmarks.lib.transformers_peer import DTYPES, TransformersSystem, choose, start_transformers
-from benchmarks.lib.vllm_peer import VllmEngine, VllmSystem, draft_model
+from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
 ALL = frozenset({1, 4, 16})
@@ -40,8 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if it measured and texts are equal, 1 if texts differ, 2 if it could not run."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: _run(args))
+    return guarded(_run, parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -76,7 +75,6 @@ class Bench:
         )
         self._notes: list[str] = []
         self._tried: dict[str, float] = {}
-        self._max_model_len = args.max_prompt_tokens + args.max_tokens + 64
 
     def run(self) -> tuple[dict[str, Any], str, bool]:
         """Return the document, the report's text, and whether no text differs that must not."""
@@ -190,13 +188,10 @@ class Bench:
             self._notes.append("vLLM was left out.")
             return []
         systems = []
-        for method, draft in (("draft_model", self._draft), ("none", None)):
-            engine = VllmEngine(
-                args.vllm_python,
-                self._target,
-                self._max_model_len,
-                draft_model(draft, args.num_speculative_tokens) if draft else None,
-            )
+        place, room = VllmPlace(args.vllm_python, {}), args.max_prompt_tokens + args.max_tokens + 64
+        config = speculative_config("draft_model", self._draft, args.num_speculative_tokens)
+        for method, speculation in (("draft_model", config), ("none", None)):
+            engine = VllmEngine(place, self._target, room, speculation=speculation)
             worker = engine.start(self._log_dir, self._children)
             systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))
         return systems

@@ -36,9 +36,10 @@ from benchmarks.lib.processes import Child, ProcessError, stopping
 from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
-from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, draft_model
+from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.aux_layers import states_read
 from outrider.cli.ports import memory_folder
+from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
 
@@ -71,16 +72,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if it measured, 1 if a text differs in float32, 2 if it could not run."""
-    p = parser()
-    args = p.parse_args(argv)
-    if min(args.waves, args.rounds, *args.concurrency) < 1:
-        p.error("--waves, --rounds and --concurrency are at least 1")
-    if args.method in HIDDEN_STATE_METHODS and _AHEAD in args.places:
-        p.error(f"--places {_AHEAD} is for --method draft_model alone")
-    return guarded(lambda: _run(args))
+    return guarded(_run, parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if min(args.waves, args.rounds, *args.concurrency) < 1:
+        raise ConfigError("--waves, --rounds and --concurrency are at least 1.")
+    if args.method in HIDDEN_STATE_METHODS and _AHEAD in args.places:
+        raise ConfigError(f"--places {_AHEAD} is for --method draft_model alone.")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping([]) as children:
         bench = Bench(args)
         bench.start_vllm(Path(folder), children)
@@ -121,11 +120,11 @@ class Bench:
         if any(self._args.temperature):
             self._note("vLLM's requests are greedy.")
         args = self._args
-        peers = GpuPeers(place, args, args.concurrency, log_dir, children, args.scorer_gpu)
+        peers = GpuPeers(place, args, log_dir, children, args.scorer_gpu)
         modes: dict[str, dict[str, object] | None] = {"vllm none": None}
         if args.method == "draft_model":
-            draft = resolve_model(args.draft_model, "draft")
-            modes["vllm draft_model"] = draft_model(draft, args.num_speculative_tokens)
+            draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
+            modes["vllm draft_model"] = speculative_config("draft_model", draft, k)
         for name, speculation in modes.items():
             try:
                 self._peers.append(peers.start(name, speculation))

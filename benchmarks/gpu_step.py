@@ -93,20 +93,17 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         table += _vllm(args, config, measured, quantization) if cache == "auto" else measured
-    setup = {
-        **report.machine(),
-        "dtype": args.dtype,
-        "gpu": gpu_name(),
-        "command": report.command("benchmarks.gpu_step"),
-        "copy_bandwidth": bandwidth,
-        "weight_bytes": weights[args.quantization[0]],
-        "weight_bytes_by_quantization": weights,
-        "kv_bytes_per_token": kv_bytes,
-    }
-    text = _markdown(table, setup)
-    print(text)
-    found = {"setup": setup, "results": [asdict(row) for row in table]}
-    report.write(found, text, args.out)
+    report.publish(
+        "One step on a GPU",
+        "benchmarks.gpu_step",
+        _lines(table, args.dtype),
+        [asdict(row) for row in table],
+        args.out,
+        gpu=gpu_name(),
+        copy_bandwidth=bandwidth,
+        weight_bytes=weights,
+        kv_bytes_per_token=kv_bytes,
+    )
     return 0
 
 
@@ -218,18 +215,11 @@ def _vllm(
     with tempfile.TemporaryDirectory(prefix="bench-") as work, stopping(children):
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(work)
-        engine = VllmEngine(
-            place.python,
-            Path(work),
-            max_model_len=max(args.vllm_context) + sum(_NEW_TOKENS),
-            max_num_seqs=max(args.rows),
-            options={
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                **({} if quantization == "none" else {"quantization": _VLLM_NAMES[quantization]}),
-            },
-            env=place.env,
-        )
+        options = {"load_format": "dummy", "skip_tokenizer_init": True}
+        if quantization != "none":
+            options["quantization"] = _VLLM_NAMES[quantization]
+        longest = max(args.vllm_context) + sum(_NEW_TOKENS)
+        engine = VllmEngine(place, Path(work), longest, max(args.rows), options=options)
         try:
             worker = engine.start(Path(work), children)
             for row in wanted:
@@ -260,7 +250,7 @@ def _vllm_ms(worker: Worker, rows: int, context: int) -> float:
     return statistics.median(costs)
 
 
-def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
+def _lines(table: list[Row], dtype: str) -> list[str]:
     head = ["weights", "cache", "rows", "q", "context", "floor", "kv", "device", "/ floor"]
     head += ["runner", "engine", "gap", "vllm", "vllm / engine"]
     lines = []
@@ -272,14 +262,11 @@ def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
         numbers = [row.floor_ms, row.kv_ms, e.device_ms, e.device_ms / (row.floor_ms + row.kv_ms)]
         rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.vllm_ms, ratio]
         cells = [report.number(x) for x in [*numbers, *rest]]
-        name = setup["dtype"] if row.quantization == "none" else row.quantization
+        name = dtype if row.quantization == "none" else row.quantization
         lines.append(
             [name, row.kv_cache_dtype, str(row.rows), str(row.query_len), str(row.context), *cells]
         )
-    shown = ("date", "commit", "gpu", "torch", "transformers", "weight_bytes_by_quantization")
-    facts = {name: setup[name] for name in (*shown, "copy_bandwidth")}
-    parts = report.head("One step on a GPU", setup["command"], facts)
-    return "\n".join([*parts, *report.table(head, lines), ""])
+    return report.table(head, lines)
 
 
 if __name__ == "__main__":

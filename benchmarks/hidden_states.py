@@ -292,7 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = prompts.load(args.prompts, target, count=args.num_prompts, max_prompt_tokens=192)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
-    categories = loaded.categories
     machine, rows = report.machine(), list[Row]()
     for one in contenders:  # warm up
         bench.run(loaded.token_ids[0], SamplingParams(1.0), 8, one)
@@ -302,26 +301,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             for seed, prompt in enumerate(loaded.token_ids)
         ]
         texts = bench.record(requests, args.max_tokens)
-        came_true = [
-            None if (drafter := one.replayed) is None else replay(texts, drafter, one.k)
-            for one in contenders
-        ]
-        of_categories = [
-            {} if (drafter := one.replayed) is None else lengths(texts, drafter, one.k, categories)
-            for one in contenders
-        ]
         samples: list[list[Outcome]] = [[] for _ in contenders]
         for seed, (prompt, sampling) in enumerate(requests[: args.timed_prompts]):
             for turn in range(len(contenders)):
                 i = (seed + turn) % len(contenders)
                 samples[i].append(bench.run(prompt, sampling, args.max_tokens, contenders[i]))
             print(f"temperature {temperature:g}: prompt {seed + 1}", file=sys.stderr, flush=True)
-        rows += [
-            row(temperature, one, found, mine, samples[0], of_category)
-            for one, found, mine, of_category in zip(
-                contenders, came_true, samples, of_categories, strict=True
-            )
-        ]
+        for one, mine in zip(contenders, samples, strict=True):
+            found, by_category = None, {}
+            if (drafter := one.replayed) is not None:
+                found = replay(texts, drafter, one.k)
+                by_category = lengths(texts, drafter, one.k, loaded.categories)
+            rows.append(row(temperature, one, found, mine, samples[0], by_category))
         data = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
         command = report.command("benchmarks.hidden_states")
         text = "\n".join(document(rows, command, machine | settings))

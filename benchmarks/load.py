@@ -80,8 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if any request was answered, 1 if none was, 2 if it could not run."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: _run(args))
+    return guarded(_run, parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -37,8 +37,7 @@ _FIRST_SESSION = 2**40  # the hub's own count from 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tokens a second of both, and their ratio."""
-    args = _parser().parse_args(argv)
-    return guarded(lambda: _run(args))
+    return guarded(_run, _parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -80,14 +79,8 @@ def _rates(args: argparse.Namespace, rng: random.Random, runs: dict[str, _Run]) 
 
 def _vllm(args: argparse.Namespace, place: VllmPlace, log_dir: Path, children: list[Child]) -> _Run:
     """Start vLLM's `LLM` with its defaults. Raises `ProcessError`."""
-    engine = VllmEngine(
-        place.python,
-        args.model,
-        max_model_len=_CONTEXT,
-        max_num_seqs=args.rows,
-        options={"skip_tokenizer_init": True},
-        env=place.env,
-    )
+    options = {"skip_tokenizer_init": True}
+    engine = VllmEngine(place, args.model, _CONTEXT, args.rows, options=options)
     system = VllmSystem("vllm", engine.start(log_dir, children), frozenset(), _TIMEOUT_S)
 
     def run(prompts: Sequence[list[int]], max_tokens: int) -> int:

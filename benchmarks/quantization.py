@@ -8,6 +8,7 @@ target's greedy continuations that the rounded one would choose, too, after the 
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -45,8 +46,7 @@ class Scores:
     choices: list[list[int]]  # the likeliest token after each token, by text
 
 
-def main() -> int:
-    """Measure, print and write the table."""
+def parser() -> argparse.ArgumentParser:
     p = arguments("benchmarks.quantization", __doc__)
     p.add_argument("--model", default="embedded", help="a target of 16 bits")
     p.add_argument("--prompts", type=Path, help="JSON lines; default: the embedded model's")
@@ -54,13 +54,20 @@ def main() -> int:
     p.add_argument("--max-prompt-tokens", type=int, default=256)
     p.add_argument("--max-tokens", type=int, default=32, help="of a greedy continuation")
     p.add_argument("--quantization", choices=QUANTIZATIONS, nargs="*", default=[*QUANTIZATIONS])
-    p.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=[*KV_CACHE_DTYPES]
-    )
+    caches = [*KV_CACHE_DTYPES]
+    p.add_argument("--kv-cache-dtype", choices=caches, nargs="+", default=caches)
     p.add_argument("--dtype", default="float32")
     p.add_argument("--device", default="cpu")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/quantization"))
-    args = p.parse_args()
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if it measured, 2 if it could not run."""
+    return guarded(_run, parser(), argv)
+
+
+def _run(args: argparse.Namespace) -> int:
     folder = resolve_model(args.model, "target")
     limits = {"count": args.num_prompts, "max_prompt_tokens": args.max_prompt_tokens}
     held_out = prompts.load(args.prompts, folder, **limits)
@@ -78,14 +85,11 @@ def main() -> int:
         wanted = scores(plain, texts, starts)
     table = [Row(args.dtype, own[1], wanted.nats, 0.0, 1.0)]
     for name, cache in product(("none", *args.quantization), args.kv_cache_dtype):
-        if (name, cache) == own:
-            continue
-        with load(name, cache) as rounded:
-            found = scores(rounded, texts, starts)
-        weights, more = args.dtype if name == "none" else name, found.nats - wanted.nats
-        table.append(Row(weights, cache, found.nats, more, agreement(wanted, found)))
-    facts = {**report.machine(), "gpu": gpu_name(), "prompts": f"{len(starts)} of {held_out.file}"}
-    command = report.command("benchmarks.quantization")
+        if (name, cache) != own:
+            with load(name, cache) as rounded:
+                found = scores(rounded, texts, starts)
+            weights, more = args.dtype if name == "none" else name, found.nats - wanted.nats
+            table.append(Row(weights, cache, found.nats, more, agreement(wanted, found)))
     head = ["weights", "KV cache", "nats per token", "more", "perplexity", "greedy agreement"]
     lines = [
         [
@@ -98,13 +102,17 @@ def main() -> int:
         ]
         for row in table
     ]
-    shown = {key: facts[key] for key in ("date", "commit", "gpu", "torch", "prompts")}
-    title = report.head("Quality of 8-bit weights and caches", command, shown)
-    text = "\n".join([*title, *report.table(head, lines), ""])
-    print(text)
-    setup = facts | {"command": command, "prompt_tokens": sum(map(len, starts))}
-    setup["max_tokens"] = args.max_tokens
-    report.write({"setup": setup, "results": [asdict(row) for row in table]}, text, args.out)
+    report.publish(
+        "Quality of 8-bit weights and caches",
+        "benchmarks.quantization",
+        report.table(head, lines),
+        [asdict(row) for row in table],
+        args.out,
+        gpu=gpu_name(),
+        prompts=f"{len(starts)} of {held_out.file}",
+        prompt_tokens=sum(map(len, starts)),
+        max_tokens=args.max_tokens,
+    )
     return 0
 
 
@@ -141,4 +149,4 @@ def agreement(wanted: Scores, found: Scores) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(main())

@@ -16,8 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,61 +50,47 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if it measured, 2 if a start did not answer."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: _run(args))
-
-
-@dataclass(frozen=True)
-class _Server:
-    name: str
-    command: Sequence[str]
-    env: Mapping[str, str]
+    return guarded(_run, parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:
-    servers = [_outrider(args)]
+    flags = ["--port", str(args.port)]
+    ours = [sys.executable, "-m", "outrider.cli", "serve", args.model, *flags]
+    ours += ["--grpc-port", str(args.port + 1), *args.flags]
+    servers = {"outrider": (ours, python_path())}
     if place := VllmPlace.find(args.vllm):
-        servers.append(_vllm(args, place))
-    starts = [_start(args, server, i) for server in servers for i in range(args.starts)]
-    facts = {**report.machine(), "gpu": gpu_name() or "none"}
+        target = str(resolve_model(args.model, "target"))
+        command = [*place.openai_server(target, _BODY["model"]), *flags, "--host", "127.0.0.1"]
+        servers["vllm"] = (command, place.env)
+    starts = [
+        _start(args, name, number, *server)
+        for name, server in servers.items()
+        for number in range(1, args.starts + 1)
+    ]
     rows = [
         [s["server"], s["start"], f"{s['first_token_s']:.1f}", f"{s['text_s']:.2f}", s["phases"]]
         for s in starts
     ]
     columns = ["server", "start", "first token s", "the other 127 tokens s", "phases of the scorer"]
-    command = report.command("benchmarks.start")
-    text = "\n".join(
-        [*report.head("Start to first token", command, facts), *report.table(columns, rows)]
-    )
-    print(text)
-    report.write({"setup": {**facts, "command": command}, "starts": starts}, text, args.out)
+    table = report.table(columns, rows)
+    title, module = "Start to first token", "benchmarks.start"
+    report.publish(title, module, table, starts, args.out, gpu=gpu_name())
     return 0
 
 
-def _outrider(args: argparse.Namespace) -> _Server:
-    command = [sys.executable, "-m", "outrider.cli", "serve", args.model]
-    command += ["--port", str(args.port), "--grpc-port", str(args.port + 1), *args.flags]
-    return _Server("outrider", command, python_path())
-
-
-def _vllm(args: argparse.Namespace, place: VllmPlace) -> _Server:
-    command = [place.python, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(resolve_model(args.model, "target")), "--port", str(args.port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", _BODY["model"]]
-    return _Server("vllm", command, place.env)
-
-
-def _start(args: argparse.Namespace, server: _Server, number: int) -> dict[str, Any]:
+def _start(
+    args: argparse.Namespace, name: str, number: int, command: list[str], env: dict[str, str]
+) -> dict[str, Any]:
     """Start the server, take a text, and stop it. Raises `ProcessError`."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping([]) as children:
         began = time.perf_counter()
-        children.append(Child(server.name, server.command, Path(folder), env=server.env))
+        children.append(Child(name, command, Path(folder), env=env))
         first_token_s, text_s = _first_text(args, children[0], began)
         found = [line.partition("started in ")[2].strip() for line in children[0].log_lines()]
-    say(f"{server.name}, start {number + 1}: first token after {first_token_s:.1f} s")
+    say(f"{name}, start {number}: first token after {first_token_s:.1f} s")
     return {
-        "server": server.name,
-        "start": str(number + 1),
+        "server": name,
+        "start": str(number),
         "first_token_s": first_token_s,
         "text_s": text_s,
         "phases": next(filter(None, found), ""),
@@ -118,9 +103,8 @@ def _first_text(args: argparse.Namespace, child: Child, began: float) -> tuple[f
     while time.perf_counter() - began < args.timeout and child.running:
         connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=args.timeout)
         try:
-            connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
             response = connection.getresponse()
             if response.status == http.HTTPStatus.OK:
                 response.readline()

@@ -22,9 +22,9 @@ from pathlib import Path
 from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
-from benchmarks.lib.processes import Child, ProcessError, python_path, stopping
+from benchmarks.lib.processes import Child, ProcessError, module_child, stopping
 from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments
-from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, draft_model
+from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
 _BASE, _OURS, _EAGLE3 = "vllm none", "vllm + outrider", "vllm eagle3"
@@ -46,8 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if it measured, 2 if it could not run."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: _run(args))
+    return guarded(_run, parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -75,15 +74,13 @@ def _start(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> li
     if place is None:
         raise ProcessError("--vllm is needed: a folder of vLLM's wheels, or another Python.")
     draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
-    remote = {
-        "method": "custom_class",
-        "model": "outrider.vllm.proposer.RemoteProposer",
-        "num_speculative_tokens": k,
+    speculations = {
+        _BASE: None,
+        "vllm draft_model": speculative_config("draft_model", draft, k),
+        _OURS: speculative_config("custom_class", "outrider.vllm.proposer.RemoteProposer", k),
     }
-    speculations = {_BASE: None, "vllm draft_model": draft_model(draft, k), _OURS: remote}
     if args.eagle3:
-        head = {"method": "eagle3", "model": args.eagle3, "num_speculative_tokens": k}
-        speculations[_EAGLE3] = head
+        speculations[_EAGLE3] = speculative_config("eagle3", args.eagle3, k)
     fitting: dict[str, object] = {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
     if args.device == "cpu":
         fitting = {"enforce_eager": True}
@@ -92,35 +89,26 @@ def _start(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> li
     def start(name: str) -> VllmSystem:
         hosted = name == _OURS
         more = fitting | ({"additional_config": ports} if hosted else {})
-        peers = GpuPeers(
-            place,
-            args,
-            args.concurrency,
-            log_dir,
-            children,
-            args.gpus[-1 if name == _EAGLE3 else 0],
-        )
-        system = peers.start(name, speculations[name], more)
+        gpu = args.gpus[-1 if name == _EAGLE3 else 0]
+        peers = GpuPeers(place, args, log_dir, children, gpu)
+        system = peers.start(name, speculations[name], **more)
         if hosted:
-            children.append(_proposer(args, draft, log_dir))
+            _start_proposer(args, draft, log_dir, children)
         return system
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(start, speculations))
 
 
-def _proposer(args: argparse.Namespace, draft: Path, log_dir: Path) -> Child:
+def _start_proposer(
+    args: argparse.Namespace, draft: Path, log_dir: Path, children: list[Child]
+) -> None:
     """Start a proposer and wait until it drafts for the engine. Raises `ProcessError`."""
-    command = [
-        *(sys.executable, "-P", "-m", "proposer_service", "--exit-with-parent"),
-        *("--scorer", f"127.0.0.1:{_PORT}", "--port", "0", "--method", "draft_model"),
-        *("--model", str(draft), "--dtype", "bfloat16", "--device", args.device),
-        *args.proposer_flags,
-    ]
-    env = python_path() | {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
-    child = Child("proposer", command, log_dir, env=env)
-    child.ready(args.request_timeout)
-    return child
+    command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{_PORT}"]
+    command += ["--port", "0", "--method", "draft_model", "--model", str(draft)]
+    command += ["--dtype", "bfloat16", "--device", args.device, *args.proposer_flags]
+    env = {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
+    module_child("proposer", command, log_dir, children, env).ready(args.request_timeout)
 
 
 if __name__ == "__main__":

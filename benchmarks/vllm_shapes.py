@@ -22,13 +22,23 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.lib import report
-from benchmarks.lib.processes import Child, ProcessError, process_tree, python_path, stopping
-from benchmarks.lib.processes import tree_cpu_seconds as cpu_seconds
+from benchmarks.lib.gpu import gpu_name
+from benchmarks.lib.processes import (
+    Child,
+    ProcessError,
+    process_tree,
+    python_path,
+    stopping,
+    tree_cpu_seconds,
+)
 from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.vllm_peer import VllmPlace
 from outrider.cli.ports import free_port
 from outrider.models.resolve import resolve_model
 
-_SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
+_SHAPES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("shapes.json").read_text()
+)["vllm"]
 _COMMON = {"max_position_embeddings": 8192, "dtype": "bfloat16", "tie_word_embeddings": False}
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
 _BODY = json.dumps({"ignore_eos": True, "temperature": 0})
@@ -52,8 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if it measured, 2 if it could not run."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: _run(args))
+    return guarded(_run, parser(), argv)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -69,13 +78,9 @@ def _run(args: argparse.Namespace) -> int:
         cell["ratio"] = cell["tokens_per_s"] / found[n, "vllm"]["tokens_per_s"]
         keys = {"tokens_per_s": 0, "ratio": 3, "ms_per_token": 2, "ttft_ms": 1, "us_per_token": 1}
         rows.append([f"{n}", server, *(report.number(cell[k], d) for k, d in keys.items())])
-    command = report.command("benchmarks.vllm_shapes")
-    told = [*report.head(args.shape, command, report.machine()), *report.table(_HEAD, rows)]
-    print("\n".join(told))
     results = [{"in_flight": n, "server": server, **cell} for (n, server), cell in found.items()]
-    if args.out is not None:
-        setup = {"command": command, **report.machine()}
-        report.write({"setup": setup, "results": results}, "\n".join([*told, ""]), args.out)
+    table = report.table(_HEAD, rows)
+    report.publish(args.shape, "benchmarks.vllm_shapes", table, results, args.out, gpu=gpu_name())
     return 0
 
 
@@ -97,15 +102,15 @@ def _server(name: str, args: argparse.Namespace, folder: str) -> Iterator[tuple[
     port, began = free_port(), time.monotonic()
     limits = f"--max-model-len 4096 --max-num-seqs {max(args.concurrency)} --dtype bfloat16"
     both = [*limits.split(), "--no-enable-prefix-caching", "--port", f"{port}"]
-    both += ["--served-model-name", "default"]
     theirs = ["--load-format", "dummy", *args.flags]
-    command = ["vllm.entrypoints.openai.api_server", "--model", folder, *both, *theirs]
+    command = [*VllmPlace(sys.executable, {}).openai_server(folder, "default"), *both, *theirs]
     if name == "outrider":
-        command = ["outrider.cli", "serve", folder, "--engine", "vllm", "--method", "none"]
+        command = [sys.executable, "-m", "outrider.cli", "serve", folder, "--engine", "vllm"]
+        command += ["--served-model-name", "default", "--method", "none"]
         command += ["--device", args.device, *both, "--", *theirs]
     with tempfile.TemporaryDirectory(prefix="bench-") as logs, stopping([]) as children:
         say(f"starting {name}")
-        child = Child(name, [sys.executable, "-m", *command], Path(logs), env=python_path())
+        child = Child(name, command, Path(logs), env=python_path())
         children.append(child)
         while not _answers(f"http://127.0.0.1:{port}/health"):
             if not child.running or time.monotonic() - began > args.start_timeout:
@@ -131,9 +136,9 @@ def _load(args: argparse.Namespace, child: Child, url: str, in_flight: int) -> d
         words += f" --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
         pids = process_tree(child.pid)
         fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
-        before = cpu_seconds(fronts)
+        before = tree_cpu_seconds(fronts)
         found = load.measure(load.parser().parse_args([*words.split(), "--body", _BODY]))
-        used = cpu_seconds(fronts) - before
+        used = tree_cpu_seconds(fronts) - before
     if not found["answered"] or found["failures"]:
         raise ProcessError(f"{child.name}: requests failed: {found['failures']}{child.tail()}")
     speed = found["tokens_per_s"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,14 +14,19 @@ from benchmarks.lib.prompts import PromptsError
 from outrider.errors import OutriderError
 
 
-def guarded(measure: Callable[[], int]) -> int:
-    """Return the exit code of `measure`, or 2 if it could not run.
+def guarded(
+    measure: Callable[[argparse.Namespace], int],
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Return the exit code of `measure` with these arguments, or 2 if it could not run.
 
     The reason is printed to stderr. SIGTERM unwinds `measure`, so that children are stopped.
     """
+    args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _end)
     try:
-        return measure()
+        return measure(args)
     except (ProcessError, OutriderError, PromptsError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2

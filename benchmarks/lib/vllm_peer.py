@@ -51,13 +51,12 @@ class VllmSystem:
 class VllmEngine:
     """Settings of an engine in bfloat16."""
 
-    python: str
+    place: VllmPlace
     target: Path
     max_model_len: int
-    speculation: Mapping[str, object] | None = None  # vLLM's `speculative_config`
     max_num_seqs: int = 16
+    speculation: Mapping[str, object] | None = None  # vLLM's `speculative_config`
     options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `LLM`
-    env: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, log_dir: Path, children: list[Child]) -> Worker:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
@@ -72,20 +71,16 @@ class VllmEngine:
             **self.options,
         }
         parts = map(json.dumps, (settings, speculation))
-        command = [self.python, "-m", "benchmarks.lib.vllm_worker", *parts]
+        command = [self.place.python, "-m", "benchmarks.lib.vllm_worker", *parts]
         env = {"OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
-        child = Child(name, command, log_dir, env={**env, **self.env})
+        child = Child(name, command, log_dir, env={**env, **self.place.env})
         children.append(child)
         return Worker(child, _START_TIMEOUT_S)
 
 
-def draft_model(draft: Path, num_speculative_tokens: int) -> dict[str, object]:
-    """Return the `speculative_config` of vLLM's own draft model."""
-    return {
-        "method": "draft_model",
-        "model": str(draft),
-        "num_speculative_tokens": num_speculative_tokens,
-    }
+def speculative_config(method: str, model: object, k: int) -> dict[str, object]:
+    """Return vLLM's `speculative_config` of a method with `k` draft tokens."""
+    return {"method": method, "model": str(model), "num_speculative_tokens": k}
 
 
 @dataclass(frozen=True)
@@ -112,6 +107,11 @@ class VllmPlace:
             raise ProcessError(f"--vllm {path} is neither a folder of wheels nor a Python.")
         return cls(path, dict(_GPU_ENV))
 
+    def openai_server(self, folder: str, name: str) -> list[str]:
+        """Return the beginning of the command of vLLM's server of a model, served as `name`."""
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        return [*command, "--model", folder, "--served-model-name", name]
+
 
 @dataclass(frozen=True)
 class GpuPeers:
@@ -119,31 +119,23 @@ class GpuPeers:
 
     place: VllmPlace
     args: argparse.Namespace
-    concurrencies: Sequence[int]
     log_dir: Path
     children: list[Child]
     gpu: str | None = None  # CUDA_VISIBLE_DEVICES
 
     def start(
-        self,
-        name: str,
-        speculation: Mapping[str, object] | None,
-        options: Mapping[str, object] | None = None,
+        self, name: str, speculation: Mapping[str, object] | None, **options: object
     ) -> VllmSystem:
         """Start an engine with this `speculative_config`. Raises `ProcessError`."""
-        args, env = self.args, self.place.env
+        args = self.args
+        gpu = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
         engine = VllmEngine(
-            self.place.python,
+            VllmPlace(self.place.python, self.place.env | gpu),
             resolve_model(args.model, "target"),
-            max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
-            speculation=speculation,
-            max_num_seqs=max(self.concurrencies),
-            options={
-                "gpu_memory_utilization": args.vllm_memory,
-                "skip_tokenizer_init": True,
-                **(options or {}),
-            },
-            env=env if self.gpu is None else env | {"CUDA_VISIBLE_DEVICES": self.gpu},
+            args.max_prompt_tokens + args.max_tokens + _ROOM,
+            max(args.concurrency),
+            speculation,
+            {"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True, **options},
         )
         worker = engine.start(self.log_dir, self.children)
-        return VllmSystem(name, worker, frozenset(self.concurrencies), args.request_timeout)
+        return VllmSystem(name, worker, frozenset(args.concurrency), args.request_timeout)
