@@ -148,21 +148,17 @@ def _resolve(name: str, python: str) -> list[str]:
     command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_39"]
     command += ["--only-binary", ":all:"]
     source = "-" if bundle.requirements else str(REPO / "pyproject.toml")
-    if bundle.constraints:
-        # The other machine's torch stays; it decides the versions of what comes with it.
-        ours = (REPO / "constraints.txt").read_text().splitlines()
-        kept = [line for line in ours if not line.startswith(("torch==", "#"))]
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        if bundle.constraints:
+            # The other machine's torch stays; it decides the versions of what comes with it.
+            ours = (REPO / "constraints.txt").read_text().splitlines()
+            kept = [line for line in ours if not line.startswith(("torch==", "#"))]
             file.write("\n".join(kept))
             file.flush()
-            found = _run([*command, "-c", file.name, source], "\n".join(bundle.requirements))
-    else:
-        found = _run([*command, source], "\n".join(bundle.requirements))
-    return [line for line in found.splitlines() if "==" in line]
-
-
-def _run(command: Sequence[str], text: str) -> str:
-    return subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
+        command += ["-c", file.name, source]
+        text, pipe = "\n".join(bundle.requirements), subprocess.PIPE
+        done = subprocess.run(command, input=text, stdout=pipe, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "==" in line]
 
 
 def _name(pin: str) -> str:

@@ -24,7 +24,7 @@ import uvloop
 
 from benchmarks.lib import report
 from benchmarks.lib.load.steady import Holding, grpc_streams, http_streams
-from benchmarks.lib.processes import module_child, process_tree, stopping, tree_cpu_seconds
+from benchmarks.lib.processes import cpu_seconds, module_child, process_tree, stopping
 from benchmarks.lib.program import arguments, guarded, say
 
 _START_S: Final = 240.0
@@ -98,7 +98,7 @@ async def _steady(
     trees = [process_tree(pid) for pid in pids]
 
     def look(count: Any) -> list[float]:
-        used = [tree_cpu_seconds(tree) for tree in trees]
+        used = [cpu_seconds(tree) for tree in trees]
         return [time.perf_counter(), count(), *used, time.process_time()]
 
     async with hold(address, args.streams) as count:

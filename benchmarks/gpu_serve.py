@@ -185,16 +185,10 @@ class Bench:
         args = self._args
         for temperature in args.temperature:
             name = f"{place}, T = {temperature:g}"
+            asked = frozenset(args.concurrency), args.request_timeout
+            sampling = {"temperature": temperature, "top_p": args.top_p}
             plain, drafting = (
-                OutriderSystem(
-                    system,
-                    stack,
-                    method,
-                    frozenset(args.concurrency),
-                    args.request_timeout,
-                    temperature=temperature,
-                    top_p=args.top_p,
-                )
+                OutriderSystem(system, stack, method, *asked, **sampling)
                 for system, method in ((f"none beside {name}", "none"), (name, args.method))
             )
             self._baselines |= dict.fromkeys([name, *(p.name for p in self._peers)], plain.name)

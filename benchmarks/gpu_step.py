@@ -163,41 +163,30 @@ def _bytes_read(model: Any, kv_cache_dtype: str) -> tuple[int, int]:
 def _engine(
     args: argparse.Namespace, model: Any, table: list[Row], kv_cache_dtype: str
 ) -> list[Row]:
-    longest = max(
-        max(args.context) + max(args.query_lens),
-        max(args.loop_context) + _LOOP_ROOM,
-        *args.prompts,
-    )
+    loop = max(args.loop_context) + _LOOP_ROOM
+    longest = max(max(args.context) + max(args.query_lens), loop, *args.prompts)
     pages = max(args.rows) * -(-longest // args.page_size)
     began = time.perf_counter()
-    paged = build_paged_model(
-        model,
-        ModelOptions(
-            page_size=args.page_size,
-            num_pages=pages,
-            max_model_len=longest,
-            self_test=False,
-            attention_backend=args.attention_backend,
-            kv_cache_dtype=kv_cache_dtype,
-        ),
+    options = ModelOptions(
+        page_size=args.page_size,
+        num_pages=pages,
+        max_model_len=longest,
+        self_test=False,
+        attention_backend=args.attention_backend,
+        kv_cache_dtype=kv_cache_dtype,
     )
+    paged = build_paged_model(model, options)
     steps = EngineSteps(paged, [(n, q) for n in args.rows for q in args.query_lens])
     say(f"engine ready after {time.perf_counter() - began:.1f} s")
     measured = []
     for row in table:
-        if not row.context:
-            times = steps.measure_prompt(row.query_len, repeats=args.repeats)
-            say(f"prompt of {row.query_len} tokens: {times.device_ms:.2f} ms")
-            measured.append(replace(row, engine=times))
-            continue
-        times = steps.measure(
-            row.rows,
-            row.query_len,
-            row.context,
-            repeats=args.repeats,
-            loop_steps=args.loop_steps if row.context in args.loop_context else 0,
-        )
-        say(f"{row.rows} rows, {row.query_len} tokens, context {row.context}: {times}")
+        n, q, context = row.rows, row.query_len, row.context
+        if context:
+            loop_steps = args.loop_steps if context in args.loop_context else 0
+            times = steps.measure(n, q, context, repeats=args.repeats, loop_steps=loop_steps)
+        else:
+            times = steps.measure_prompt(q, repeats=args.repeats)
+        say(f"{n} rows, {q} tokens, context {context}: {times}")
         measured.append(replace(row, engine=times))
     return measured
 

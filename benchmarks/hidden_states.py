@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.lib import prompts, report
 from benchmarks.lib.loop import Loop, Outcome, engine_config
-from benchmarks.lib.program import arguments
+from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.replay import Capture, Replay, lengths, record, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
@@ -42,7 +42,6 @@ from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
 from outrider.engine.model.loader import ModelOptions, load_model
-from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import (
@@ -273,16 +272,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if all texts are equal, 1 if one differs, 2 if a head cannot be used."""
-    args = parser().parse_args(argv)
+    return guarded(_run, parser(), argv)
+
+
+def _run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     target = resolve_model(args.model, "target")
     named = [each.partition("=") for each in args.head]
     given = {method: folder or EMBEDDED for method, _, folder in named}
-    try:
-        contenders = heads(given, args.model, args.chain, args.tree_nodes)
-    except ConfigError as error:
-        print(error.message, file=sys.stderr)
-        return 2
+    contenders = heads(given, args.model, args.chain, args.tree_nodes)
     specs = [c.proposer.traits.features for c in contenders if c.proposer is not None]
     if args.draft_model != "none":
         rules = [VerificationRule(rule) for rule in args.rules]
@@ -306,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for turn in range(len(contenders)):
                 i = (seed + turn) % len(contenders)
                 samples[i].append(bench.run(prompt, sampling, args.max_tokens, contenders[i]))
-            print(f"temperature {temperature:g}: prompt {seed + 1}", file=sys.stderr, flush=True)
+            say(f"temperature {temperature:g}: prompt {seed + 1}")
         for one, mine in zip(contenders, samples, strict=True):
             found, by_category = None, {}
             if (drafter := one.replayed) is not None:

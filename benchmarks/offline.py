@@ -47,9 +47,8 @@ def _run(args: argparse.Namespace) -> int:
         with LLM(str(args.model), max_model_len=_CONTEXT, max_num_seqs=args.rows, **memory) as llm:
             rates = _rates(args, rng, {"loop": partial(_loop, llm), _OURS: partial(_generate, llm)})
         children: list[Child] = []
-        place = VllmPlace.find(args.vllm)
         with stopping(children):
-            if place is not None:
+            if place := VllmPlace.find(args.vllm):
                 peer = _vllm(args, place, Path(scratch), children)
                 rates |= _rates(args, rng, {"vllm": peer})
     for name, rate in rates.items():
@@ -65,9 +64,8 @@ def _rates(args: argparse.Namespace, rng: random.Random, runs: dict[str, _Run]) 
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(args.rounds + 1):
         for name, run in runs.items():
-            prompts = [
-                rng.choices(range(8, 256), k=args.prompt_tokens) for _ in range(args.prompts)
-            ]
+            ids = range(8, 256)
+            prompts = [rng.choices(ids, k=args.prompt_tokens) for _ in range(args.prompts)]
             began = time.perf_counter()
             tokens = run(prompts, args.max_tokens)
             rate = tokens / (time.perf_counter() - began)
@@ -84,9 +82,7 @@ def _vllm(args: argparse.Namespace, place: VllmPlace, log_dir: Path, children: l
     system = VllmSystem("vllm", engine.start(log_dir, children), frozenset(), _TIMEOUT_S)
 
     def run(prompts: Sequence[list[int]], max_tokens: int) -> int:
-        texts = [tuple(prompt) for prompt in prompts]
-        completions = system.run(texts, max_tokens, len(texts)).completions
-        return sum(len(completion.token_ids) for completion in completions)
+        return system.run([tuple(ids) for ids in prompts], max_tokens, len(prompts)).num_tokens
 
     return run
 

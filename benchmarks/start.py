@@ -60,7 +60,8 @@ def _run(args: argparse.Namespace) -> int:
     servers = {"outrider": (ours, python_path())}
     if place := VllmPlace.find(args.vllm):
         target = str(resolve_model(args.model, "target"))
-        command = [*place.openai_server(target, _BODY["model"]), *flags, "--host", "127.0.0.1"]
+        command = [place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+        command += [*flags, "--host", "127.0.0.1", "--served-model-name", _BODY["model"]]
         servers["vllm"] = (command, place.env)
     starts = [
         _start(args, name, number, *server)

@@ -26,13 +26,12 @@ from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.processes import (
     Child,
     ProcessError,
+    cpu_seconds,
+    module_child,
     process_tree,
-    python_path,
     stopping,
-    tree_cpu_seconds,
 )
 from benchmarks.lib.program import arguments, guarded, say
-from benchmarks.lib.vllm_peer import VllmPlace
 from outrider.cli.ports import free_port
 from outrider.models.resolve import resolve_model
 
@@ -102,16 +101,15 @@ def _server(name: str, args: argparse.Namespace, folder: str) -> Iterator[tuple[
     port, began = free_port(), time.monotonic()
     limits = f"--max-model-len 4096 --max-num-seqs {max(args.concurrency)} --dtype bfloat16"
     both = [*limits.split(), "--no-enable-prefix-caching", "--port", f"{port}"]
+    both += ["--served-model-name", "default"]
     theirs = ["--load-format", "dummy", *args.flags]
-    command = [*VllmPlace(sys.executable, {}).openai_server(folder, "default"), *both, *theirs]
+    command = ["vllm.entrypoints.openai.api_server", "--model", folder, *both, *theirs]
     if name == "outrider":
-        command = [sys.executable, "-m", "outrider.cli", "serve", folder, "--engine", "vllm"]
-        command += ["--served-model-name", "default", "--method", "none"]
+        command = ["outrider.cli", "serve", folder, "--engine", "vllm", "--method", "none"]
         command += ["--device", args.device, *both, "--", *theirs]
     with tempfile.TemporaryDirectory(prefix="bench-") as logs, stopping([]) as children:
         say(f"starting {name}")
-        child = Child(name, command, Path(logs), env=python_path())
-        children.append(child)
+        child = module_child(name, command, Path(logs), children)
         while not _answers(f"http://127.0.0.1:{port}/health"):
             if not child.running or time.monotonic() - began > args.start_timeout:
                 errors = [line for line in child.log_lines() if "Error: " in line][:5]
@@ -136,9 +134,9 @@ def _load(args: argparse.Namespace, child: Child, url: str, in_flight: int) -> d
         words += f" --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
         pids = process_tree(child.pid)
         fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
-        before = tree_cpu_seconds(fronts)
+        before = cpu_seconds(fronts)
         found = load.measure(load.parser().parse_args([*words.split(), "--body", _BODY]))
-        used = tree_cpu_seconds(fronts) - before
+        used = cpu_seconds(fronts) - before
     if not found["answered"] or found["failures"]:
         raise ProcessError(f"{child.name}: requests failed: {found['failures']}{child.tail()}")
     speed = found["tokens_per_s"]

@@ -50,6 +50,16 @@ def engine_config(model: PagedModel, k: int) -> EngineConfig:
     )
 
 
+def engine_of(
+    model: PagedModel, config: EngineConfig, k: int
+) -> tuple[Engine, HiddenStateStreams | None]:
+    """Return an engine that takes `k` draft tokens in every round, and its hidden states."""
+    pool = model.pools.features
+    streams = None if pool is None else HiddenStateStreams(pool)
+    policy = FixedPolicy(k, max_wait_s=60.0)  # it never waits: drafts come between steps
+    return Engine(model, config, policy=policy, features=streams), streams
+
+
 class Loop:
     """Runs requests one after the other."""
 
@@ -60,12 +70,7 @@ class Loop:
     @staticmethod
     def of(model: PagedModel, k: int) -> Loop:
         """Return a loop whose engine drafts `k` tokens in every round."""
-        pool = model.pools.features
-        streams = None if pool is None else HiddenStateStreams(pool)
-        policy = FixedPolicy(k, max_wait_s=60.0)  # it never waits: drafts come between steps
-        return Loop(
-            Engine(model, engine_config(model, k), policy=policy, features=streams), streams
-        )
+        return Loop(*engine_of(model, engine_config(model, k), k))
 
     def run(self, request: Request, method: Proposer | None, k: int) -> Outcome:
         """Run a request with drafts of at most `k` tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.lib.processes import Child, ProcessError, tree_cpu_seconds
+from benchmarks.lib.processes import Child, ProcessError, cpu_seconds
 from benchmarks.lib.program import say
 from benchmarks.lib.prompts import Prompts
 from benchmarks.lib.records import Run, System
@@ -88,4 +88,4 @@ class _CpuWatch:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
         times = os.times()
-        return busy - times.user - times.system - tree_cpu_seconds(self._pids)
+        return busy - times.user - times.system - cpu_seconds(self._pids)

@@ -79,8 +79,6 @@ def median(values: Sequence[float]) -> float | None:
 
 def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Return the first index at which two token sequences differ, or None."""
-    n = min(len(a), len(b))
-    for i in range(n):
-        if a[i] != b[i]:
-            return i
-    return None if len(a) == len(b) else n
+    shorter = min(len(a), len(b))
+    first = next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    return None if first == len(a) == len(b) else first

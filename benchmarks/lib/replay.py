@@ -14,16 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from benchmarks.lib.loop import engine_of
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
-from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
-from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 
 SPARE = 16  # tokens recorded beyond those of interest, so that no round reaches the end
@@ -76,8 +74,7 @@ def record(
 ) -> list[Capture]:
     """Write `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
     pool = model.pools.features
-    streams = None if pool is None else HiddenStateStreams(pool)
-    engine = Engine(model, config, policy=FixedPolicy(1, max_wait_s=60.0), features=streams)
+    engine, streams = engine_of(model, config, 1)
     stop = StopParams(max_tokens=num_tokens + SPARE, ignore_eos=True)
     for session, (prompt, sampling) in enumerate(requests):
         engine.submit(Request(session, prompt, sampling, stop))
@@ -104,14 +101,9 @@ def record(
                 running.remove(commit.session_id)
     spec = None if pool is None else pool.spec
     width = 0 if spec is None else spec.width
+    states = [torch.cat(r).view(-1, width) if r else torch.empty(0, 0) for r in rows]
     return [
-        Capture(
-            prompt,
-            tuple(tokens[i]),
-            sampling,
-            spec,
-            torch.cat(rows[i]).view(-1, width) if rows[i] else torch.empty(0, 0),
-        )
+        Capture(prompt, tuple(tokens[i]), sampling, spec, states[i])
         for i, (prompt, sampling) in enumerate(requests)
     ]
 

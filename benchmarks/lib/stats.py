@@ -25,14 +25,12 @@ def speeds(cell: Cell) -> Numbers:
     """Return tokens per second (median, lowest, highest round) and median TTFT and TPOT."""
     done = completions(cell)
     rates = [run.tokens_per_s for run in cell.runs]
-    ttft = median([c.ttft_s for c in done if c.ttft_s is not None])
-    tpot = median([c.tpot_s for c in done if c.tpot_s is not None])
     return {
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_min": min(rates),
         "tokens_per_s_max": max(rates),
-        "ttft_ms": None if ttft is None else ttft * 1e3,
-        "tpot_ms": None if tpot is None else tpot * 1e3,
+        "ttft_ms": median([c.ttft_s * 1e3 for c in done if c.ttft_s is not None]),
+        "tpot_ms": median([c.tpot_s * 1e3 for c in done if c.tpot_s is not None]),
         "foreign_cpu": statistics.median(cell.foreign_cpu),
     }
 
@@ -84,7 +82,6 @@ def round_parts(cell: Cell) -> Numbers:
         return {}
     rounds = sum(c.stats["rounds"] for c in done)
     steps = cell.step_seconds["steps"]
-    gap = median([gap for c in done for gap in c.round_gaps_s])
     step_ms = {p: cell.step_seconds[p] * 1e3 / steps for p in ("schedule", "verify", "commit")}
     numbers: Numbers = {
         "draft": sum(c.stats["propose_ms"] for c in done) / rounds,
@@ -92,7 +89,7 @@ def round_parts(cell: Cell) -> Numbers:
         "wait": sum(c.stats["wait_ms"] for c in done) / rounds,
         # score_ms is the forward and verification of the steps after the first token.
         "forward": sum(c.stats["score_ms"] for c in done) / after_first - step_ms["verify"],
-        "round": None if gap is None else gap * 1e3,
+        "round": median([gap * 1e3 for c in done for gap in c.round_gaps_s]),
         **step_ms,
     }
     if gaps := cell.step_seconds.get("gaps"):

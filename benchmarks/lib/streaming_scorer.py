@@ -169,10 +169,9 @@ class StreamingScorer:
         loop = asyncio.get_running_loop()
         folder: Path = resolve_model(None, "target", tokenizer_only=True)
         tokenizer = Tokenizer.load(folder)
-        hubs: list[Hub] = []
 
         def on_events(events: StepEvents) -> None:
-            loop.call_soon_threadsafe(hubs[0].on_events, events)
+            loop.call_soon_threadsafe(hub.on_events, events)
 
         self._engine: Any = StreamingEngine(
             self._step_s, self._max_num_seqs, tokenizer.vocab_size, on_events
@@ -201,14 +200,11 @@ class StreamingScorer:
         telemetry = configure("outrider-scorer")
         metrics = ScorerMetrics(telemetry.registry, "default")
         hub = Hub(self._engine, served, DraftLimits(), metrics)
-        hubs.append(hub)
         servicer = ScorerServicer(telemetry)
-        servicer.begin(
-            Serving(self._engine, hub, served, info, None, LocalDrafts(hub.blocks, None))
-        )
-        self._server = GrpcServer(
-            f"127.0.0.1:{self._port}", partial(add_to_server, servicer), [SERVICE_NAME]
-        )
+        drafts = LocalDrafts(hub.blocks, None)
+        servicer.begin(Serving(self._engine, hub, served, info, None, drafts))
+        add, address = partial(add_to_server, servicer), f"127.0.0.1:{self._port}"
+        self._server = GrpcServer(address, add, [SERVICE_NAME])
         address = f"127.0.0.1:{await self._server.start()}"
         await self._server.set_serving(True)
         return {"grpc": address}

@@ -43,16 +43,9 @@ class TransformersSystem:
         concurrency: int,  # noqa: ARG002
     ) -> Run:
         """See `System.run`. All modes but "batched" take one prompt after the other."""
-        answer = self.worker.ask(
-            {
-                "mode": self.mode,
-                "dtype": self.dtype,
-                "prompts": prompts,
-                "max_tokens": max_tokens,
-                "num_assistant_tokens": self.num_assistant_tokens,
-            },
-            self.timeout_s * len(prompts),
-        )
+        request: dict[str, object] = {"mode": self.mode, "dtype": self.dtype, "prompts": prompts}
+        request |= {"max_tokens": max_tokens, "num_assistant_tokens": self.num_assistant_tokens}
+        answer = self.worker.ask(request, self.timeout_s * len(prompts))
         rounds = answer["forwards"] if self.mode in ("assisted", "lookup") else None
         return Run(completions_of(answer), answer["wall_s"], rounds)
 

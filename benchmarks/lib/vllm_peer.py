@@ -107,11 +107,6 @@ class VllmPlace:
             raise ProcessError(f"--vllm {path} is neither a folder of wheels nor a Python.")
         return cls(path, dict(_GPU_ENV))
 
-    def openai_server(self, folder: str, name: str) -> list[str]:
-        """Return the beginning of the command of vLLM's server of a model, served as `name`."""
-        command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        return [*command, "--model", folder, "--served-model-name", name]
-
 
 @dataclass(frozen=True)
 class GpuPeers:

@@ -110,8 +110,8 @@ class Tally:
     def numbers(self, seconds: float) -> dict[str, Any]:
         """Return the results of a load that lasted so long, times in milliseconds."""
         answered = len(self.ttft)
-        slowest = max(self.tpot, default=None)
-        median = _quantile(self.tpot, 0.5)
+        tpot = _quantiles(self.tpot)
+        slowest, median = tpot["max"], tpot["p50"]
         return {
             "seconds": seconds,
             "answered": answered,
@@ -126,7 +126,7 @@ class Tally:
             "inter_token_ms": {
                 name: _ms(self.gaps.quantile(part)) for name, part in _QUANTILES.items()
             },
-            "tpot_ms": _quantiles(self.tpot),
+            "tpot_ms": tpot,
             "slowest_to_median": slowest / median if slowest and median else None,
             "total_ms": _quantiles(self.total),
             "most_open": self.most_open,
@@ -139,17 +139,8 @@ _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
     ordered = sorted(values)
-    return {name: _ms(_ranked(ordered, part)) for name, part in _QUANTILES.items()}
-
-
-def _quantile(values: Sequence[float], part: float) -> float | None:
-    return _ranked(sorted(values), part)
-
-
-def _ranked(ordered: Sequence[float], part: float) -> float | None:
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, max(0, math.ceil(part * len(ordered)) - 1))]
+    ranks = {name: math.ceil(part * len(ordered)) - 1 for name, part in _QUANTILES.items()}
+    return {name: _ms(ordered[rank]) if ordered else None for name, rank in ranks.items()}
 
 
 def _ms(seconds: float | None) -> float | None:
