@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
-from benchmarks.lib.processes import Child, Worker, stopping
+from benchmarks.lib.processes import Worker, stopping
 from benchmarks.lib.program import add_pair_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as cleanup:
-        log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        children = cleanup.enter_context(stopping([]))
-        found, text, ok = Bench(args, log_dir, children, cleanup).run()
+        found, text, ok = Bench(args, cleanup).run()
     print(text)
     report.write(found, text, args.out)
     say(f"written to {args.out}.json and .md")
@@ -57,17 +55,11 @@ def _run(args: argparse.Namespace) -> int:
 class Bench:
     """One run that starts the systems, measures them and compares their texts."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        log_dir: Path,
-        children: list[Child],
-        cleanup: contextlib.ExitStack,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, cleanup: contextlib.ExitStack) -> None:
         self._args = args
-        self._log_dir = log_dir
-        self._children = children
         self._cleanup = cleanup
+        self._log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        self._children = cleanup.enter_context(stopping([]))
         self._target = resolve_model(args.model, "target")
         self._draft = resolve_model(args.draft_model, "draft")
         self._prompts = prompts.load(

@@ -15,7 +15,7 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
-from outrider.engine.graphs.capture import Capture
+from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.model.paged_model import PagedModel
@@ -52,7 +52,7 @@ class EngineSteps:
         else:
             from outrider.engine.sampling.verify import choose_and_verify
 
-            record = lambda work: work  # noqa: E731
+            record = _eager
         buckets = [Bucket(query_len, rows) for rows, query_len in sizes]
         self._runner = DecodeGraphs(
             model, buckets, capture=record, choose_and_verify=choose_and_verify
@@ -172,3 +172,7 @@ def _request(session_id: int, prompt_len: int) -> Request:
         sampling=SamplingParams(temperature=0.0),
         stop=StopParams(max_tokens=100_000, ignore_eos=True),
     )
+
+
+def _eager(work: Work) -> Work:
+    return work
