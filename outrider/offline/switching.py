@@ -14,30 +14,35 @@ _YOUNG_OBJECTS: Final = 5000
 
 
 class Switching:
-    """Lets threads take over sooner, and garbage wait longer, while any engine is open."""
+    """Lets threads take over sooner, and garbage wait longer, while any engine is open.
+
+    What the program sets meanwhile stays as it is.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines = 0
-        self._before_s = 0.0
-        self._thresholds_before = gc.get_threshold()
+        self._before = self._ours = (sys.getswitchinterval(), gc.get_threshold())
 
     def begin(self) -> None:
         with self._lock:
             if self._engines == 0:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, THREAD_SWITCH_S))
-                self._thresholds_before = young, *older = gc.get_threshold()
+                self._before = sys.getswitchinterval(), gc.get_threshold()
+                switch_s, (young, *older) = self._before
+                sys.setswitchinterval(min(switch_s, THREAD_SWITCH_S))
                 if young:  # 0: off
                     gc.set_threshold(max(young, _YOUNG_OBJECTS), *older)
+                self._ours = sys.getswitchinterval(), gc.get_threshold()
             self._engines += 1
 
     def end(self) -> None:
         with self._lock:
             self._engines -= 1
             if self._engines == 0:
-                sys.setswitchinterval(self._before_s)
-                gc.set_threshold(*self._thresholds_before)
+                if sys.getswitchinterval() == self._ours[0]:
+                    sys.setswitchinterval(self._before[0])
+                if gc.get_threshold() == self._ours[1]:
+                    gc.set_threshold(*self._before[1])
 
 
 switching = Switching()

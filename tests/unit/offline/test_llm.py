@@ -18,6 +18,7 @@ import outrider
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.errors import ConfigError, InvalidRequestError, PromptTooLongError, UnavailableError
 from outrider.offline.engine import LocalEngine
+from outrider.offline.switching import Switching
 from scorer_service.config import ScorerOptions
 
 PROMPTS = ["def fib(n):", "The future of AI is", "x"]
@@ -287,6 +288,18 @@ def test_closed_llm_leaves_no_thread_and_refuses_requests(pair: tuple[Path, Path
     assert gc.get_threshold() == thresholds
     with pytest.raises(UnavailableError, match="closed"):
         llm.generate("x")
+
+
+def test_close_keeps_collector_thresholds_that_the_program_set_meanwhile() -> None:
+    before = gc.get_threshold()
+    switching = Switching()
+    try:
+        switching.begin()
+        gc.set_threshold(123, 4, 5)
+        switching.end()
+        assert gc.get_threshold() == (123, 4, 5)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_close_when_interrupted_still_gives_everything_back(
