@@ -65,15 +65,12 @@ class HiddenStateControl(Protocol):
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """Return `size` bytes to a window, since they were read or are of no use any more."""
-        ...
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
         """Keep a projection on the device; the future ends when it is there."""
-        ...
 
     def drop_projection(self, sha256: bytes) -> None:
         """Forget a projection that no proposer uses."""
-        ...
 
 
 class NoHiddenStates:
@@ -96,22 +93,18 @@ class DraftingEngine(Protocol):
     @property
     def drafting(self) -> bool:
         """Tell whether drafts are of use at present, with as many requests as there are now."""
-        ...
 
     @property
     def features(self) -> HiddenStateControl: ...
 
     def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
         """Replace the proposer of a session. Unknown sessions are ignored."""
-        ...
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
         """Hand over drafts that arrived together; a step that waits for them takes all of them."""
-        ...
 
     def between_same_steps(self) -> AbstractContextManager[object]:
         """Carry out all calls within this context between the same two steps."""
-        ...
 
 
 class ColocatingEngine(DraftingEngine, Protocol):
@@ -124,7 +117,6 @@ class ColocatingEngine(DraftingEngine, Protocol):
 
         With a `session_id`, `work` is dropped if that session has ended.
         """
-        ...
 
 
 class NewTokens(NamedTuple):
@@ -167,15 +159,12 @@ class ThreadHiddenStates(Protocol):
 
     def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
         """Return those rows of the last step that `wants` accepts; others are sent as usual."""
-        ...
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """Return `size` bytes to a window."""
-        ...
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
         """Keep a projection on the device."""
-        ...
 
 
 class ColocatedEngine(Protocol):
@@ -187,31 +176,25 @@ class ColocatedEngine(Protocol):
     @property
     def new_tokens(self) -> Sequence[NewTokens]:
         """Return what the step that ended last committed."""
-        ...
 
     @property
     def verify_output(self) -> VerifyOutput | None:
         """Return where the step in flight leaves its result; None if only the host has it."""
-        ...
 
     def committed(self, session_id: int) -> TokenIds | None:
         """Return the prompt and output of a session; None if it is unknown."""
-        ...
 
     def post_block(self, block: PostedBlock) -> object:
         """Take a draft."""
-        ...
 
     def schedule_with_device_drafts(self, drafts: DeviceDrafts) -> bool:
         """Let the next step verify drafts that the host will have only after its launch.
 
         False if the step cannot: then the drafts must be posted before it.
         """
-        ...
 
     def count_drafting(self, seconds: float) -> None:
         """Count time that the thread spent on drafts: of the step in flight, or of the next."""
-        ...
 
 
 class ColocatedProposer(Protocol):
@@ -220,12 +203,9 @@ class ColocatedProposer(Protocol):
     @property
     def busy(self) -> bool:
         """Tell whether drafts are wanted though no step has ended."""
-        ...
 
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
         """Draft for the step to come."""
-        ...
 
     def after_launch(self, engine: ColocatedEngine) -> None:
         """Do what no step waits for, and post the drafts that the step was launched without."""
-        ...

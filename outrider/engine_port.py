@@ -18,18 +18,15 @@ class ServedEngine(DraftingEngine, Protocol):
     @property
     def running(self) -> bool:
         """False once the engine is to stop, or has broken down."""
-        ...
 
     def start(self, timeout_s: float) -> EngineInfo:
         """Load the model, on a thread that may wait. Raises `OutriderError`s."""
-        ...
 
     def stop(self, timeout_s: float) -> None:
         """End the engine, on a thread that may wait; open sessions fail with `UnavailableError`.
 
         Raises `DeadlineError` if it takes longer than `timeout_s`.
         """
-        ...
 
     def submit(self, request: Request, constraint: Any = None) -> None:
         """Queue a request; `constraint` is its compiled one, if the engine wants it compiled.
@@ -37,16 +34,12 @@ class ServedEngine(DraftingEngine, Protocol):
         Raises `InvalidRequestError`, `PromptTooLongError`, `CapacityError` when the queue is
         full, or `UnavailableError`.
         """
-        ...
 
     def abort(self, session_id: int) -> None:
         """End a session without a further event. Unknown sessions are ignored."""
-        ...
 
     def snapshot(self) -> EngineSnapshot:
         """Return how full the engine was after its last step."""
-        ...
 
     async def until_hung(self) -> None:
         """Return when the engine is dead or hangs; it counts as broken down then."""
-        ...

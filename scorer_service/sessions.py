@@ -22,17 +22,14 @@ class SessionListener(Protocol):
     @property
     def overflowed(self) -> bool:
         """Return whether too much waits to be read."""
-        ...
 
     @property
     def crowded(self) -> bool:
         """Return whether so much waits that sessions are better opened later."""
-        ...
 
     @property
     def num_closing(self) -> int:
         """Number of ended sessions that the proposer still counts."""
-        ...
 
     def open(self, session: Session) -> None: ...
 

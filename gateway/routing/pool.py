@@ -27,7 +27,6 @@ class ScorerClient(Protocol):
 
         Raises `OutriderError`s.
         """
-        ...
 
 
 class Pool(Protocol):
@@ -42,7 +41,6 @@ class Pool(Protocol):
     @property
     def max_model_len(self) -> int:
         """Return the tokens that a request can reach on every scorer known so far."""
-        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -50,14 +48,12 @@ class Pool(Protocol):
     @property
     def adapters(self) -> Sequence[str]:
         """Return the adapters that every scorer known so far has."""
-        ...
 
     async def known(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until `max_model_len` and `vocab_size` are known.
 
         Raises `UnavailableError`.
         """
-        ...
 
     async def pick(
         self,
@@ -69,8 +65,6 @@ class Pool(Protocol):
 
         Raises `UnavailableError`.
         """
-        ...
 
     def mark_down(self, scorer: ScorerClient) -> None:
         """Send no requests to a scorer that one could not reach, until it serves again."""
-        ...

@@ -48,15 +48,12 @@ class ChainDrafter(Protocol):
     @property
     def max_tokens(self) -> int:
         """The most tokens to catch up, of all rows together, for which it is faster."""
-        ...
 
     def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
         """Feed rows and draft a chain for each; most tokens wanted first."""
-        ...
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:
         """Feed rows that no draft is wanted for; False if there is no faster way."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +62,6 @@ class SureDrafter(ChainDrafter, Protocol):
 
     def draft_sure(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
         """Return what `draft` returns, each chain with its tokens' confidences."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,6 @@ class ForkDrafter(Protocol):
         Page tables cover `num_tokens` more than the slices. Sources are read before any target is
         written. Raises what the model raises.
         """
-        ...
 
 
 class AsyncLine(NamedTuple):
@@ -138,4 +133,3 @@ class AsyncDrafter(Protocol):
         A step verifies as many guesses of a line as there are, or one more. The loop must be waited
         for before the next call of the drafter.
         """
-        ...

@@ -129,7 +129,6 @@ class Proposer(Protocol):
 
     def open(self, session: SessionKey, start: SessionStart) -> None:
         """Begin a session; without room it is lost, which the next `draft` reports."""
-        ...
 
     def commit(
         self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
@@ -139,22 +138,18 @@ class Proposer(Protocol):
         Repeats and overlaps are harmless. A gap, or tokens that contradict earlier ones, lose the
         session, which the next `draft` reports. An unknown session is ignored.
         """
-        ...
 
     def close(self, session: SessionKey) -> None:
         """End a session, known or not."""
-        ...
 
     def forget(self, session: SessionKey) -> None:
         """End a session whose text goes on: here under another key, or elsewhere."""
-        ...
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         """Guess the tokens after each of `sessions`, in one batch; unknown ones are left out.
 
         For sessions whose draft is at hand it may do the work of `ahead`, if that delays no other.
         """
-        ...
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         """Guess past the drafts of `sessions`, for the outcomes of their verification.
@@ -164,7 +159,6 @@ class Proposer(Protocol):
         the result is filled. `pace` tells how much time there is. With no sessions, every method is
         called: there is time for work that must not hold up a draft.
         """
-        ...
 
 
 class FeatureProposer(Proposer, Protocol):
@@ -173,7 +167,6 @@ class FeatureProposer(Proposer, Protocol):
     @property
     def projection(self) -> bytes:
         """The matrix of `traits.features.projection_sha256`; empty if there is none."""
-        ...
 
     def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
         """Take states of the positions start, start + 1, ...: bfloat16 [n, features.width].
@@ -182,7 +175,6 @@ class FeatureProposer(Proposer, Protocol):
         drawn from it. Repeats and overlaps are harmless. A gap, or rows of another size, lose the
         session. An unknown session is ignored.
         """
-        ...
 
 
 class Follower:

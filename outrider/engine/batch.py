@@ -94,14 +94,12 @@ class Model(Protocol):
 
         The tensor may be reused by the next call.
         """
-        ...
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` int64 [n] to slots `target` [n], in every layer.
 
         Where two targets are the same, so are their sources.
         """
-        ...
 
 
 def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> PackedBatch:

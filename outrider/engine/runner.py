@@ -35,14 +35,12 @@ class Pending(Protocol):
     @property
     def verified(self) -> Tensor | None:
         """`Verified.tokens` for work that is enqueued behind the step; None without a device."""
-        ...
 
     def wait(self) -> StepResult:
         """Block until the step's one small copy has reached the host. Called once.
 
         Raises what the forward raises.
         """
-        ...
 
 
 class StepRunner(Protocol):
@@ -53,11 +51,9 @@ class StepRunner(Protocol):
 
         The step before may be in flight if `step` knows all that it needs of it.
         """
-        ...
 
     def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
         """Tell whether `Step.device_drafts` may have so many rows of at most so many tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,6 @@ class Forwards(Protocol):
 
         `drawn` replaces placeholders among the rows' last tokens.
         """
-        ...
 
 
 class Runner:

@@ -27,15 +27,12 @@ class Service(Protocol):
 
     async def start(self) -> dict[str, str]:
         """Start, and return the addresses for the ready line. Raises any `OutriderError`."""
-        ...
 
     async def stop(self) -> None:
         """Drain and release everything, also after a `start` that failed or was cancelled."""
-        ...
 
     async def wait_failed(self) -> None:
         """Return once the service can no longer serve and the process should end."""
-        ...
 
 
 async def run_until_signal(name: str, service: Service, *, exit_with_parent: bool = False) -> int:

@@ -48,7 +48,6 @@ class DraftListener(Protocol):
 
     def failed(self) -> None:
         """Learn that nothing will be drafted any more."""
-        ...
 
 
 @dataclass(slots=True)

@@ -28,11 +28,9 @@ class DraftSide(Protocol):
 
     async def serve(self, requests: Requests, context: Context) -> None:
         """Run one proposer's stream until either side ends it. Raises what it should end with."""
-        ...
 
     async def attached(self) -> Sequence[scorer_pb2.AttachedProposer]:
         """Return the attached proposers."""
-        ...
 
 
 class LocalDrafts:

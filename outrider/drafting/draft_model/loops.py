@@ -34,7 +34,6 @@ class BranchingModel(Model, Protocol):
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy the keys and values of pages `source` int64 [n] to `target` [n]."""
-        ...
 
 
 class CapturableModel(BranchingModel, Protocol):
@@ -43,11 +42,9 @@ class CapturableModel(BranchingModel, Protocol):
     @property
     def scratch_page(self) -> int:
         """A page that belongs to no sequence."""
-        ...
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Return what `forward` returns, in the model's dtype."""
-        ...
 
 
 class EagerForks:

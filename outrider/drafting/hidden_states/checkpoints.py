@@ -40,7 +40,6 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor on the host. Raises `ConfigError` unless it is there, in this shape."""
-        ...
 
 
 class Checkpoint:

@@ -100,21 +100,17 @@ class CachedDrafter(Protocol):
 
         The largest draft of its round has `most`.
         """
-        ...
 
     def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
         """Feed rows and draft a tree for each that wants one."""
-        ...
 
     def sure_chains(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
         """Feed rows and draft a chain for each that wants one, with confidences if it has them."""
-        ...
 
     def sampled_chains(
         self, rows: Sequence[DraftInput]
     ) -> list[tuple[list[int], list[DraftProbs | None]]]:
         """Draft chains, with noise of their own and distributions. All rows want drafts."""
-        ...
 
 
 class RecurrentProposer(FeatureMethod):

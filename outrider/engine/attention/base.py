@@ -38,7 +38,6 @@ class StepAttention(Protocol):
         `group` is the number of query heads per key head. The heads of a token are contiguous. The
         step's own keys and values are already in the pool.
         """
-        ...
 
 
 class LatentAttention(StepAttention, Protocol):
@@ -47,13 +46,11 @@ class LatentAttention(StepAttention, Protocol):
     @property
     def all_slots(self) -> Tensor:
         """Slots [n] of the latents to expand."""
-        ...
 
     def attend_expanded(
         self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Attend to keys and values [num_kv_heads, n, dim] expanded from `all_slots`."""
-        ...
 
 
 AttentionBackend = Callable[[PackedBatch], StepAttention]

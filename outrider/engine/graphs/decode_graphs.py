@@ -36,11 +36,9 @@ class CapturableModel(Model, Protocol):
     @property
     def scratch_page(self) -> int:
         """A page that belongs to no sequence."""
-        ...
 
     def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
         """Write what `forward` returns to `out`, which has the model's dtype."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,12 @@ class LayeredModel(Model, Protocol):
     @property
     def scratch_page(self) -> int:
         """A page that belongs to no sequence."""
-        ...
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Write the new keys and values and return the input of `head`: [tokens, hidden]."""
-        ...
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab_size] of rows [n, hidden], as `forward` returns them."""
-        ...
 
 
 class PrefillGraphs:

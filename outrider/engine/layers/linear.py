@@ -30,11 +30,9 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map x [..., in] to [..., out], in `out` if it is given."""
-        ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return `residual + self(x)`; `residual` may be overwritten."""
-        ...
 
 
 class PackedLinear(nn.Module):

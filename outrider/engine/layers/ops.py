@@ -32,11 +32,9 @@ class LlamaOps(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [tokens, hidden] over its root mean square, times weight [hidden]."""
-        ...
 
     def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
         """Norm the query and key heads of qkv in place; weight [heads + kv_heads, head_dim]."""
-        ...
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
         """Rotate queries and keys, store keys and values, and return the queries.
@@ -45,7 +43,6 @@ class LlamaOps(Protocol):
         [tokens, 2, 2, dim / 2]: the cosines of both halves, then the sines as -sin, sin; slots
         int64 [tokens]. Returns [tokens, kv_heads, group, dim].
         """
-        ...
 
     def attend_new(
         self,
@@ -61,7 +58,6 @@ class LlamaOps(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Map [tokens, 2 * intermediate] to silu(gate) * up [tokens, intermediate]."""
-        ...
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None

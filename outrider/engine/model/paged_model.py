@@ -20,11 +20,9 @@ class Step(Protocol):
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
-        ...
 
     def windows_at_most(self, length: int) -> AbstractContextManager[None]:
         """Shorten sliding windows to `length` keys within the context, for a self-test."""
-        ...
 
 
 @runtime_checkable
@@ -33,11 +31,9 @@ class LayeredStep(Step, Protocol):
 
     def hidden(self, attention: StepAttention) -> Tensor:
         """Return the input of `head` for every token: [tokens, hidden]."""
-        ...
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits [n, vocab_size] of `hidden` [n, hidden], in `out` if given."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,9 @@ class LogitsEditor(Protocol):
         Row j follows the output so far and draft[:j]: the result must be what `edit` without a
         draft gives once draft[:j] is committed.
         """
-        ...
 
     def commit(self, tokens: TokenIds, /) -> None:
         """Take in output tokens, trimmed at a stop."""
-        ...
 
 
 class MinTokens:

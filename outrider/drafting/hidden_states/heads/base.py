@@ -70,7 +70,6 @@ class BoundLayer(Protocol):
 
     def bind(self, pools: KVPools) -> None:
         """Keep keys and values in `pools`; called once, before the first forward."""
-        ...
 
 
 class CachedHead:
@@ -175,15 +174,12 @@ class OneShotHead(Protocol):
         `device`, for which nothing waits. The head looks `depth` tokens ahead, 1 to `max_depth`,
         and at the `width` likeliest of each place. Rows do not affect each other.
         """
-        ...
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
         """Return a tree per row, of at most `sizes[i]` nodes; a `width` of 1 makes chains."""
-        ...
 
     def begin(self, states: Tensor) -> Tensor:
         """Return states as the first `step` takes them."""
-        ...
 
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the next states, and float32 logits [n, vocab].
@@ -191,7 +187,6 @@ class OneShotHead(Protocol):
         For callers who choose every token themselves: `tokens` int64 [n] came `depth` tokens after
         the states.
         """
-        ...
 
 
 def wanted_rows(batch: PackedBatch) -> Tensor | None:
