@@ -13,7 +13,8 @@ from gateway.processes import Worker, default_workers
 from gateway.workers.parent import die_with_parent
 from gateway.workers.supervisor import Workers
 from outrider.errors import ConfigError, refuse
-from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
+from outrider.flag_types import port
+from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.runtime import importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
 from outrider.signals import end_at_sigterm

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from outrider.drafting.building.config import ModelConfig, check_files
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import OutriderError, refuse
-from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
+from outrider.flag_types import port
+from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from outrider.signals import end_at_sigterm
 from proposer_service.config import START_TIMEOUT_S, ProposerConfig

@@ -6,10 +6,11 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
-from outrider import engines, flag_numbers, start_times
+from outrider import engines, flag_types, start_times
 from outrider.config import (
     DTYPES,
     KV_CACHE_DTYPES,
@@ -23,7 +24,7 @@ from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
 from outrider.models.resolve import find_local, resolve_model
-from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
+from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.signals import end_at_sigterm
 from outrider.vllm.flags import (
     add_parallel_flags,
@@ -53,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add = p.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=port, default=0, help="gRPC port; 0: a free one")
+    add("--port", type=flag_types.port, default=0, help="gRPC port; 0: a free one")
     add(
         "--data-port",
-        type=port,
+        type=flag_types.port,
         default=0,
         help="port of the plain connections that proposers are offered beside gRPC; 0: a free one",
     )
-    add("--metrics-port", type=port, default=0, help="HTTP port of /metrics; 0: free")
+    add("--metrics-port", type=flag_types.port, default=0, help="HTTP port of /metrics; 0: free")
     add("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
     add("--served-model-name", default="default", help="the name clients ask for")
     add("--scorer-id", default=None, help="name in traces; default: host name and pid")
@@ -100,10 +101,10 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="flash, triton, numba or sdpa; default: the best that fits",
     )
-    add("--threads", type=_whole(1), default=2, help="threads that torch uses")
+    add("--threads", type=flag_types.positive, default=2, help="threads that torch uses")
     add(
         "--num-speculative-tokens",
-        type=_whole(0, 128),
+        type=flag_types.speculative_tokens,
         default=NUM_SPECULATIVE_TOKENS,
         help="K: draft tokens verified per request and round; 0 switches speculation off",
     )
@@ -117,35 +118,40 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--synthetic-acceptance-rates",
-        type=flag_numbers.rates,
+        type=flag_types.rates,
         default=(),
         metavar="P[,...]",
         help="for benchmarks only: how likely a round accepts at least 1, 2, ... K draft tokens, "
         "whatever they are; texts are then not the model's",
     )
-    add("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
+    add("--max-num-seqs", type=flag_types.positive, default=128, help="requests in a batch")
     add(
         "--max-num-batched-tokens",
-        type=_whole(1),
+        type=flag_types.positive,
         default=None,
         help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA",
     )
-    add("--max-model-len", type=_whole(3), default=None, help="context; default: the model's")
+    add(
+        "--max-model-len",
+        type=partial(flag_types.whole, low=3),
+        default=None,
+        help="context; default: the model's",
+    )
     add(
         "--gpu-memory-utilization",
-        type=_part,
+        type=flag_types.part,
         default=0.9,
         help="part of a CUDA device's memory to use; keys and values get what the rest leaves",
     )
     add(
         "--kv-cache-memory",
-        type=_whole(1),
+        type=flag_types.positive,
         default=None,
         help="MiB for keys and values; default: 512 on a CPU, on CUDA what is left",
     )
     add(
         "--page-size",
-        type=_whole(1),
+        type=flag_types.positive,
         default=None,
         help="tokens per page of the KV cache; default: 16 on a CPU, 64 on CUDA",
     )
@@ -297,18 +303,6 @@ def _engine(args: dict[str, Any]) -> str:
     return engine
 
 
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a reader of whole numbers in these bounds."""
-    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and low <= int(text) <= (high or int(text))):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
-        return int(text)
-
-    return read
-
-
 def _socket_path(text: str) -> str:
     if len(os.fsencode(text)) > _MAX_SOCKET_PATH:
         raise argparse.ArgumentTypeError(
@@ -322,16 +316,6 @@ def _quantization(text: str) -> str | None:
     if text not in (*QUANTIZATIONS, "none"):
         raise argparse.ArgumentTypeError(f"{text!r} is not int8, fp8 or none")
     return None if text == "none" else text
-
-
-def _part(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
-    return value
 
 
 if __name__ == "__main__":

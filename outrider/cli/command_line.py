@@ -8,13 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from outrider import __version__
-from outrider.cli import flag_types
-from outrider.cli.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from outrider import __version__, flag_types
 from outrider.cli.ports import HOST
 from outrider.cli.serve_flags import add_model_flags, add_passed_flags
 from outrider.cli.translate import translate
 from outrider.errors import ConfigError, OutriderError
+from outrider.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.methods import METHODS
 
 MODULES = {

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider import flag_numbers
-from outrider.cli import flag_types
+from outrider import flag_types
 from outrider.config import DTYPES, SPECULATION_POLICIES
 from outrider.engines import AUTO, ENGINES
 from outrider.methods import METHODS
@@ -38,7 +37,7 @@ PASSED: Final = (
     PassedFlag("scorer", "quantization", str, "of weights, on load: int8, fp8 or none"),
     PassedFlag("scorer", "kv-cache-dtype", str, "of keys and values: auto (the model's) or fp8"),
     PassedFlag(
-        *("scorer", "synthetic-acceptance-rates", flag_numbers.rates),
+        *("scorer", "synthetic-acceptance-rates", flag_types.rates),
         "for benchmarks only: accept drafts at these rates, whatever the model says",
     ),
     PassedFlag("scorer", "attention-backend", str, "flash, triton, numba or sdpa"),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from outrider.errors import ConfigError, refuse
-from outrider.flag_numbers import number
+from outrider.flag_types import from_zero
 from outrider.models.download import DownloadError
 from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--retry-seconds",
-        type=_seconds,
+        type=from_zero,
         default=0.0,
         metavar="SECONDS",
         help="how long to try again while the network or the hub fails",
@@ -56,14 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not passes or time.monotonic() + _PAUSE_S > give_up:
                 return code
             time.sleep(_PAUSE_S)
-
-
-def _seconds(text: str) -> float:
-    """Read a number of seconds from 0."""
-    value = number(text)
-    if not 0.0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
-    return value
 
 
 if __name__ == "__main__":

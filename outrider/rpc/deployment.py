@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.flag_types import port
 from outrider.rpc.targets import join_address
 
 
@@ -86,13 +87,6 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="PEM certificates that sign the other services'; with it, servers demand one",
     )
-
-
-def port(text: str) -> int:
-    """Read a port from 0 (any free one) to 65535; gRPC would wrap greater numbers."""
-    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return int(text)
 
 
 def take_deployment(flags: dict[str, Any]) -> Deployment:

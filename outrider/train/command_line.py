@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.flag_numbers import number, whole
+from outrider.flag_types import from_zero, positive, seconds, whole, whole_number
 
 METHODS = {
     "eagle3": "one layer over three of the target's states (EAGLE-3)",
@@ -44,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     answers = commands.add_parser("responses", help="the target's continuations of text, as rows")
     _add_common(answers)
     answers.add_argument("--out", type=_npy, required=True, help=".npy file to write")
-    answers.add_argument("--count", type=_positive, required=True, help="rows")
+    answers.add_argument("--count", type=positive, required=True, help="rows")
     return parser
 
 
@@ -70,21 +69,21 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
     parser.add_argument("--heldout", type=Path, help="a file like --data (default: its last 2 %%)")
     parser.add_argument(
         "--generate",
-        type=_count,
+        type=whole_number,
         default=0,
         metavar="N",
         help="also train on N responses of the target (default: 0)",
     )
-    parser.add_argument("--steps", type=_positive, help="train for so many")
+    parser.add_argument("--steps", type=positive, help="train for so many")
     parser.add_argument(
-        "--seconds", type=_above_zero, help="train for so long; the bound that comes first counts"
+        "--seconds", type=seconds, help="train for so long; the bound that comes first counts"
     )
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
     _number(parser, "--length", 1024, "tokens of a window")
     _number(parser, "--tokens-per-step", 32768, "of each process")
     _number(parser, "--num-draft-tokens", 4, "positions trained")
-    _number(parser, "--lr", 4e-3, "of matrices (Muon)", _rate)
-    _number(parser, "--table-lr", 4e-3, "of the rest (AdamW)", _rate)
+    _number(parser, "--lr", 4e-3, "of matrices (Muon)", from_zero)
+    _number(parser, "--table-lr", 4e-3, "of the rest (AdamW)", from_zero)
     _number(parser, "--save-steps", 1000, "steps from one OUT/state.pt to the next")
     parser.add_argument(
         "--mantissa-bits",
@@ -96,17 +95,11 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
     _number(parser, "--eval-rows", 128, "held-out prompts of the evaluation")
     for flag in _SIZE_FLAGS.get(method, ()):
         of_target = "hidden size" if flag == "--inner-size" else ""
-        parser.add_argument(
-            flag, type=_positive, help=f"default: the target's {of_target}".rstrip()
-        )
+        parser.add_argument(flag, type=positive, help=f"default: the target's {of_target}".rstrip())
     if method in ("draft_model", "dflash", "dspark"):
         _number(parser, "--num-layers", 2, "decoder layers")
     if method == "dspark":
         _number(parser, "--markov-rank", 128, "values that tell a slot the token before")
-
-
-def _positive(text: str) -> int:
-    return whole(text, 1)
 
 
 def _number(
@@ -114,31 +107,13 @@ def _number(
     flag: str,
     default: float,
     about: str,
-    kind: Callable[[str], float] = _positive,
+    kind: Callable[[str], float] = positive,
 ) -> None:
     parser.add_argument(flag, type=kind, default=default, help=f"{about} (default: {default})")
 
 
-def _count(text: str) -> int:
-    return whole(text, 0)
-
-
 def _seed(text: str) -> int:
     return whole(text, 0, 2**32 - 1)  # sums and products of seeds are seeds, too
-
-
-def _above_zero(text: str) -> float:
-    value = _rate(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return value
 
 
 def _npy(text: str) -> Path:

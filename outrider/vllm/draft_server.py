@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from outrider.config import SPECULATION_POLICIES, THREAD_SWITCH_S
 from outrider.errors import ConfigError, DeadlineError, InvalidRequestError
-from outrider.rpc.deployment import Deployment, add_deployment_flags, port, take_deployment
+from outrider.flag_types import port
+from outrider.rpc.deployment import Deployment, add_deployment_flags, take_deployment
 from outrider.rpc.runtime import prepare_grpc
 from outrider.rpc.targets import join_address
 from outrider.types import Request, StepEvents

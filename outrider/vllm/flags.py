@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, Final
 
 from outrider.errors import ConfigError
+from outrider.flag_types import positive
 
 PARALLEL_FLAGS: Final[dict[str, tuple[type | None, str]]] = {
     "--tensor-parallel-size": (int, "devices that share each layer"),
@@ -61,13 +62,9 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         if kind is None:
             group.add_argument(flag, action="store_true", help=text)
         else:
-            group.add_argument(flag, type=_size if flag in SIZES else kind, metavar="X", help=text)
-
-
-def _size(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+            group.add_argument(
+                flag, type=positive if flag in SIZES else kind, metavar="X", help=text
+            )
 
 
 def take_parallel_flags(args: dict[str, Any]) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ def test_fetch_says_neither_signatures_nor_control_characters(tmp_path: Path) ->
 def test_fetch_with_an_endless_time_to_try_is_refused(seconds: str, tmp_path: Path) -> None:
     done = fetch(tmp_path, "org/model", "--retry-seconds", seconds)
     assert done.returncode == 2
-    assert "not a number of seconds" in done.stderr
+    assert "is not a number from 0" in done.stderr
 
 
 def test_fetch_missing_model_prints_one_line(tmp_path: Path) -> None:

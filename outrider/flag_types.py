@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import math
 
-from outrider.flag_numbers import number, whole
 from outrider.methods import parse_methods
 
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
+_MOST = 2**31 - 1
+
+
+def number(text: str) -> float:
+    """Read a number; other text is NaN, which no bounds include."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Read numbers between commas, also in brackets; `check_acceptance_rates` bounds them."""
+    parts = text.strip().removeprefix("[").removesuffix("]").split(",")
+    try:
+        return tuple(map(float, parts))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers, such as 0.9,0.6"
+        ) from None
+
+
+def whole(text: str, low: int, high: int = _MOST) -> int:
+    """Raise `ArgumentTypeError` for what is no whole number within these bounds."""
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        bounds = f"of at least {low}" if high == _MOST else f"from {low} to {high}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+    return int(text)
 
 
 def methods(text: str) -> tuple[str, ...]:
@@ -64,9 +92,19 @@ def seconds(text: str) -> float:
     return value
 
 
+def from_zero(text: str) -> float:
+    """Read a number from 0."""
+    value = number(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return value
+
+
 def port(text: str) -> int:
-    """Read a port, 0 for a free one."""
-    return whole(text, 0, 65535)
+    """Read a port from 0 (any free one) to 65535; gRPC would wrap greater numbers."""
+    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
 
 
 def positive(text: str) -> int:
