@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -17,52 +17,34 @@ class GatewayMetrics:
     """Registers once per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.in_flight = Gauge(
-            f"{METRIC_PREFIX}gateway_requests_in_flight",
-            "Completions under way: open streams.",
-            registry=registry,
+        prefix = f"{METRIC_PREFIX}gateway_"
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(prefix + name, about, registry=registry)
+
+        def counter(name: str, about: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(prefix + name, about, labels, registry=registry)
+
+        self.in_flight = gauge("requests_in_flight", "Completions under way: open streams.")
+        self.limit = gauge("requests_limit", "Completions that may be under way at once.")
+        self.refused = counter(
+            "requests_refused", "Requests refused because too many were under way."
         )
-        self.limit = Gauge(
-            f"{METRIC_PREFIX}gateway_requests_limit",
-            "Completions that may be under way at once.",
-            registry=registry,
-        )
-        self.refused = Counter(
-            f"{METRIC_PREFIX}gateway_requests_refused",
-            "Requests refused because too many were under way.",
-            registry=registry,
-        )
-        self.scorers = Gauge(
-            f"{METRIC_PREFIX}gateway_scorers_serving",
-            "Scorers that this gateway can send requests to.",
-            registry=registry,
-        )
-        self.hold = Gauge(
-            f"{METRIC_PREFIX}gateway_hold_seconds",
+        self.scorers = gauge("scorers_serving", "Scorers that this gateway can send requests to.")
+        self.hold = gauge(
+            "hold_seconds",
             "How long a request is held while no scorer serves; 0: it needs one at once.",
-            registry=registry,
         )
-        self._requests = Counter(
-            f"{METRIC_PREFIX}gateway_requests",
+        self._requests = counter(
+            "requests",
             "Completions by how they ended: ok, cancelled or an error's reason.",
             ("operation", "outcome"),
-            registry=registry,
         )
-        self._prompt_tokens = Counter(
-            f"{METRIC_PREFIX}gateway_prompt_tokens",
-            "Prompt tokens of completions.",
-            registry=registry,
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completions.")
+        self._generation_tokens = counter(
+            "generation_tokens", "Tokens returned to clients, counted when their completion ends."
         )
-        self._generation_tokens = Counter(
-            f"{METRIC_PREFIX}gateway_generation_tokens",
-            "Tokens returned to clients, counted when their completion ends.",
-            registry=registry,
-        )
-        self.retries = Counter(
-            f"{METRIC_PREFIX}gateway_retries",
-            "Times a completion was moved to another scorer.",
-            registry=registry,
-        )
+        self.retries = counter("retries", "Times a completion was moved to another scorer.")
 
     @contextlib.contextmanager
     def outcome(self, operation: str, cancelled_by: Callable[[], str]) -> Iterator[None]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import NoReturn
 
+from outrider.errors import ConfigError
 from outrider.methods import parse_methods
 
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 _MOST = 2**31 - 1
+
+
+class RaisingParser(argparse.ArgumentParser):
+    """Raises `ConfigError` where other parsers end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
 
 
 def number(text: str) -> float:

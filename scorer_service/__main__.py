@@ -44,9 +44,11 @@ _MAX_SOCKET_PATH = 97
 """Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
     """Return a parser of the flags."""
-    p = argparse.ArgumentParser(
+    p = kind(
         prog="outrider scorer",
         description="Verifies drafts for one model replica; owns its committed tokens. With "
         "--engine vllm, flags of vLLM itself may follow after --.",
@@ -129,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens",
         type=flag_types.positive,
         default=None,
-        help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA",
+        help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA, or --max-num-seqs",
     )
     add(
         "--max-model-len",
@@ -195,14 +197,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
+def resolve(
+    argv: Sequence[str] | None, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> dict[str, Any]:
     """Return the flags' values, with those filled in that depend on the device or the process.
 
-    Raises `ConfigError`.
+    Raises `ConfigError`; for words that a parser of this `kind` refuses, what that does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     own = words[: words.index("--")] if "--" in words else words
-    args = vars(parser().parse_args(own))
+    args = vars(parser(kind).parse_args(own))
     args["deployment"] = take_deployment(args)
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
     args["vllm_flags"] = (*take_parallel_flags(args), *words[len(own) + 1 :])
@@ -210,6 +214,9 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
     defaults = _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"]
     if args["engine"] == engines.VLLM:
         defaults = defaults | _VLLM_DEFAULTS
+    elif args["max_num_batched_tokens"] is None:
+        least = defaults["max_num_batched_tokens"] or 0
+        args["max_num_batched_tokens"] = max(least, args["max_num_seqs"])
     for name, value in defaults.items():
         args[name] = value if args[name] is None else args[name]
     tokens, rows = args["max_num_batched_tokens"], args["max_num_seqs"]

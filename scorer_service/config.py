@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from outrider.drafting.building.config import MethodConfig
 from outrider.features import FeatureSpec
@@ -48,22 +49,9 @@ class ScorerOptions:
 
     def for_vllm(self) -> VllmOptions:
         """Return what vLLM is to serve."""
-        return VllmOptions(
-            model=self.model,
-            served_model_name=self.served_model_name,
-            dtype=self.dtype,
-            device=self.device,
-            num_speculative_tokens=self.num_speculative_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            kv_cache_memory=self.kv_cache_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            page_size=self.page_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-            draft_flags=self._draft_flags(),
-            more=self.vllm_flags,
-        )
+        own: dict[str, Any] = {"draft_flags": self._draft_flags(), "more": self.vllm_flags}
+        names = {each.name for each in fields(VllmOptions)} - own.keys()
+        return VllmOptions(**{name: getattr(self, name) for name in names}, **own)
 
     def _draft_flags(self) -> tuple[str, ...]:
         """Return the flags of the draft side in vLLM's worker; its gRPC is reached through ours."""

@@ -9,18 +9,14 @@ from typing import Any, Final
 
 import torch
 
-from outrider.config import (
-    DTYPES,
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
-    SPECULATION_POLICIES,
-    check_acceptance_rates,
-)
+from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from outrider.drafting.building.config import MethodConfig
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
+from outrider.flag_types import RaisingParser
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
-from outrider.offline.speculation import read_speculation
+from outrider.offline.speculation import read_speculation, with_underscores
 from outrider.rpc import runtime
 from outrider.vllm.flags import num_devices
 from scorer_service.__main__ import resolve
@@ -67,14 +63,6 @@ _WITHOUT_EFFECT: Final = {
 }
 """Arguments of vLLM's that make no difference here -> why."""
 
-_LEAST: Final = {
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "page_size": 1,
-    "max_model_len": 3,
-    "kv_cache_memory": 1,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
@@ -100,15 +88,15 @@ class Arguments:
     engine: str = AUTO
 
 
-def check_others(others: Mapping[str, Any], name: str = NAME) -> None:
+def check_others(others: Mapping[str, Any]) -> None:
     """Note arguments of vLLM's that have no effect. Raises `ConfigError` for all others."""
     for key, value in others.items():
         if key in _WITHOUT_EFFECT:
             if value:
-                runtime.progress(name, f"{key} has no effect: {_WITHOUT_EFFECT[key]}.")
+                runtime.progress(NAME, f"{key} has no effect: {_WITHOUT_EFFECT[key]}.")
         elif key not in _NEUTRAL:
             raise ConfigError(
-                f"{name} takes no argument {key}; see docs/offline.md for those it takes."
+                f"{NAME} takes no argument {key}; see docs/offline.md for those it takes."
             )
         elif value is not None and value not in _NEUTRAL[key][0]:
             raise ConfigError(f"{key}={value!r} is not supported: {_NEUTRAL[key][1]}.")
@@ -150,77 +138,59 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
                 f"kv_cache_dtype={given.kv_cache_dtype!r} is not auto, the model's, or fp8, which "
                 "is e4m3; the rest is vLLM's (engine='vllm')."
             )
-    defaults = resolve([f"--device={device}", f"--engine={engine}"])
-    del defaults["exit_with_parent"]
-    options: dict[str, Any] = {
+    rows = 256 if on_gpu and given.max_num_seqs is None else given.max_num_seqs
+    flags: dict[str, Any] = {
+        "device": device,
+        "engine": engine,
         "model": given.model,
         "served_model_name": given.served_model_name or given.model,
         "scorer_id": "offline",
         "dtype": _dtype(given, on_gpu=on_gpu),
         "gpu_memory_utilization": given.gpu_memory_utilization,
         "max_model_len": given.max_model_len,
-        "max_num_seqs": 256 if on_gpu and given.max_num_seqs is None else given.max_num_seqs,
+        "max_num_seqs": rows,
         "max_num_batched_tokens": given.max_num_batched_tokens,
         "page_size": given.block_size,
         "kv_cache_memory": given.kv_cache_memory,
-        "kv_cache_dtype": given.kv_cache_dtype,
         "attention_backend": given.attention_backend,
-        "quantization": None if given.quantization == "none" else given.quantization,
         "speculation_policy": given.speculation_policy,
+        "enable_prefix_caching": given.enable_prefix_caching,
+        "num_speculative_tokens": 0,
     }
-    options = defaults | {key: value for key, value in options.items() if value is not None}
-    for key, least in _LEAST.items():
-        value = options[key]
-        changed = value is not None and value != defaults[key]
-        if changed and (type(value) is not int or value < least):
-            raise ConfigError(f"{key} must be a number of at least {least}.")
-    if given.speculation_policy not in SPECULATION_POLICIES:
-        raise ConfigError(f"speculation_policy must be one of {', '.join(SPECULATION_POLICIES)}.")
-    if not 0.0 < given.gpu_memory_utilization <= 1.0:
-        raise ConfigError("gpu_memory_utilization must be above 0 and at most 1.")
-    if given.max_num_batched_tokens is None and engine == NATIVE:
-        rows = options["max_num_seqs"]
-        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], rows)
-    elif 0 < options["max_num_batched_tokens"] < options["max_num_seqs"]:
-        raise ConfigError("max_num_batched_tokens must be at least max_num_seqs.")
-    options["enable_prefix_caching"] = given.enable_prefix_caching
-    options["num_speculative_tokens"] = 0
+    rounding = {"quantization": given.quantization, "kv_cache_dtype": given.kv_cache_dtype}
     if engine == VLLM:
-        own = dict(others) | {"speculative_config": given.speculative_config or None}
-        own["quantization"] = options.pop("quantization", None)
-        options["quantization"] = None
-        if (dtype := options.pop("kv_cache_dtype")) != KV_CACHE_DTYPES[0]:
-            own["kv_cache_dtype"] = dtype
-        options["kv_cache_dtype"] = KV_CACHE_DTYPES[0]
-        return ScorerOptions(**options | {"vllm_flags": tuple(_words(own))})
-    if given.speculative_config is not None and given.speculative_config != {}:
-        config: Any = given.speculative_config
-        rates: tuple[float, ...] = ()
+        own = {**others, "speculative_config": given.speculative_config or None, **rounding}
+        if given.kv_cache_dtype == KV_CACHE_DTYPES[0]:
+            del own["kv_cache_dtype"]
+        return _options(flags, own)
+    methods: tuple[MethodConfig, ...] = ()
+    config: Any = given.speculative_config
+    if config is not None and config != {}:
         if isinstance(config, Mapping):
             config = dict(config)
-            rates = _rates(config.pop("synthetic_acceptance_rates", None))
+            rates = config.pop("synthetic_acceptance_rates", None)
+            flags["synthetic_acceptance_rates"] = [*rates] if isinstance(rates, tuple) else rates
             if config.get("rejection_sample_method") == "synthetic":
                 if not rates:
                     raise ConfigError(
                         "speculative_config: synthetic needs synthetic_acceptance_rates."
                     )
                 del config["rejection_sample_method"]  # as vLLM has it; the rates say it
-        methods, tokens = read_speculation(config, given.model, device)
-        check_acceptance_rates(rates, tokens)
-        options["synthetic_acceptance_rates"] = rates
-        options["in_process_proposer"] = methods
-        options["num_speculative_tokens"] = tokens
-        options["hidden_features"] = states_of(methods)
+        methods, flags["num_speculative_tokens"] = read_speculation(config, given.model, device)
+    options = _options(flags | rounding)
+    return replace(options, in_process_proposer=methods, hidden_features=states_of(methods))
+
+
+def _options(flags: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> ScorerOptions:
+    """Return what a scorer's flags ask for; `own` are vLLM's. Raises `ConfigError`."""
+    words = [*_words(flags), *(() if own is None else ("--", *_words(own)))]
+    try:
+        options = resolve(words, RaisingParser)
+    except ConfigError as error:
+        said = with_underscores(error.message).removeprefix("argument ")
+        raise ConfigError(said) from error
+    del options["exit_with_parent"]
     return ScorerOptions(**options)
-
-
-def _rates(value: object) -> tuple[float, ...]:
-    """Raise `ConfigError` for what is no list of numbers."""
-    if value is None:
-        return ()
-    if isinstance(value, list | tuple) and value and {*map(type, value)} <= {int, float}:
-        return tuple(map(float, value))
-    raise ConfigError("speculative_config: synthetic_acceptance_rates is a list of numbers.")
 
 
 def _engine(given: Arguments, others: Mapping[str, Any], *, on_gpu: bool) -> str:

@@ -67,7 +67,7 @@ def read_speculation(
     try:
         return take_words(words, model, device), tokens
     except ConfigError as error:
-        raise _error(_with_underscores(error.message)) from error
+        raise _error(with_underscores(error.message)) from error
 
 
 def _method(name: str, draft: str) -> str:
@@ -90,6 +90,6 @@ def _error(message: str) -> ConfigError:
     return ConfigError(f"speculative_config: {message.removesuffix('.')}.")
 
 
-def _with_underscores(message: str) -> str:
+def with_underscores(message: str) -> str:
     """Return a message about flags as one about settings."""
     return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final, NoReturn
+from typing import Final
 
 from outrider.aux_layers import states_read
 from outrider.drafting.building.config import HeadConfig, MethodConfig, check_methods
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import ConfigError
+from outrider.flag_types import RaisingParser
 from outrider.models.resolve import EMBEDDED
 
 _FLAG: Final = "--in-process-proposer"
@@ -30,7 +30,7 @@ def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
 
 def take_words(words: Sequence[str], model: str, device: str) -> tuple[MethodConfig, ...]:
     """Return the same from flags that are split. Raises `ConfigError`."""
-    parser = _Parser(prog=_FLAG, add_help=False)
+    parser = RaisingParser(prog=_FLAG, add_help=False)
     add_method_flags(parser, device.partition(":")[0])
     args = parser.parse_args(words)
     if args.target_model not in (EMBEDDED, model):
@@ -62,8 +62,3 @@ def _within(method: MethodConfig, model: str) -> MethodConfig:
     if isinstance(method, HeadConfig):
         method = replace(method, target_model=model)
     return replace(method, max_branches=0)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)

@@ -154,8 +154,8 @@ def test_batch_command_with_a_file_writes_one_answer_per_line(
     answered = answers.read_text()
     for wrong, told in (
         (["--speculative-config", '"ngram"'], "give an object"),
-        (["--max-num-seqs", "0"], "max_num_seqs must be"),
-        (["--gpu-memory-utilization", "0"], "gpu_memory_utilization must be"),
+        (["--max-num-seqs", "0"], "max_num_seqs: '0' is not"),
+        (["--gpu-memory-utilization", "0"], "gpu_memory_utilization:"),
         (["--seed", "-1"], "--seed must be"),
         (["-o", str(requests)], "-o is the file of -i"),
     ):
