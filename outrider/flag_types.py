@@ -43,7 +43,7 @@ def rates(text: str) -> tuple[float, ...]:
 def whole(text: str, low: int, high: int = _MOST) -> int:
     """Raise `ArgumentTypeError` for what is no whole number within these bounds."""
     if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        bounds = f"of at least {low}" if high == _MOST else f"from {low} to {high}"
+        bounds = f"of at least {low}, at most {high}" if high == _MOST else f"from {low} to {high}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
     return int(text)
 

@@ -75,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal, and return the exit code."""
     try:
         config, exit_with_parent = parse(argv)
+        for method in config.methods:
+            if isinstance(method, ModelConfig):
+                # NumPy and torch read them when they are loaded, by the checks and below.
+                for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+                    os.environ[variable] = str(method.threads)
         check_files(config.methods)
     except OutriderError as error:
         return refuse("proposer", error)
-    for method in config.methods:
-        if isinstance(method, ModelConfig):
-            # torch and NumPy, which are imported below, read them.
-            for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-                os.environ[variable] = str(method.threads)
     # Time for which the drafting thread, which drafts ahead, may keep the event loop from passing
     # messages of gRPC. Python's default of 5 ms is as long as a step takes on a GPU.
     sys.setswitchinterval(0.0001)

@@ -147,7 +147,7 @@ def parser(
     )
     add(
         "--kv-cache-memory",
-        type=flag_types.positive,
+        type=partial(flag_types.whole, low=1, high=2**63 - 1),
         default=None,
         help="MiB for keys and values; default: 512 on a CPU, on CUDA what is left",
     )
@@ -241,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with start_times.phase("imports"):  # of what the checks need
             args = resolve(argv)
+            # NumPy and torch read it when they are loaded, by the checks and below.
+            os.environ["OMP_NUM_THREADS"] = str(args["threads"])
             if args["engine"] == engines.NATIVE:
                 prefetch.begin(args["model"], args["device"])
                 check_target(args["model"])
@@ -250,8 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _follow(args)
     except ConfigError as error:
         return refuse("scorer", error)
-    # The libraries read these when they are loaded, below.
-    os.environ["OMP_NUM_THREADS"] = str(args["threads"])
     # Rounds for which an idle OpenMP thread spins. libgomp's default of 300,000 costs a time slice
     # at every barrier where other processes want the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

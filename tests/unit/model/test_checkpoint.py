@@ -221,7 +221,7 @@ def _no_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_cut, "its header asks for"),
+        (_cut, "incomplete"),
         (_empty, "no safetensors file"),
         (_noise, "no safetensors file"),
         (_broken_header, "broken header"),
