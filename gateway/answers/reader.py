@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Final, TypeVar
 
 from gateway.answers.events import Arguments, Call, Content, Event, Reasoning
+from gateway.stop_strings import begun
 
 T = TypeVar("T")
 Parse = Generator[None, None, T]
@@ -200,7 +201,7 @@ class Reader:
                 return found.group()
             certain = len(self._text)
             if not self._ended:
-                certain -= _begun(markers, self._text, self._at)
+                certain -= begun(markers, self._text, self._at)
             sink(self._text[self._at : certain])
             self._at = certain
             if self._ended:
@@ -227,16 +228,3 @@ def is_name(text: str) -> bool:
 @lru_cache(maxsize=256)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
-
-
-def _begun(markers: Sequence[str], text: str, start: int) -> int:
-    """Return how many characters at the end of the text may begin a marker."""
-    longest = 0
-    for marker in markers:
-        most = min(len(marker) - 1, len(text) - start)
-        tail = text[len(text) - most :]
-        at = tail.find(marker[0])
-        while at >= 0 and not marker.startswith(tail[at:]):
-            at = tail.find(marker[0], at + 1)
-        longest = max(longest, most - at if at >= 0 else 0)
-    return longest

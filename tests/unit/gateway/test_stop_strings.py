@@ -164,16 +164,6 @@ def test_stop_strings_in_the_flush_before_min_tokens_are_ignored() -> None:
     assert (text_of(cut_off), assembler.stopped) == ("abc", True)
 
 
-def test_stop_string_matchers_of_the_same_text_share_their_table() -> None:
-    """A request has up to 128 choices. Each has a place of its own in the text."""
-    stops = ["ab" * 300 + "c", "aa"]
-    one, other = StopStringMatcher(stops), StopStringMatcher(stops)
-    assert one.feed("ab" * 5) is None
-    assert (one.pending, other.pending) == (10, 0)
-    for first, second in zip(one._automata, other._automata, strict=True):
-        assert first._fallback is second._fallback
-
-
 SPELLED = "<|user|>"
 
 
