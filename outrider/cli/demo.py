@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 
 import grpc
@@ -16,7 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.client import stream
 from outrider.cli.process import run_until_signal
 from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.cli.serve import stack_of, tell
@@ -25,7 +25,7 @@ from outrider.cli.services import ServeConfig
 from outrider.errors import ConfigError, InternalError
 from outrider.models.resolve import EMBEDDED
 from outrider.rpc.channel import open_channel
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, generation_pb2
 
 _TIMEOUT_S = 300.0
 _WARM_UP_TOKENS = 24
@@ -89,25 +89,28 @@ async def _demo(args: argparse.Namespace, config: ServeConfig) -> int:
 async def _show(
     console: Console, address: str, args: argparse.Namespace, config: ServeConfig
 ) -> int:
-    drafted = GenerateOptions(
-        prompt=heldout_prompt() if args.prompt is None else args.prompt,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        aux_info=True,
-    )
-    plain = replace(drafted, speculation=False)
+    prompt = heldout_prompt() if args.prompt is None else args.prompt
+
+    def request(max_tokens: int, *, speculation: bool) -> generation_pb2.GenerateRequest:
+        return generation_pb2.GenerateRequest(
+            text=prompt,
+            sampling=common_pb2.SamplingParams(temperature=args.temperature, seed=args.seed),
+            stop=common_pb2.StopParams(max_tokens=max_tokens),
+            speculation=common_pb2.SpeculationParams(enabled=speculation),
+            aux_info=True,
+        )
+
     async with open_channel(address) as channel:
         # Both runs then find the prompt in the prefix cache, and everything warm.
-        for options in (drafted, plain):
-            await _run(None, channel, replace(options, max_tokens=_WARM_UP_TOKENS))
+        for speculation in (True, False):
+            await _run(None, channel, request(_WARM_UP_TOKENS, speculation=speculation))
         console.print(Rule("with speculation"))
         console.print(legend())
         console.print()
-        console.print(Text(drafted.prompt, style="dim"), end="", soft_wrap=True)
-        with_drafts = await _run(console, channel, drafted)
+        console.print(Text(prompt, style="dim"), end="", soft_wrap=True)
+        with_drafts = await _run(console, channel, request(args.max_tokens, speculation=True))
         console.print(Rule("without: same request, speculation off"))
-        without = await _run(console, channel, plain)
+        without = await _run(console, channel, request(args.max_tokens, speculation=False))
     console.print(Rule("side by side"))
     console.print(_comparison(with_drafts, without))
     console.print()
@@ -118,14 +121,16 @@ async def _show(
     return verdict(console, with_drafts, without, exact=config.dtype == "float32")
 
 
-async def _run(console: Console | None, channel: grpc.aio.Channel, options: GenerateOptions) -> Run:
+async def _run(
+    console: Console | None, channel: grpc.aio.Channel, request: generation_pb2.GenerateRequest
+) -> Run:
     """Run one request, showing it on `console` if there is one."""
     pieces: list[str] = []
     kinds: Counter[int] = Counter()
     aux: common_pb2.AuxInfo | None = None
     start = time.perf_counter()
     first: float | None = None
-    async for response in stream(channel, options, timeout_s=_TIMEOUT_S):
+    async for response in stream(channel, request, timeout_s=_TIMEOUT_S):
         if response.tokens and first is None:
             first = time.perf_counter()
         pieces.append(response.text)

@@ -7,11 +7,14 @@ import sys
 
 from rich.console import Console
 
-from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.client import stream
 from outrider.cli.process import run_until_signal
 from outrider.cli.render import aux_table, write_tokens
 from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -28,26 +31,24 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 async def _generate(args: argparse.Namespace) -> int:
-    options = GenerateOptions(
-        prompt=args.prompt,
+    sampling = {name: getattr(args, name) for name in _SAMPLING}
+    request = generation_pb2.GenerateRequest(
         model=args.model,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        ignore_eos=args.ignore_eos,
-        speculation=args.speculation == "on",
-        methods=tuple(args.method.split(",")) if args.method else (),
-        num_speculative_tokens=args.num_speculative_tokens,
+        text=args.prompt,
+        sampling=common_pb2.SamplingParams(**sampling),
+        stop=common_pb2.StopParams(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos),
+        stop_strings=args.stop,
+        speculation=common_pb2.SpeculationParams(
+            enabled=args.speculation == "on",
+            methods=args.method.split(",") if args.method else (),
+            num_speculative_tokens=args.num_speculative_tokens,
+        ),
         aux_info=args.aux_info,
-        api_key=args.api_key,
     )
     console = Console()
     async with open_channel(args.address) as channel:
-        async for response in stream(channel, options, timeout_s=args.timeout):
+        answer = stream(channel, request, timeout_s=args.timeout, api_key=args.api_key)
+        async for response in answer:
             if console.is_terminal:
                 write_tokens(console, response.tokens)
             else:

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.cli.client import GenerateOptions
 from outrider.models.resolve import resolve_model
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import (
     EVERY_ROUND,
     OUTRIDER,

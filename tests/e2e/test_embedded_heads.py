@@ -9,7 +9,7 @@ from importlib import resources
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import EVERY_ROUND, Up, complete_all, running
 
 pytestmark = pytest.mark.timeout(400)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import (
     Completion,
     Up,

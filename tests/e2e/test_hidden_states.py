@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
 from tests.support.checkpoints.tiny_heads import save_dflash, save_eagle, save_eagle3
 from tests.support.checkpoints.tiny_pair import save_pair
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import EVERY_ROUND, Up, complete, complete_all, running
 
 pytestmark = pytest.mark.timeout(400)

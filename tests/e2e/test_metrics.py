@@ -14,7 +14,6 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider import errors
-from outrider.cli.client import GenerateOptions
 from tests.support.kubernetes.promql import (
     ROOT,
     Query,
@@ -25,6 +24,7 @@ from tests.support.kubernetes.promql import (
     rules,
     selectors,
 )
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import Up, complete
 
 pytestmark = pytest.mark.timeout(400)

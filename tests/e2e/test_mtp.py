@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
 from tests.support.checkpoints.deepseek_target import save_deepseek
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)

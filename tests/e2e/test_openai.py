@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from outrider.cli.client import GenerateOptions
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import Up, complete, until_idle
 
 pytestmark = pytest.mark.timeout(400)

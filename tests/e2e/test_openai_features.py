@@ -16,7 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from outrider.cli.client import GenerateOptions
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import Up, service, until_attached
 from tests.support.services.up import complete as complete_over_grpc
 

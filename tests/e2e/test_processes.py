@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.client import GenerateOptions, why_not_attached
+from outrider.cli.client import why_not_attached
 from outrider.errors import ProposerRefusedError
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import (
     OUTRIDER,
     Up,

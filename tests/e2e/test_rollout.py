@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
 from outrider.v1 import scorer_pb2
 from tests.support.kubernetes.pods import Cluster, Pod, cluster
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import Completion, complete
 from tests.support.waiting import until
 

@@ -15,8 +15,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from outrider.cli.client import GenerateOptions
 from scorer_service.round_spans import MAX_ROUNDS, PARTS
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import Completion, complete, running
 
 pytestmark = pytest.mark.timeout(400)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from outrider.cli.client import GenerateOptions
 from outrider.rpc import codec
 from outrider.v1 import common_pb2, generation_pb2
+from tests.support.services.options import GenerateOptions
 from tests.support.services.up import Completion, Up, complete
 
 pytestmark = pytest.mark.timeout(400)

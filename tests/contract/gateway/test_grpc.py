@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.client import stream
 from outrider.errors import (
     CapacityError,
     InvalidRequestError,
@@ -282,13 +281,12 @@ async def test_generate_without_valid_api_key_is_unauthenticated(tmp_path: Path)
         assert (await refusal(gateway, request, "wrong"))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert await generate(gateway, request, "secret")
         tenant = gateway.scorer.requests[-1].tenant
-        options = GenerateOptions(prompt="x", api_key="secret")
         async with open_channel(gateway.grpc) as channel:
-            pieces = [piece.text async for piece in stream(channel, options, timeout_s=30)]
+            answer = stream(channel, request, timeout_s=30, api_key="secret")
+            pieces = [piece.text async for piece in answer]
             for key, told in ((None, "asks for an API key"), ("wrong", "does not know this API")):
-                wrong = replace(options, api_key=key)
                 with pytest.raises(UnauthenticatedError, match=f"{told}.*--api-key"):
-                    [piece async for piece in stream(channel, wrong, timeout_s=30)]
+                    [_ async for _ in stream(channel, request, timeout_s=30, api_key=key)]
         assert "".join(pieces) == TEXT
     assert tenant
     assert "secret" not in tenant

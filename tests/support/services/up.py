@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.client import stream
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from tests.support.services.options import GenerateOptions
 from tests.support.waiting import wait_until
 
 START_DEADLINE_S = 180.0  # a cold machine that also runs something else
@@ -163,7 +164,7 @@ async def complete(
     """One completion over gRPC; `on_tokens` hears the number of tokens so far."""
     text, ids, kinds = "", [], []
     async with open_channel(address) as channel:
-        async for response in stream(channel, options, timeout_s=timeout_s):
+        async for response in stream(channel, options.to_proto(), timeout_s=timeout_s):
             text += response.text
             ids += [token.id for token in response.tokens]
             kinds += [token.kind for token in response.tokens]
