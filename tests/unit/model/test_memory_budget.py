@@ -114,9 +114,13 @@ def test_claim_activations_without_room_says_what_to_lower() -> None:
 
 
 def test_resolve_with_fewer_tokens_than_rows_raises() -> None:
-    assert resolve(["--max-num-seqs", "600", "--device", "cuda"])["max_num_batched_tokens"] == 2048
     with pytest.raises(ConfigError, match="to 600 at least, or lower --max-num-seqs"):
-        resolve(["--max-num-seqs", "600"])
+        resolve(["--max-num-seqs", "600", "--max-num-batched-tokens", "512"])
+
+
+def test_resolve_with_many_rows_raises_the_default_of_tokens() -> None:
+    assert resolve(["--max-num-seqs", "600", "--device", "cuda"])["max_num_batched_tokens"] == 2048
+    assert resolve(["--max-num-seqs", "600"])["max_num_batched_tokens"] == 600
 
 
 def test_resolve_on_each_device_has_its_defaults() -> None:
