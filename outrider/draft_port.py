@@ -142,8 +142,9 @@ class VerifyingRow(NamedTuple):
 
     session_id: int
     place: int  # row of `VerifyOutput.tokens`
-    num_drafted: int
+    max_accepted: int  # draft tokens
     num_draft_tokens: int  # that the next round asks for
+    is_tree: bool
 
 
 class VerifyOutput(NamedTuple):
@@ -154,11 +155,22 @@ class VerifyOutput(NamedTuple):
     """int [at least rows, 1 + width]: drafts accepted, then the target's choices."""
 
 
+class DeviceStates(NamedTuple):
+    """Hidden states of one session that the step in flight writes, on the device."""
+
+    start: int  # position of the first row
+    rows: Tensor  # bfloat16 [n, width]: those that are accepted come first
+
+
 class ThreadHiddenStates(Protocol):
     """Hidden states of the engine, used on its thread."""
 
     def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
         """Return those rows of the last step that `wants` accepts; others are sent as usual."""
+
+    def on_device(self, session_id: int, epoch: int) -> DeviceStates | None:
+        """Return what the step in flight writes for a session's proposer; None if not at hand."""
+        ...
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """Return `size` bytes to a window."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class DraftInput:
     wanted: int  # draft tokens; 0: none
     sampling: SamplingParams
     mask: ConstraintEditor | None = None  # stands after the committed text; used up
-    features: Tensor | None = None  # of the tokens: bfloat16 [tokens, width] on the host
+    features: Tensor | None = None  # of the tokens: bfloat16 [tokens, width], mostly on the host
 
     @property
     def end(self) -> int:
@@ -102,34 +102,28 @@ class ForkDrafter(Protocol):
         """
 
 
-class AsyncLine(NamedTuple):
-    """The part of a session in the cache when its async draft is enqueued."""
-
-    length: int  # of its text, all in the cache
-    num_guesses: int  # after the text
-    block_table: Sequence[int]  # covers two tokens more than the guesses, and the draft's
+D = TypeVar("D", covariant=True)
 
 
-class AsyncLoop(NamedTuple):
-    """Chains in progress."""
+@dataclass(frozen=True, slots=True)
+class AsyncLoop(Generic[D]):
+    """Drafts in progress."""
 
-    tokens: Tensor  # int32 [at least lines, num_tokens]: on the device, for work enqueued behind
-    wait: Callable[[], list[list[int]]]  # returns them on the host; once
+    tokens: Tensor | None
+    """Chains for work enqueued behind: int32 [at least rows, at least wanted]; None of trees."""
+    wait: Callable[[Sequence[int]], list[D]]
+    """Returns the drafts on the host, given how many tokens each row wants; to be called once."""
 
 
 @runtime_checkable
-class AsyncDrafter(Protocol):
-    """Drafts chains behind a step."""
+class AsyncDrafter(Protocol[D]):
+    """Drafts behind a step."""
 
     def launch_after_verify(
-        self,
-        lines: Sequence[AsyncLine],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        verify_output: Tensor,
-    ) -> AsyncLoop | None:
-        """Enqueue drafts of `num_tokens` each, by the lines' own `verify_output`; None if unable.
+        self, rows: Sequence[DraftInput], verify_output: Tensor
+    ) -> AsyncLoop[D] | None:
+        """Enqueue drafts of rows that `LoopInputs.follow` updates by their own `verify_output`.
 
-        A step verifies as many guesses of a line as there are, or one more. The loop must be waited
-        for before the next call of the drafter.
+        Features are on the device. None if unable. The loop must be waited for before the next call
+        of the drafter.
         """

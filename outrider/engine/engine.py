@@ -119,6 +119,8 @@ class Engine:
         if drafts is not None:
             step = replace(step, device_drafts=drafts)
         self._in_flight = self._launch(step, began)
+        if self.features is not None:
+            self.features.read_ahead(step)
         return True
 
     def launch_ahead(self) -> bool:
@@ -174,8 +176,6 @@ class Engine:
             return
         self._note_launch()
         flight, self._in_flight, self._behind = self._in_flight, self._behind, None
-        if self.features is not None:
-            self.features.read_ahead(flight.step)
         try:
             result = flight.pending.wait()
         except Exception as error:
@@ -300,8 +300,8 @@ class Engine:
     def verify_output(self) -> VerifyOutput | None:
         """Return where the device will have the result of the step in flight.
 
-        None if only the host will have it. Rows are left out that draft no more, that verify
-        trees, or whose constraint may cut what is accepted.
+        None if only the host will have it. Rows are left out that draft no more, or whose
+        constraint may cut what is accepted.
         """
         return None if self._in_flight is None else self._in_flight.verify_output
 

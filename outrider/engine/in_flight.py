@@ -10,6 +10,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
+from outrider.engine.tree_mask import depths
 from outrider.types import StepTimings
 
 
@@ -44,8 +45,11 @@ class InFlight:
         with_logits = (row for row in self.step.rows if row.slice.num_logits)
         for place, row in enumerate(with_logits):
             wanted = row.seq.drafting.num_draft_tokens
-            if wanted and not row.slice.parents and row.seq.constraint is None:
-                rows.append(VerifyingRow(row.seq.session_id, place, len(row.draft), wanted))
+            if wanted and row.seq.constraint is None:
+                parents = row.slice.parents
+                most = 1 + max(depths(parents)) if parents else len(row.draft)
+                session, is_tree = row.seq.session_id, bool(parents)
+                rows.append(VerifyingRow(session, place, most, wanted, is_tree))
         return VerifyOutput(rows, self.pending.verified)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from outrider import start_times
 from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
-from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
+from outrider.drafting.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import (
     NO_PACE,
@@ -235,9 +235,14 @@ class InProcessProposer:
         if verify_output is None or not isinstance(proposer, AsyncProposer):
             return
         rows: list[AsyncRow] = []
-        for session_id, place, num_drafted, wanted in verify_output.rows:
-            if (key := self._keys.get(session_id)) is not None:
-                rows.append(AsyncRow(key, place, num_drafted, wanted))
+        reads = self._proposer.traits.features is not None
+        for session_id, place, max_accepted, wanted, is_tree in verify_output.rows:
+            if (key := self._keys.get(session_id)) is None:
+                continue
+            states = None
+            if reads and engine.features is not None:
+                states = engine.features.on_device(session_id, self._sessions[key].epoch)
+            rows.append(AsyncRow(key, place, max_accepted, wanted, is_tree, states))
         proposer.launch_after_verify(rows, verify_output.tokens)
 
     def _lose(self, key: SessionKey) -> None:

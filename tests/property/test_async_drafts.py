@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model.async_drafts import AsyncRow
+from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import AsyncLoop
@@ -303,15 +304,15 @@ def test_device_drafts_that_are_never_posted_cost_no_token(monkeypatch: pytest.M
     launch_after_verify = DraftModelLoops.launch_after_verify
     calls = 0
 
-    def failing(*args: Any) -> AsyncLoop | None:
+    def failing(*args: Any) -> AsyncLoop[list[int]] | None:
         nonlocal calls
         calls += 1
-        loop = launch_after_verify(*args)
+        loop: AsyncLoop[list[int]] | None = launch_after_verify(*args)
         if loop is None or calls % 3:
             return loop
-        return loop._replace(wait=broken)
+        return replace(loop, wait=broken)
 
-    def broken() -> list[list[int]]:
+    def broken(_wanted: Sequence[int]) -> list[list[int]]:
         raise RuntimeError("the device fell over")
 
     monkeypatch.setattr(DraftModelLoops, "launch_after_verify", failing)

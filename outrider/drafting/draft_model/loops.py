@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLine, AsyncLoop, DraftInput, Forks
+from outrider.drafting.drafters import AsyncLoop, DraftInput, Forks
 from outrider.drafting.graphs.chains import draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, chains_of, read_chains
 from outrider.engine.batch import Model, PackedBatch, RowSlice
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.staging import PageLayout
@@ -103,24 +103,10 @@ class DraftModelLoops:
         return draft_chains(self._model, rows)
 
     def launch_after_verify(
-        self,
-        lines: Sequence[AsyncLine],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        verify_output: Tensor,
-    ) -> AsyncLoop | None:
+        self, rows: Sequence[DraftInput], verify_output: Tensor
+    ) -> AsyncLoop[list[int]] | None:
         """Implement `AsyncDrafter`."""
-        slices = [
-            RowSlice((line.num_guesses, 0), line.length + line.num_guesses, line.block_table, 1)
-            for line in lines
-        ]
-        shape = self._loops.find(slices, sampling, num_tokens, 0)
-        if shape is None:
-            return None
-        tokens, read = self._loops.launch_after_verify(shape, slices, sampling, verify_output)
-        return AsyncLoop(
-            tokens[:, :num_tokens, 0], lambda: read_chains(read(), [num_tokens] * len(lines))
-        )
+        return self._loops.launch_after_verify(rows, verify_output, read_chains, chains_of)
 
     def forks(
         self,

@@ -25,14 +25,15 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.ahead.outcomes import Outcomes
-from outrider.drafting.draft_model.async_drafts import (
-    AsyncDrafts,
-    AsyncRow,
-    may_launch_after_verify,
-)
+from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
 from outrider.drafting.draft_model.brancher import Brancher
 from outrider.drafting.draft_model.session import SHORT, DraftRow, DraftState
-from outrider.drafting.drafters import AsyncDrafter, ChainDrafter, ForkDrafter, SureDrafter
+from outrider.drafting.drafters import (
+    AsyncDrafter,
+    ChainDrafter,
+    ForkDrafter,
+    SureDrafter,
+)
 from outrider.drafting.graphs.chains import draft_sure_chains, sample_chains
 from outrider.drafting.masks import DraftMasks, open_mask
 from outrider.drafting.proposer import (
@@ -94,9 +95,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._outcomes = Outcomes()
         self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
-        self._async_drafts: AsyncDrafts | None = None
+        self._async_drafts: AsyncDrafts[DraftState, list[int]] | None = None
         if isinstance(chain_drafter, AsyncDrafter):
-            self._async_drafts = AsyncDrafts(chain_drafter, self._pool, self._page_size)
+            self._async_drafts = AsyncDrafts(chain_drafter, DraftState.continues)
         self._brancher: Brancher | None = None
         if fork_drafter is not None and limits.max_branches > 0:
             self._brancher = Brancher(
@@ -114,7 +115,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._unpublished.update(dict.fromkeys(states))
         if self._async_drafts is not None:
             drafts = self._async_drafts.take(states)
-            done.drafts.extend([(state.key, tree) for state, tree in drafts.items()])
+            for state, chain in drafts.items():
+                done.drafts.append((state.key, state.take_async(self._pool, chain)))
             states = [state for state in states if state not in drafts]
         rows = self._plan(states, done)
         if rows:
@@ -126,16 +128,14 @@ class DraftModelProposer(SessionMethod[DraftState]):
         """Implement `AsyncProposer`."""
         if self._async_drafts is None:
             return
-        self._async_drafts.take(())  # nobody asked for those behind the step before
-        pairs = [
-            (state, row)
+        launched = [
+            (state, row.place, state.async_input(row.wanted))
             for row in rows
             if (state := self._sessions.get(row.session)) is not None
-            and may_launch_after_verify(state, row)
+            and state.may_launch_after_verify(row)
+            and state.cover_async(self._pool, row.wanted, self._page_size)
         ]
-        # A few would cost nearly as much as all.
-        if 0 < len(rows) <= 2 * len(pairs):
-            self._async_drafts.launch(pairs, verify_output)
+        self._async_drafts.launch(launched, len(rows), verify_output)
 
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""

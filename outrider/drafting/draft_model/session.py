@@ -10,6 +10,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.branches import Trunk
 from outrider.drafting.ahead.lookahead import Lookahead
 from outrider.drafting.ahead.outcomes import Outcomes
+from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.masks import DraftMask
@@ -93,6 +94,47 @@ class DraftState(PageCache):
     def past_prompt(self) -> bool:
         """The session is drafted for round by round."""
         return self.follower.wanted > 0 and len(self.follower.tokens) - self.computed <= SHORT
+
+    def may_launch_after_verify(self, row: AsyncRow) -> bool:
+        """Return whether the next draft can be made behind the step that verifies `row`."""
+        tokens = self.follower.tokens
+        return (
+            bool(tokens)
+            and self.computed == len(tokens)
+            and self.mask is None
+            and not self.samples
+            and self.ahead.candidates is None
+            and not row.is_tree
+            and row.max_accepted <= len(self.ahead.line) + 1
+        )
+
+    def cover_async(self, pool: BlockPool, wanted: int, page_size: int) -> bool:
+        """Take pages for what `async_input` feeds and drafts; False if too few are free."""
+        num_rows = len(self.follower.tokens) + len(self.ahead.line) + 2 + wanted - 1
+        return self.cover(pool, num_rows, page_size)
+
+    def async_input(self, wanted: int) -> DraftInput:
+        """Return places for the two tokens at most that a step adds to text and guesses."""
+        num_guesses = len(self.ahead.line)
+        start = len(self.follower.tokens) + num_guesses
+        rows = RowSlice((num_guesses, 0), start, self.block_table, 1)
+        return DraftInput(rows, wanted, self.follower.sampling)
+
+    def continues(self, row: DraftInput) -> bool:
+        """Return whether a draft that was launched for `row` continues the text."""
+        num_guesses, length = row.slice.token_ids[0], len(self.follower.tokens)
+        before = row.slice.start - num_guesses
+        if length <= before:
+            return False
+        kept = min(length - 1 - before, num_guesses)
+        return min(self.computed, length - 1) == before + kept
+
+    def take_async(self, pool: BlockPool, chain: list[int]) -> DraftTree:
+        """Return the draft of a loop that has fed the text."""
+        self.give_up_guesses(pool)
+        self.computed = length = len(self.follower.tokens)
+        self.ahead.line, self.patient = chain[:-1], False
+        return self.push(DraftTree.chain(length, chain))
 
     def trunk(self) -> Trunk:
         return Trunk(len(self.follower.tokens), self.block_table, self.follower.sampling)

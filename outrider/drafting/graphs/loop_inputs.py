@@ -27,7 +27,7 @@ from outrider.engine.shared_prefix import SharedPrefix
 from outrider.params import SamplingParams
 
 # Columns of a row's header; the tokens to catch up follow. Zeros are valid in all of them.
-_START, _LAST, _SOURCE, _TARGET, _SAMPLING = range(5)
+_START, _LAST, _FIRST, _SOURCE, _TARGET, _SAMPLING = range(6)
 _TEMPERATURE, _, _, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)  # then top_p and min_p
 _TOKENS = _KEYS + 2
 
@@ -90,6 +90,7 @@ class LoopRows:
     tokens: Tensor  # int64 [rows, query_len]: to catch up
     start: Tensor  # int64 [rows]: their first position
     last: Tensor  # int64 [rows]: the number of the last one that is no padding
+    first: Tensor  # int64 [rows]: tokens that were filled in for the rows before
     sampling: SamplingBatch  # for the token after the catch-up
     source: Tensor  # int64 [rows]: pages to copy first
     target: Tensor  # int64 [rows]
@@ -135,16 +136,17 @@ class LoopInputs:
         longest = max([row.start + len(row.token_ids) for row in slices], default=1)
         num_pages = -(-(longest + shape.num_fed) // page_size)
         pairs = [*copies, *[(scratch_page,) * 2] * (shape.rows - len(copies))]
-        rows = [num_pages]
+        rows, first = [num_pages], 0
         padding = [(0,) * (shape.query_len - count) for count in range(shape.query_len + 1)]
         for row, params, pair in zip(slices, sampling, pairs, strict=False):
             tokens = row.token_ids
             count = len(tokens)
             columns = self._sampling_columns(params)
-            rows += (row.start, count - 1, *pair, *columns, *tokens, *padding[count])
+            rows += (row.start, count - 1, first, *pair, *columns, *tokens, *padding[count])
+            first += count
         padding_row = (0,) * (_TOKENS - _SAMPLING + shape.query_len)
         for pair in pairs[len(slices) :]:
-            rows += (0, 0, *pair, *padding_row)
+            rows += (0, 0, 0, *pair, *padding_row)
         # Packing and appending is faster than writing into parts of an array.
         ints = array("i", pack(f"{len(rows)}i", *rows))
         for row in slices:
@@ -160,19 +162,21 @@ class LoopInputs:
         self._ints.fill(0)
         self._staging.send("ints", len(self._ints))
 
-    def follow(self, shape: LoopShape, count: int, verify_output: Tensor) -> None:
-        """Enqueue the update by which the first `count` rows go on from a step's output.
+    def follow(self, shape: LoopShape, slices: Sequence[RowSlice], verify_output: Tensor) -> None:
+        """Enqueue the update by which the rows of `slices` go on from a step's output.
 
-        These rows were filled with two tokens that begin behind their line: how many guesses of
-        theirs are in the cache, and 0. `verify_output` is of the same rows.
+        They were filled in with places for the step's tokens: how many guesses of theirs are in the
+        cache, which are not fed again if they are accepted, and zeros. They start behind these
+        guesses. `verify_output` is of the same rows.
         """
+        count, most = len(slices), max([len(row.token_ids) for row in slices])
         rows = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)[:count]
         accepted, line = verify_output[:count, 0], rows[:, _TOKENS].clone()
         kept = torch.minimum(accepted, line)
-        chosen = kept[:, None] + self._numbers[:2]  # the text's new tokens that are to be fed
+        chosen = kept[:, None] + self._numbers[:most]  # the text's new tokens that are to be fed
         last = verify_output.shape[1] - 2
         tokens = verify_output[:count, 1:].gather(1, chosen.clamp(max=last))
-        rows[:, _TOKENS : _TOKENS + 2] = tokens.masked_fill(chosen > accepted[:, None], 0)
+        rows[:, _TOKENS : _TOKENS + most] = tokens.masked_fill(chosen > accepted[:, None], 0)
         rows[:, _START] += kept - line
         rows[:, _LAST] = accepted - kept
 
@@ -186,6 +190,7 @@ class LoopInputs:
             tokens=header[:, _TOKENS:],
             start=start,
             last=last,
+            first=header[:, _FIRST],
             sampling=SamplingBatch(
                 temperature=temperature,
                 top_k=header[:, _TOP_K].contiguous(),

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest, noised, top_candidates
 from outrider.engine.batch import RowSlice
@@ -191,21 +191,29 @@ class CapturedLoops:
 
     def launch_after_verify(
         self,
-        shape: LoopShape,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
+        rows: Sequence[DraftInput],
         verify_output: Tensor,
-    ) -> tuple[Tensor, Callable[[], NDArray[np.int32]]]:
-        """Enqueue the loop for rows that `LoopInputs.follow` updates.
+        read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
+        chains: Callable[[Tensor], Tensor] | None,
+        load: Callable[[Sequence[DraftInput]], None] = lambda rows: None,  # noqa: ARG005
+    ) -> AsyncLoop[Draft] | None:
+        """Implement `AsyncDrafter`, with `read` and `load` as of `drafts`.
 
-        Returns the output on the device, and a function that reads it, to be called before any
-        other of these loops is used.
+        `chains` picks the chains from a loop's output; None: the drafts are trees.
         """
+        slices, sampling = [row.slice for row in rows], [row.sampling for row in rows]
+        num_tokens = max([row.wanted for row in rows])
+        shape = self.find(slices, sampling, num_tokens, 0)
+        if shape is None:
+            return None
         with torch.inference_mode():
+            load(rows)
             self._inputs.fill(shape, slices, sampling)
-            self._inputs.follow(shape, len(slices), verify_output)
-            read = self._launch(shape, len(slices))
-        return self._output.on_device(self._output_shapes[shape]), read
+            self._inputs.follow(shape, slices, verify_output)
+            fetch = self._launch(shape, len(slices))
+        output = self._output.on_device(self._output_shapes[shape])
+        tokens = None if chains is None else chains(output)[:, :num_tokens]
+        return AsyncLoop(tokens, lambda wanted: read(fetch(), wanted))
 
     def _launch(self, shape: LoopShape, count: int) -> Callable[[], NDArray[np.int32]]:
         """Enqueue the loop over its inputs; return a function that waits for `count` rows."""
@@ -263,6 +271,11 @@ class CapturedLoops:
             self._output.write(body(shape))
 
         return work
+
+
+def chains_of(output: Tensor) -> Tensor:
+    """Return the tokens of what `read_chains` reads: int32 [rows, tokens]."""
+    return output[:, :, 0]
 
 
 def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, max_trees
+from outrider.drafting.hidden_states.trees import Guess, Nodes, TargetDraws, max_trees
 from outrider.drafting.proposer import ProposerLimits
 from outrider.drafting.session_pages import longest_session
 from outrider.engine.attention.base import AttentionBackend
@@ -97,6 +97,21 @@ class BlockDrafter:
             return self._eager_chains(rows)
         return self._loops.drafts(rows, self._read_chains, self._eager_chains, self._load)
 
+    def launch_after_verify(
+        self, rows: Sequence[DraftInput], verify_output: Tensor
+    ) -> AsyncLoop[Guess] | None:
+        """Implement `AsyncDrafter`, by captured loops only."""
+        if self._loops is None:
+            return None
+        wide = self.limits.tree_width > 1
+        return self._loops.launch_after_verify(
+            rows,
+            verify_output,
+            self._read_trees if wide else self._read_sure,
+            None if wide else self.head.chains,
+            lambda some: self._features.take([r.features for r in some if r.features is not None]),
+        )
+
     def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
         outputs = self._run(rows)
         return [tree for tree, _ in self._guesses(rows, outputs, self.limits.tree_width)]
@@ -158,8 +173,14 @@ class BlockDrafter:
 
     def _read_chains(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Chain]:
         """Return each row's first tokens of guesses of width 1, with their confidences."""
+        return [(nodes[0], told) for nodes, told in self._read_sure(guesses, sizes)]
+
+    def _read_sure(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
         trees, sure = self.head.trees(guesses, sizes), self.head.confidences(guesses)
-        return [(nodes[0], told[: len(nodes[0])]) for nodes, told in zip(trees, sure, strict=True)]
+        return [(nodes, told[: len(nodes[0])]) for nodes, told in zip(trees, sure, strict=True)]
+
+    def _read_trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
+        return [(nodes, b"") for nodes in self.head.trees(guesses, sizes)]
 
     def _depth(self, num_tokens: int) -> int:
         return min(num_tokens, self.head.max_depth)
@@ -171,7 +192,7 @@ class BlockDrafter:
         """Run a loop and return what the head's trees are chosen from: int32 [rows, ...]."""
         rows = self._inputs.rows(shape)
         batches = self._inputs.batches(shape, rows)
-        self.head.write(self._features.spread(batches.catch_up), batches.catch_up)
+        self.head.write(self._features.spread(rows), batches.catch_up)
         tokens = rows.tokens.gather(1, rows.last[:, None])[:, 0]
         outputs = self.head.outputs(tokens, batches, self._backend)
         draws = TargetDraws(rows.sampling, self._sampler.noised)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.drafting.graphs.loop_inputs import LoopRows
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch
@@ -71,18 +72,19 @@ class FeatureRows:
         torch.cat(list(rows), out=self._host[:end])
         self._staging.send("states", end)
 
+    def take(self, rows: Sequence[Tensor]) -> None:
+        """Enqueue the copy of bfloat16 [any, width] each, which are on the device."""
+        torch.cat(list(rows), out=self._device[: sum(map(len, rows))])
+
     def first(self, count: int) -> Tensor:
         """Return the states of rows of one token each: [count, width]. May be captured."""
         return self._device[:count]
 
-    def spread(self, batch: PackedBatch) -> Tensor:
+    def spread(self, rows: LoopRows) -> Tensor:
         """Return those of a captured catch-up's tokens: [tokens, width]. May be captured.
 
         Padding tokens of a row have the states of its last token.
         """
-        last = batch.logits_index - batch.cu_seqlens_q[:-1]  # of a row's own tokens: [rows]
-        counts = last + 1
-        begin = counts.cumsum(0) - counts
-        places = torch.arange(batch.max_query_len, device=self._device.device)
-        place = torch.minimum(places, last[:, None])
-        return self._device.index_select(0, (begin[:, None] + place).flatten())
+        places = torch.arange(rows.tokens.shape[1], device=self._device.device)
+        place = torch.minimum(places, rows.last[:, None])
+        return self._device.index_select(0, (rows.first[:, None] + place).flatten())

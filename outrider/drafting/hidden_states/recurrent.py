@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import Tensor
+
+from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
+from outrider.drafting.drafters import AsyncDrafter, DraftInput
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.heads.base import CachedHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
-from outrider.drafting.hidden_states.trees import Nodes, max_trees
+from outrider.drafting.hidden_states.trees import Guess, Nodes, max_trees
 from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import (
     NO_PACE,
@@ -83,7 +87,7 @@ class _HeadRow:
         )
 
 
-class CachedDrafter(Protocol):
+class CachedDrafter(AsyncDrafter[Guess], Protocol):
     """Drafts with a module over pages of its own. Methods take most tokens wanted first."""
 
     @property
@@ -144,6 +148,7 @@ class RecurrentProposer(FeatureMethod):
         self._tree_width = limits.tree_width
         self._at_once = max_trees(limits.tree_width, head.vocab_size)
         self._caches: dict[SessionKey, PageCache] = {}
+        self._async_drafts = AsyncDrafts(drafter, self._continues)
 
     @property
     def projection(self) -> bytes:
@@ -151,11 +156,34 @@ class RecurrentProposer(FeatureMethod):
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
-        rows = self._plan(self._asked(sessions), done)
+        states = self._asked(sessions)
+        guesses = self._async_drafts.take(states)
+        for state, ((tokens, parents), sure) in guesses.items():
+            length = len(state.follower.tokens)
+            tree = DraftTree(length, tuple(tokens), tuple(parents), confidences=sure)
+            done.drafts.append((state.key, tree))
+            self._fed(state, length - 1)
+        rows = self._plan([state for state in states if state not in guesses], done)
         if rows:
             done = replace(done, forward_s=self._run(rows, done))
         done.lost.extend(self._take_lost())  # last: if a forward fails, the next round reports it
         return done
+
+    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
+        """Implement `AsyncProposer`."""
+        most = max([row.wanted for row in rows], default=0)
+        launched = [
+            (state, row.place, fed)
+            for row in rows
+            if (state := self._sessions.get(row.session)) is not None
+            and (fed := self._async_input(state, row, most)) is not None
+        ]
+        self._async_drafts.launch(launched, len(rows), verify_output)
+
+    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
+        """Implement `AsyncProposer`."""
+        states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
+        return self._async_drafts.on_device(states) if len(states) == len(sessions) else None
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         """Feed rows of sessions that another method drafts for.
@@ -200,10 +228,7 @@ class RecurrentProposer(FeatureMethod):
                 done.drafts.append((row.state.key, DraftTree.chain(row.length, chain, probs)))
         forward_s = time.perf_counter() - started
         for row in rows:
-            tokens = row.state.follower.tokens
-            row.cache.computed = row.end
-            row.cache.publish(self._pool, tokens, self._page_size)
-            self._used(row.state)
+            self._fed(row.state, row.end)
             if row.wanted == 0:
                 done.unfinished.append(row.state.key)
         return forward_s
@@ -212,6 +237,47 @@ class RecurrentProposer(FeatureMethod):
         cache = self._caches[key] = PageCache(LEAD - 1)
         cache.adopt(self._pool, follower.tokens, self._page_size)
         return super()._begin(key, follower, start)
+
+    def _async_input(self, state: FeatureSession, row: AsyncRow, most: int) -> DraftInput | None:
+        """Return places for the rows that a step adds to the text; None if it cannot be fed so.
+
+        The largest draft of the round has `most` tokens.
+        """
+        cache, start = self._caches[state.key], len(state.follower.tokens) - 1
+        states, num_rows = row.states, row.max_accepted + 1
+        if (
+            start < 1
+            or cache.computed != start
+            or state.mask is not None
+            or state.samples
+            or states is None
+            or states.start != start
+            or len(states.rows) < num_rows
+        ):
+            return None
+        chain = self._tree_width == 1
+        num_guessed = self._drafter.num_fed(row.wanted, most, chain=chain)
+        if not cache.cover(self._pool, start + num_rows + num_guessed, self._page_size):
+            return None
+        return DraftInput(
+            RowSlice((0,) * num_rows, start, cache.block_table, 1),
+            row.wanted,
+            state.follower.sampling,
+            features=states.rows[:num_rows],
+        )
+
+    def _continues(self, state: FeatureSession, row: DraftInput) -> bool:
+        """Return whether a draft that was launched for `row` continues the text."""
+        start, num_fresh = row.slice.start, len(state.follower.tokens) - 1 - row.slice.start
+        fed = self._caches[state.key].computed
+        return fed == start and 0 < num_fresh <= len(row.slice.token_ids)
+
+    def _fed(self, state: FeatureSession, end: int) -> None:
+        """Note that the cache has the rows of positions below `end`."""
+        cache = self._caches[state.key]
+        cache.computed = end
+        cache.publish(self._pool, state.follower.tokens, self._page_size)
+        self._used(state)
 
     def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput
 from outrider.drafting.graphs.chains import draft_chains, run_loop, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, read_chains
+from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, chains_of, read_chains
 from outrider.drafting.hidden_states.forward import LEAD, FeatureRows, HeadForward
 from outrider.drafting.hidden_states.grow_trees import (
     draft_trees,
@@ -27,7 +27,7 @@ from outrider.drafting.hidden_states.grow_trees import (
     read_trees,
 )
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, Nodes, TargetDraws
 from outrider.drafting.proposer import ProposerLimits
 from outrider.drafting.session_pages import longest_session
 from outrider.engine.attention.base import AttentionBackend
@@ -98,6 +98,21 @@ class RecurrentDrafter:
         """Draft as `sample_chains`."""
         return sample_chains(self._forward(rows), rows, LEAD)
 
+    def launch_after_verify(
+        self, rows: Sequence[DraftInput], verify_output: Tensor
+    ) -> AsyncLoop[Guess] | None:
+        """Implement `AsyncDrafter`, by captured loops only."""
+        if not self.captured:
+            return None
+        wide = self.limits.tree_width > 1
+        return self._loops.launch_after_verify(
+            rows,
+            verify_output,
+            _read_grown if wide else _read_lines,
+            None if wide else chains_of,
+            lambda some: self._features.take(_states(some)),
+        )
+
     def _drafts(
         self,
         rows: Sequence[DraftInput],
@@ -125,7 +140,7 @@ class RecurrentDrafter:
         """Run the loop: int32 [rows, tokens, 1] of chains, as `grow_trees` of trees."""
         rows = self._inputs.rows(shape)
         batches = self._inputs.batches(shape, rows)
-        states = self._features.spread(batches.catch_up)
+        states = self._features.spread(rows)
         forward = HeadForward(self.head, self._backend, self.page_size, states)
         if shape.width > 1:
             draws = TargetDraws(rows.sampling, self._sampler.noised)
@@ -137,6 +152,15 @@ class RecurrentDrafter:
 
         drawn = run_loop(forward.forward, batches, shape.num_tokens, draw)
         return torch.stack([tokens for (tokens,) in drawn], dim=1).to(torch.int32)[:, :, None]
+
+
+def _read_lines(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
+    chains = read_chains(drafted, wanted)
+    return [((chain, list(range(-1, len(chain) - 1))), b"") for chain in chains]
+
+
+def _read_grown(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
+    return [(nodes, b"") for nodes in read_trees(drafted, wanted)]
 
 
 def _states(rows: Sequence[DraftInput]) -> list[Tensor]:

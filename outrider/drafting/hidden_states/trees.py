@@ -24,6 +24,9 @@ from outrider.params import SamplingParams
 Nodes = tuple[list[int], list[int]]
 """Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference."""
 
+Guess = tuple[Nodes, bytes]
+"""A draft, and its tokens' confidences if they are told."""
+
 _MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
 
 

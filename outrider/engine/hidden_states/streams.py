@@ -16,6 +16,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from outrider.draft_port import DeviceStates
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 MAX_ROWS = 1024  # of one session at once
 MAX_READ_BYTES = 64 * 2**20  # per step, before projections
 MAX_ROUND_ROWS = 64  # more rows of a session are those of a prompt
-MAX_AHEAD_BYTES = 16 * 2**20  # per step, before projections, of rows that may be rejected
+MAX_AHEAD_BYTES = 32 * 2**20  # per step, before projections, of rows that may be rejected
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,8 @@ class _Copy:
     """Rows of one `FeatureSpec`, on their way from the device."""
 
     parts: list[tuple[_Part, int]]  # and the place of their first row in `rows`
-    rows: Tensor  # bfloat16 [n, width] on the host
+    on_device: Tensor  # bfloat16 [n, width]
+    rows: Tensor  # the same on the host
     done: torch.cuda.Event | None
 
 
@@ -141,6 +143,17 @@ class HiddenStateStreams:
                 except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
         self._seconds += time.perf_counter() - began
+
+    def on_device(self, session_id: int, epoch: int) -> DeviceStates | None:
+        """Return the rows of a session that `read_ahead` reads; None if it reads none of it."""
+        stream = self._streams.get(session_id)
+        if stream is None or stream.order.epoch != epoch:
+            return None
+        if (copy := self._ahead.get(stream.order.spec)) is not None:
+            for part, at in copy.parts:
+                if part.stream is stream:
+                    return DeviceStates(part.start, copy.on_device[at : at + part.count])
+        return None
 
     def gather(self, sessions: Mapping[int, Sequence]) -> None:
         """Begin to copy the rows that are due of living `sessions`; `take` comes next.
@@ -256,12 +269,12 @@ class HiddenStateStreams:
         projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
         rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
         if device.type != "cuda":
-            return _Copy(placed, rows, None)
+            return _Copy(placed, rows, rows, None)
         on_host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         on_host.copy_(rows, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return _Copy(placed, on_host, done)
+        return _Copy(placed, rows, on_host, done)
 
     def _slots(self, part: _Part) -> list[int]:
         size, table = self._pool.page_size, part.stream.seq.block_table

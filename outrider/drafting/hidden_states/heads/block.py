@@ -79,6 +79,10 @@ class BlockHead(CachedHead):
         """Return a tree per row, of at most `sizes[i]` nodes; a `width` of 1 makes chains."""
         return trees_of_places(guesses, sizes)
 
+    def chains(self, guesses: Tensor) -> Tensor:
+        """Return the tokens of guesses of width 1: int32 [n, depth]."""
+        return guesses[:, 0, :, 0]
+
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
         """Return the confidence of each place's first token, by row, as in `Block.confidences`."""
         best = guesses[:, 1, :, 0].copy().view(np.float32)

@@ -109,6 +109,9 @@ class DSparkHead(DFlashHead):
             for (tokens, parents, scores, *_), size in zip(guesses, sizes, strict=True)
         ]
 
+    def chains(self, guesses: Tensor) -> Tensor:
+        return guesses[:, 0]
+
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
         if guesses.shape[1] == 4:
             return [confidences_of_log_probs(row.view(np.float32)) for row in guesses[:, 3].copy()]

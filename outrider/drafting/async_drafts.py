@@ -1,0 +1,136 @@
+"""Async drafts: loops enqueued behind a verification step on the same device.
+
+A draft goes on from what the target chose. Where both models are on one stream the device knows
+that when the verification ends, and the host knows it later. So the draft loop is enqueued behind
+the step, and reads from the step's output where each text ends and with which tokens
+(`LoopInputs.follow`), and from the device the hidden states that go with them. Meanwhile the host
+processes the output.
+
+An async draft is a bet that the text goes on. Where it has ended or the session is gone the draft
+is dropped; where the text went on otherwise it is made anew. Nothing has to be undone: a loop
+writes behind what was committed when it began, on pages that were the session's then, and later
+owners of these pages write to them later on the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from outrider.draft_port import DeviceDrafts, DeviceStates
+from outrider.drafting.drafters import AsyncDrafter, AsyncLoop, DraftInput
+from outrider.drafting.proposer import SessionKey
+from outrider.drafting.sessions import FollowedSession
+from outrider.engine.graphs.staging import select_rows
+
+S = TypeVar("S", bound=FollowedSession)
+D = TypeVar("D")
+
+
+class AsyncRow(NamedTuple):
+    """A row of the step in flight, in which a session's text is verified."""
+
+    session: SessionKey
+    place: int  # in the step's output
+    max_accepted: int  # tokens of the session's latest draft
+    wanted: int  # draft tokens after it, at least 1
+    is_tree: bool = False  # that draft
+    states: DeviceStates | None = None  # of the target, for methods that read them
+
+
+@runtime_checkable
+class AsyncProposer(Protocol):
+    """A method that drafts behind a step."""
+
+    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
+        """Enqueue drafts that go on from the step's output, if most of the rows can have one.
+
+        `verify_output` is `VerifyOutput.tokens`. The next `draft` hands the drafts out.
+        """
+        ...
+
+    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
+        """Return the place on the device of the drafts that the next `draft` returns.
+
+        The commits of `sessions` have been made. None unless all of them have such a draft.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched(Generic[D]):
+    """A loop in progress, and its rows by session, each with its place."""
+
+    loop: AsyncLoop[D]
+    rows: dict[SessionKey, tuple[int, DraftInput]]
+
+
+class AsyncDrafts(Generic[S, D]):
+    """A method's drafts behind the step in flight.
+
+    `fits(state, row)` says whether a draft that was launched for `row` continues the session's
+    text as it is now.
+    """
+
+    def __init__(self, drafter: AsyncDrafter[D], fits: Callable[[S, DraftInput], bool]) -> None:
+        self._drafter = drafter
+        self._fits = fits
+        self._launched: _Launched[D] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a loop was launched and not taken."""
+        return self._launched is not None
+
+    def launch(
+        self, rows: Sequence[tuple[S, int, DraftInput]], num_verified: int, verify_output: Tensor
+    ) -> None:
+        """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows."""
+        self.take(())  # nobody asked for those behind the step before
+        # A few would cost nearly as much as all.
+        if not 0 < num_verified <= 2 * len(rows):
+            return
+        output = select_rows(verify_output, [place for _, place, _ in rows])
+        loop = self._drafter.launch_after_verify([row for *_, row in rows], output)
+        if loop is not None:
+            placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
+            self._launched = _Launched(loop, placed)
+
+    def on_device(self, states: Sequence[S]) -> DeviceDrafts | None:
+        """Return the place on the device of what `take` returns; None unless it has all."""
+        launched = self._launched
+        if launched is None or launched.loop.tokens is None:
+            return None
+        places = {state.key: self._place(launched, state) for state in states}
+        found = {key: place for key, place in places.items() if place is not None}
+        if len(found) < len(states):
+            return None
+        most = launched.loop.tokens.shape[1]
+        lengths = {state.key: min(most, state.follower.wanted) for state in states}
+        return DeviceDrafts(launched.loop.tokens, found, lengths)
+
+    def take(self, states: Sequence[S]) -> dict[S, D]:
+        """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return {}
+        wanted = [row.wanted for _, row in launched.rows.values()]
+        most = max(wanted)
+        places: dict[S, int] = {}
+        for state in states:
+            place = self._place(launched, state)
+            if place is not None:
+                places[state] = place
+                wanted[place] = min(most, state.follower.wanted)
+        drafts = launched.loop.wait(wanted)
+        return {state: drafts[place] for state, place in places.items()}
+
+    def _place(self, launched: _Launched[D], state: S) -> int | None:
+        """Return the place of a session's draft, if it is wanted and fits the commits since."""
+        place, row = launched.rows.get(state.key, (0, None))
+        if row is None or not state.follower.wanted or not self._fits(state, row):
+            return None
+        return place
