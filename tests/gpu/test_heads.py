@@ -171,7 +171,7 @@ def test_captured_one_shot_drafts_equal_eager_drafts(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark"], indirect=True)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "peagle"], indirect=True)
 def test_captured_recurrent_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:

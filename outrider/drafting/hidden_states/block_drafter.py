@@ -192,9 +192,9 @@ class BlockDrafter:
         """Run a loop and return what the head's trees are chosen from: int32 [rows, ...]."""
         rows = self._inputs.rows(shape)
         batches = self._inputs.batches(shape, rows)
-        self.head.write(self._features.spread(rows), batches.catch_up)
         tokens = rows.tokens.gather(1, rows.last[:, None])[:, 0]
-        outputs = self.head.outputs(tokens, batches, self._backend)
+        states = self._features.spread(rows)
+        outputs = self.head.outputs(states, tokens, batches, self._backend)
         draws = TargetDraws(rows.sampling, self._sampler.noised)
         return self.head.guess(outputs, tokens, draws, outputs.shape[1], shape.width)
 

@@ -82,10 +82,10 @@ def disturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
     return model
 
 
-def tiny_llama_config(max_position_embeddings: int = 128) -> LlamaConfig:
-    """Return the config of a Llama of 97 tokens and two layers."""
+def tiny_llama_config(max_position_embeddings: int = 128, vocab_size: int = 97) -> LlamaConfig:
+    """Return the config of a Llama of two layers."""
     return LlamaConfig(
-        vocab_size=97,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

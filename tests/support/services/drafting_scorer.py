@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import islice
 
 from outrider.draft_port import DraftOffer
-from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.engine import Engine
+from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 from scorer_service.drafting.in_process import InProcessProposer
@@ -36,10 +36,11 @@ class DraftListener:
 class DraftingScorer:
     """An engine, and the proposer on its thread, if it has one."""
 
-    def __init__(self, engine: Engine, method: DraftModelProposer | None) -> None:
+    def __init__(self, engine: Engine, method: Proposer | None) -> None:
         self.engine = engine
         self.texts: dict[int, list[int]] = {}
         self._colocated: InProcessProposer | None = None
+        self._spec = None if method is None else method.traits.features
         if method is not None:
             self._colocated = InProcessProposer(lambda: (method, "hash"), "here")
             self._colocated.build()
@@ -50,9 +51,20 @@ class DraftingScorer:
         self.texts[session] = []
         self.engine.submit(request)
         if self._colocated is not None:
-            self.engine.set_drafting(session, DraftOffer("here", K, colocated=True))
+            order = self._spec and FeatureOrder(1, self._spec, FeatureWindow())
+            offer = DraftOffer("here", K, colocated=True, features=order)
+            self.engine.set_drafting(session, offer)
             start = SessionStart((), request.sampling, K, len(prompt) + request.stop.max_tokens)
             self._colocated.open(self.engine, session, 1, start, len(prompt))
+
+    def abort(self, session: int) -> None:
+        """Forget a request, whatever is in flight."""
+        self.engine.abort(session)
+        if self._colocated is not None:
+            self._colocated.close(session)
+
+    def interrupt(self) -> None:
+        """Be called while a step is in flight, with drafts behind it, and when it has ended."""
 
     def step(self) -> bool:
         """As the engine's thread does it; False if nothing runs any more."""
@@ -64,7 +76,9 @@ class DraftingScorer:
             self.texts[commit.session_id] += commit.token_ids
         if self._colocated is not None:
             self._colocated.after_launch(self.engine)
+        self.interrupt()
         self.engine.collect()
+        self.interrupt()
         self.engine.check_invariants()
         return going
 

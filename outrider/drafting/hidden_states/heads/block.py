@@ -14,7 +14,6 @@ from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.heads.base import CachedHead
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, guess_places, trees_of_places
 from outrider.engine.attention.base import AttentionBackend
-from outrider.engine.batch import PackedBatch
 
 
 class BlockHead(CachedHead):
@@ -28,7 +27,6 @@ class BlockHead(CachedHead):
 
     max_depth: int
     """Tokens that a block foresees."""
-    capturable = False
 
     def num_slots(self, depth: int) -> int:
         """Return the slots past the true rows that `depth` guesses take."""
@@ -48,15 +46,13 @@ class BlockHead(CachedHead):
         """
         raise NotImplementedError
 
-    def write(self, features: Tensor, batch: PackedBatch) -> None:
-        """Write the rows of a catch-up, which may be captured, as may `outputs`.
+    def outputs(
+        self, features: Tensor, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend
+    ) -> Tensor:
+        """Write the rows of a catch-up, and run blocks after its last tokens, int64 [n]: as `run`.
 
-        Modules that cannot be captured have neither.
+        May be captured, if the module can be.
         """
-        raise NotImplementedError
-
-    def outputs(self, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend) -> Tensor:
-        """Run blocks after the last tokens, int64 [n], of a catch-up: as `run`."""
         raise NotImplementedError
 
     def logits(self, outputs: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class DFlashHead(BlockHead):
     ) -> Tensor | None:
         features = torch.cat([row.features for row in rows if row.features is not None])
         context = pack([row.slice for row in rows], page_size, self.device)
-        self.write(features.to(self.device, non_blocking=True), context)
+        self._write(features.to(self.device, non_blocking=True), context)
         ready = [row for row in rows if row.wanted]
         if not ready:
             return None
@@ -160,7 +160,10 @@ class DFlashHead(BlockHead):
         batch = replace(batch, positions=batch.positions.clamp(max=self.max_model_len - 1))
         return self._run_block(batch, BlockAttention(batch, sizes, backend))
 
-    def outputs(self, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend) -> Tensor:
+    def outputs(
+        self, features: Tensor, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend
+    ) -> Tensor:
+        self._write(features, batches.catch_up)
         width = len(batches.fed)
         masks = tokens.new_full((len(tokens), width - 1), self._mask_token)
         batch = batches.block(torch.cat((tokens[:, None], masks), dim=1))
@@ -179,7 +182,7 @@ class DFlashHead(BlockHead):
             known = torch.tanh(known / self._softcap) * self._softcap
         return known
 
-    def write(self, features: Tensor, batch: PackedBatch) -> None:
+    def _write(self, features: Tensor, batch: PackedBatch) -> None:
         x = features.to(self.dtype)
         if self._fc is not None:
             x = self._fc(x)

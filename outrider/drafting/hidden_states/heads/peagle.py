@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, read_eagle3
@@ -135,6 +136,21 @@ class PEagleHead(BlockHead):
         pairs = list(zip(first, slots, strict=False))
         index = [[at + min(i, more) for i in range(depth)] for at, more in pairs]
         return outputs[torch.tensor(index).to(self.device)]
+
+    def outputs(
+        self, features: Tensor, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend
+    ) -> Tensor:
+        first, width = batches.catch_up, len(batches.fed)
+        true = self._module.begin(features.to(self.dtype))
+        outputs = self._module.forward(first.input_ids, true, backend(first), 0)
+        if len(outputs) != len(tokens):
+            outputs = outputs.index_select(0, first.logits_index)
+        if not width:
+            return outputs[:, None]
+        batch = batches.block(tokens.new_full((len(tokens), width), self._mask_token))
+        states = self._mask_state.repeat(len(batch.input_ids), 1)  # it is written to
+        slots = self._module.forward(batch.input_ids, states, backend(batch), 0)
+        return torch.cat((outputs[:, None], slots.view(len(tokens), width, -1)), dim=1)
 
     def logits(self, outputs: Tensor) -> Tensor:
         return self._module.logits(outputs.contiguous())

@@ -1,0 +1,281 @@
+"""Modules that read hidden states draft behind a step what they would draft after it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+from outrider.config import EngineConfig
+from outrider.draft_port import PostedBlock
+from outrider.draft_tree import DraftTree
+from outrider.drafting.building.loops import block_shapes, recurrent_shapes
+from outrider.drafting.drafters import AsyncLoop
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, CapturedLoops, LoopCapture
+from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits
+from outrider.engine.engine import Engine
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.loader import ModelOptions, build_paged_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.runner import StepRunner
+from outrider.engine.sampling.verify import choose_and_verify
+from outrider.features import FeatureSpec
+from outrider.policy.fixed import FixedPolicy
+from outrider.types import Request
+from tests.support.checkpoints import block_checkpoints as blocks
+from tests.support.checkpoints import eagle_checkpoints as eagle
+from tests.support.checkpoints.modules import LOADERS
+from tests.support.models.by_tensors import by_tensors
+from tests.support.models.recordable import rerun, tiny_llama_config
+from tests.support.services.drafting_scorer import (
+    DraftingScorer,
+    DraftListener,
+    K,
+    draw_requests,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+VOCAB = 5
+"""So few that a random module is often right."""
+HIDDEN, LAYERS, MASK = eagle.HIDDEN_SIZE, (0, 1, 2), VOCAB - 1
+PAGE_SIZE, PAGES = 4, 120
+_SIZES = {"vocab_size": VOCAB}
+_GROUP = {"target_layer_ids": [i - 1 for i in LAYERS[1:]], "mask_token_id": MASK}
+
+
+def _block_tensors(tensors: eagle.Tensors) -> eagle.Tensors:
+    """Those of a module that reads two states."""
+    return {**tensors, "fc.weight": tensors["fc.weight"][:, : 2 * HIDDEN].contiguous()}
+
+
+def _modules() -> Mapping[str, tuple[eagle.Tensors, Mapping[str, Any]]]:
+    auxiliary = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+    llama = {**eagle.LLAMA, **_SIZES}
+    peagle = {**blocks.PEAGLE["transformer_layer_config"], **_SIZES}
+    return {
+        "eagle3": (
+            eagle.eagle3_tensors(vocab_size=VOCAB, draft_vocab=None),
+            {**llama, **auxiliary},
+        ),
+        "dflash": (
+            _block_tensors(blocks.dflash_tensors(vocab_size=VOCAB)),
+            {**blocks.DFLASH, **_SIZES, "dflash_config": _GROUP},
+        ),
+        "dspark": (
+            _block_tensors(blocks.dspark_tensors(vocab_size=VOCAB)),
+            {**blocks.DSPARK, **_SIZES, **_GROUP},
+        ),
+        "peagle": (
+            blocks.peagle_tensors(vocab_size=VOCAB, draft_vocab=None),
+            {
+                **blocks.PEAGLE,
+                **auxiliary,
+                "mask_token_id": MASK,
+                "transformer_layer_config": peagle,
+            },
+        ),
+    }
+
+
+METHODS = ("eagle3", "dflash", "dspark", "peagle")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("modules")
+    target = _target_weights()
+    shared = {
+        "model.embed_tokens.weight": target.get_input_embeddings().weight.data.float(),
+        "lm_head.weight": target.lm_head.weight.data.float(),
+    }
+    (folder / "target").mkdir()
+    save_file(shared, folder / "target" / "model.safetensors")
+    config = {**eagle.LLAMA, **_SIZES, "model_type": "llama", "num_hidden_layers": 2}
+    (folder / "target" / "config.json").write_text(json.dumps(config))
+    for method, (tensors, settings_) in _modules().items():
+        eagle.save_head(folder / method, tensors, settings_, eagle.save_safetensors)
+    return folder
+
+
+def _target_weights() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_llama_config(vocab_size=VOCAB)).double()
+
+
+def target(features: FeatureSpec | None) -> PagedModel:
+    model = build_paged_model(
+        _target_weights(),
+        ModelOptions(page_size=PAGE_SIZE, num_pages=PAGES, features=features, self_test=False),
+    )
+    model._backend = by_tensors
+    return model
+
+
+def module(folder: Path, method: str, width: int) -> RecurrentProposer:
+    device = torch.device("cpu")
+    head = LOADERS[method](folder / method, folder / "target", torch.float64, device)
+    limits = ProposerLimits(max_sessions=8, max_draft_tokens=K, tree_width=width)
+    pools = KVPools(PAGES, PAGE_SIZE, head.dtype, device)
+    drafter: CachedDrafter
+    if isinstance(head, BlockHead):
+        assert head.capturable
+        sizes = (K, head.max_depth)
+        shapes = block_shapes(max_rows=4, limits=sizes, width=width, num_slots=head.num_slots)
+        capture = LoopCapture(shapes, rerun, TORCH_SAMPLER)
+        drafter = BlockDrafter(head, pools, by_tensors, limits, capture)
+    else:
+        shapes = recurrent_shapes(max_rows=4, max_draft_tokens=K, width=width)
+        capture = LoopCapture(shapes, rerun, TORCH_SAMPLER)
+        drafter = RecurrentDrafter(head, pools, by_tensors, limits, capture)
+    return RecurrentProposer(drafter, method=method, name=method)
+
+
+def captured(model: PagedModel) -> StepRunner:
+    flat = [*make_buckets(4, (1, K + 1)), *(Bucket(K + 1, 4, False, n) for n in (7, 10))]
+    buckets = [*flat, *(Bucket(K + 1, n, True) for n in (1, 2, 4))]
+    return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
+
+
+Aborts = Callable[[DraftingScorer], None]
+
+
+class Scorer(DraftingScorer):
+    """Which forgets requests while drafts are in flight."""
+
+    def __init__(self, engine: Engine, method: RecurrentProposer | None, aborts: Aborts) -> None:
+        super().__init__(engine, method)
+        self._aborts, self._method = aborts, method
+
+    def interrupt(self) -> None:
+        self._aborts(self)
+        if self._method is not None:
+            self._method.check_invariants()
+
+
+def run(
+    requests: Sequence[Request],
+    method: RecurrentProposer | None,
+    aborts: Aborts = lambda _: None,
+) -> tuple[int, dict[int, list[int]]]:
+    """Return the number of steps, and the texts."""
+    features = None if method is None else method.traits.features
+    model = target(features)
+    streams = None
+    if model.pools.features is not None:
+        streams = HiddenStateStreams(model.pools.features, max_ahead_bytes=MAX_AHEAD_BYTES)
+    config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=100)
+    policy = FixedPolicy(K if method is not None else 0, max_wait_s=0.0)
+    engine = Engine(model, config, policy=policy, runner=captured(model), features=streams)
+    return Scorer(engine, method, aborts).run(requests)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], owner: type, name: str) -> None:
+    method = getattr(owner, name)
+
+    def noted(*args: Any) -> Any:
+        result = method(*args)
+        counts[name] += result is not False and not (name.startswith("launch") and result is None)
+        return result
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_behind_the_step_are_those_after_it_and_keep_the_text(
+    folder: Path, method: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows, and rows at T = 1 and below, with and without cuts."""
+    counts: Counter[str] = Counter()
+    posted: dict[tuple[int, int], DraftTree] = {}
+    post_block = Engine.post_block
+
+    def noted(engine: Engine, block: PostedBlock) -> Any:
+        posted[block.session_id, block.tree.base_len] = block.tree
+        return post_block(engine, block)
+
+    monkeypatch.setattr(Engine, "post_block", noted)
+    counted(monkeypatch, counts, CapturedLoops, "launch_after_verify")
+    counted(monkeypatch, counts, CapturedLoops, "run")
+    counted(monkeypatch, counts, DecodeInputs, "take_device_drafts")
+    requests = draw_requests(VOCAB)
+    num_plain, plain = run(requests, None)
+    num_late, late = run(requests, module(folder, method, width))
+    assert late == plain
+    assert num_late < 0.9 * num_plain, "drafts are often right"
+    assert counts["launch_after_verify"] > 4 * counts["run"] > 0, "all but those behind prompts"
+    assert (counts["take_device_drafts"] > 0.5 * num_late) == (width == 1)
+    behind = dict(posted)
+    posted.clear()
+    counts.clear()
+    monkeypatch.setattr(Engine, "verify_output", None)
+    assert run(requests, module(folder, method, width)) == (num_late, plain)
+    assert counts["launch_after_verify"] == 0 < counts["run"]
+    assert posted == behind
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**16), width=st.sampled_from((1, 3)))
+def test_requests_that_end_while_drafts_are_in_flight_change_no_other_text(
+    folder: Path, method: str, seed: int, width: int
+) -> None:
+    rng = random.Random(seed)
+    requests = draw_requests(VOCAB, seed=seed)
+    _, plain = run(requests, None)
+    gone: set[int] = set()
+
+    def aborts(scorer: DraftingScorer) -> None:
+        known = sorted(scorer.texts.keys() - gone)
+        if known and rng.random() < 0.06:
+            gone.add(session := rng.choice(known))
+            scorer.abort(session)
+
+    _, texts = run(requests, module(folder, method, width), aborts)
+    for session, text in texts.items():
+        assert text == plain[session][: len(text)]
+        assert session in gone or len(text) == len(plain[session])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_drafts_that_are_lost_on_the_device_cost_no_token(
+    folder: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = draw_requests(VOCAB)
+    _, plain = run(requests, None)
+    launch_after_verify = CapturedLoops.launch_after_verify
+    calls = 0
+
+    def broken(_wanted: Sequence[int]) -> list[Any]:
+        raise RuntimeError("the device fell over")
+
+    def failing(*args: Any) -> AsyncLoop[Any] | None:
+        nonlocal calls
+        loop: AsyncLoop[Any] | None = launch_after_verify(*args)
+        calls += loop is not None
+        return loop if loop is None or calls != 3 else replace(loop, wait=broken)
+
+    monkeypatch.setattr(CapturedLoops, "launch_after_verify", failing)
+    monkeypatch.setattr(DraftListener, "lost", lambda *_: None)
+    _, texts = run(requests, module(folder, "dspark", width))
+    assert texts == plain
+    assert calls >= 3
