@@ -117,6 +117,38 @@ def draft(
 
 
 @compiled
+def biased_chains(
+    known: Matrix,  # [num_rows, depth, known]: logits of the tokens that are known
+    embedding: Matrix,  # [vocab, rank]
+    bias: Matrix,  # [known, rank]
+    ids: Ints,  # [known]: tokens
+    last: Ints,  # [num_rows]: the tokens before
+    position: Ints,  # [num_rows]: of the first token that is drawn
+    draws: Draws,
+) -> Ints:
+    """Draw tokens left to right, each token's logits biased by the one before."""
+    num_rows, depth, num_known = known.shape
+    chains = np.empty((num_rows, depth), np.int64)
+    before = np.empty((1, embedding.shape[1]), np.float32)
+    biases = np.empty((1, num_known), np.float32)
+    logits = np.full(len(embedding), -np.inf, np.float32)
+    for row in range(num_rows):
+        token = last[row]
+        for place in range(depth):
+            for i in range(before.shape[1]):
+                before[0, i] = _widen(embedding[token, i])
+            _product(before, bias, biases)
+            for i in range(num_known):
+                logits[ids[i]] = _widen(known[row, place, i]) + biases[0, i]
+            if draws.temperature[row] == 0.0:
+                token = np.argmax(logits)
+            else:
+                token, _ = draw(logits, draws, row, position[row] + place)
+            chains[row, place] = token
+    return chains
+
+
+@compiled
 def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
     """Write keys and values; return normed last hidden states [num_tokens, hidden]."""
     kv_heads, page_size, dim = pools[0].shape[0] // 2, pools[0].shape[2], pools[0].shape[3]

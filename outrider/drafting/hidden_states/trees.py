@@ -54,9 +54,9 @@ class TargetDraws:
         self._noised = noised
 
     @property
-    def greedy(self) -> bool:
-        """All rows are, and are known to be."""
-        return self._batch is None
+    def batch(self) -> SamplingBatch | None:
+        """The rows' parameters at depth 0; None: all are known to be greedy."""
+        return self._batch
 
     @classmethod
     def of(
@@ -128,7 +128,7 @@ def guess_places(places: Tensor, draws: TargetDraws, width: int) -> Tensor:
     `places` are logits [n, depth, vocab] of tokens that do not depend on each other; the result is
     int32 [n, 2, depth, width], floats as their bits.
     """
-    if draws.greedy:  # without noise, which differs by place
+    if draws.batch is None:  # without noise, which differs by place
         ids, log_probs = draws.likeliest(places, 0, width)
     else:
         by_place = enumerate(places.unbind(1))
@@ -190,10 +190,15 @@ def _guess_chains(
         tokens = ids[:, 0, 0]
         found.append(tokens)
         log_probs.append(chance[:, 0, 0])
-    scores = torch.stack(log_probs, dim=1).cumsum(dim=1).view(torch.int32)
-    ids = torch.stack(found, dim=1).to(torch.int32)
-    parents = torch.arange(-1, depth - 1, dtype=torch.int32, device=ids.device).expand_as(ids)
-    return torch.stack((ids, parents, scores), dim=1)
+    return chain_nodes(torch.stack(found, dim=1), torch.stack(log_probs, dim=1).cumsum(dim=1))
+
+
+def chain_nodes(token_ids: Tensor, scores: Tensor | None = None) -> Tensor:
+    """Return chains [n, depth] as `guess_paths` does; without scores all have the same."""
+    ids = token_ids.to(torch.int32)
+    parents = torch.arange(-1, ids.shape[1] - 1, dtype=torch.int32, device=ids.device)
+    bits = torch.zeros_like(ids) if scores is None else scores.view(torch.int32)
+    return torch.stack((ids, parents.expand_as(ids), bits), dim=1)
 
 
 def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:

@@ -373,14 +373,20 @@ def _dspark_path(
 @pytest.mark.parametrize("draft_vocab", [None, 40])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # some are fused in float32
 def test_dspark_draws_left_to_right_as_the_formula_says(
-    tmp_path: Path, target: Target, draft_vocab: int | None, gated: bool, temperature: float
+    tmp_path: Path,
+    target: Target,
+    draft_vocab: int | None,
+    gated: bool,
+    temperature: float,
+    dtype: torch.dtype,
 ) -> None:
     tensors = made.dspark_tensors(draft_vocab=draft_vocab, gated=gated)
     config = {**made.DSPARK, "markov_head_type": "gated" if gated else "vanilla"}
     folder = eagle.save_head(tmp_path / "head", tensors, config)
     assert states_read("dspark", str(folder)) == "2,5,9"
-    head = load_dspark(folder, target.folder, torch.float64, CPU)
+    head = load_dspark(folder, target.folder, dtype, CPU)
     assert head.max_depth == made.BLOCK_SIZE
     params = SamplingParams(temperature=temperature, seed=8)
     rows = [replace(row, sampling=params) for row in _inputs(head, (7, 4, 1))]
@@ -397,6 +403,33 @@ def test_dspark_draws_left_to_right_as_the_formula_says(
             assert parents[0] == -1
             top = seen[0].topk(3).indices.tolist()
             assert {t for t, p in zip(tokens, parents, strict=True) if p == -1} <= set(top)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_chains_of_dspark_are_those_of_its_steps(
+    tmp_path: Path, target: Target, draft_vocab: int | None, dtype: torch.dtype
+) -> None:
+    """With cuts, and rows of several parameters at once."""
+    tensors = made.dspark_tensors(draft_vocab=draft_vocab)
+    folder = eagle.save_head(tmp_path / "head", tensors, made.DSPARK)
+    head = load_dspark(folder, target.folder, dtype, CPU)
+    params = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, seed=2, top_k=5),
+        SamplingParams(temperature=1.3, seed=3, top_p=0.7, min_p=0.02),
+    )
+    pairs = zip(_inputs(head, (7, 7, 7)), params, strict=True)
+    rows = [replace(row, sampling=each) for row, each in pairs]
+    drafter = _drafter(head, tree_width=1)
+    assert head._chains is not None
+    fused = [chain for chain, _ in drafter.sure_chains(rows)]
+    head._chains = None
+    stepped = [chain for chain, _ in drafter.sure_chains(rows)]
+    if dtype is torch.float32:
+        assert fused == stepped
+    else:  # a sum is rounded in one of them
+        assert [chain[:1] for chain in fused] == [chain[:1] for chain in stepped]
 
 
 def test_dspark_without_markov_head_and_confidence_is_dflash_from_the_anchor(

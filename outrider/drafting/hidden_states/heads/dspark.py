@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -23,9 +23,18 @@ from outrider.drafting.hidden_states.heads.base import Place, spread
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, read_block_head
 from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
 from outrider.drafting.hidden_states.heads.llama import LlamaStack
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, guess_paths
+from outrider.drafting.hidden_states.trees import (
+    Nodes,
+    TargetDraws,
+    best_nodes,
+    chain_nodes,
+    guess_paths,
+)
 from outrider.engine.layers.linear import Linear
 from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.drafting.cpu.biased_chains import BiasedChains
 
 _TYPES = ("vanilla", "gated")
 
@@ -70,7 +79,7 @@ class DSparkHead(DFlashHead):
         project: bool,
     ) -> None:
         super().__init__(found, target, stack, place, project=project)
-        self._before = _markov(found, place, self.vocab_size, self._num_known)
+        self._before = _markov(found, place, self.vocab_size, self._num_known, self._target_ids)
         self._confidence: tuple[Tensor, Tensor] | None = None
         name = found.name("confidence_head.proj.weight")
         if name in found.checkpoint:
@@ -82,13 +91,19 @@ class DSparkHead(DFlashHead):
             # One output is a product that CPUs are slow at in bfloat16.
             exact = torch.promote_types(place.dtype, torch.float32)
             self._confidence = place.put(weight).to(exact), place.put(bias).to(exact)
+        # These chains have no log probabilities, which stand for confidences where no head has any.
+        markov = self._before if self._confidence is not None else None
+        self._chains = None if markov is None else markov.chains
 
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
         """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
-        rows = torch.arange(len(states), device=self.device)
         normed, known = self._slots(states[:, :depth])
+        if width == 1 and self._chains is not None:
+            ids = self._chains.draw(known, tokens, draws.batch)
+            return self._with_confidence(normed, tokens, chain_nodes(ids))
+        rows = torch.arange(len(states), device=self.device)
 
         def step(row: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
             of_place = normed[:, place], known[:, place]
@@ -99,6 +114,9 @@ class DSparkHead(DFlashHead):
         guesses = guess_paths(step, rows, tokens, draws, depth, width)
         if width > 1 or self._confidence is None:
             return guesses
+        return self._with_confidence(normed, tokens, guesses)
+
+    def _with_confidence(self, normed: Tensor, tokens: Tensor, guesses: Tensor) -> Tensor:
         before = torch.cat((tokens[:, None], guesses[:, 0, :-1].long()), dim=1)
         sure = self._log_confidence(normed, before).float().view(torch.int32)
         return torch.cat((guesses, sure[:, None]), dim=1)
@@ -149,9 +167,12 @@ class DSparkHead(DFlashHead):
 class _Markov:
     """The bias of a slot's logits by the token before: a product of low rank, perhaps gated."""
 
-    def __init__(self, embedding: Tensor, product: Linear, gate: Linear | None) -> None:
+    def __init__(
+        self, embedding: Tensor, product: Linear, gate: Linear | None, chains: BiasedChains | None
+    ) -> None:
         self.embedding, self._product, self._gate = embedding, product, gate
         self.rank = embedding.shape[1]
+        self.chains = chains  # a faster way to draw chains, on a CPU
 
     def add(self, tokens: Tensor, normed: Tensor, known: Tensor) -> Tensor:
         """Return logits [m, known] with the biases by tokens [m] and outputs [m, hidden]."""
@@ -161,7 +182,9 @@ class _Markov:
         return self._product.add(before, known)
 
 
-def _markov(found: DFlashFormat, place: Place, vocab_size: int, num_known: int) -> _Markov | None:
+def _markov(
+    found: DFlashFormat, place: Place, vocab_size: int, num_known: int, ids: Tensor | None
+) -> _Markov | None:
     checkpoint, config = found.checkpoint, found.checkpoint.config
     name = found.name("markov_head.markov_w1.weight")
     if name not in checkpoint:
@@ -175,10 +198,15 @@ def _markov(found: DFlashFormat, place: Place, vocab_size: int, num_known: int) 
     rank = checkpoint.stored(name).shape[-1]
     embedding = place.put(checkpoint.tensor(name, vocab_size, rank))
     product = checkpoint.tensor(found.name("markov_head.markov_w2.weight"), num_known, rank)
-    gate = None
+    gate, chains = None, None
     if kind == "gated":
         width = rank + found.checkpoint.stored(found.name("norm.weight")).shape[0]
         weight = checkpoint.tensor(found.name("markov_head.gate_proj.weight"), rank, width)
         bias = checkpoint.tensor(found.name("markov_head.gate_proj.bias"), rank)
         gate = place.linear(weight, bias)
-    return _Markov(embedding, place.linear(product), gate)
+    elif place.device.type == "cpu" and place.dtype in (torch.float32, torch.bfloat16):
+        # Imported here: on a GPU nothing needs Numba.
+        from outrider.drafting.cpu.biased_chains import BiasedChains
+
+        chains = BiasedChains(embedding, place.put(product), ids)
+    return _Markov(embedding, place.linear(product), gate, chains)

@@ -1,0 +1,60 @@
+"""Chains of slots whose logits are biased by the token before, compiled by Numba.
+
+A step is a small product and a draw: as operations of torch, dispatching them takes longer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.cpu.llama_kernels import Draws, Ints, biased_chains
+from outrider.drafting.cpu.llama_weights import Matrix
+from outrider.engine.sampling.coupled import SamplingBatch
+
+
+class BiasedChains:
+    """Draws chains of a head of `vocab_size` tokens, of which it knows those of `ids` (None: all).
+
+    `embedding` [vocab_size, rank] times `bias` [known, rank] is what is added to logits. They are
+    float32 or bfloat16, on a CPU.
+    """
+
+    def __init__(self, embedding: Tensor, bias: Tensor, ids: Tensor | None) -> None:
+        self._embedding, self._bias = _matrix(embedding), _matrix(bias)
+        self._ids: Ints = (torch.arange(len(bias)) if ids is None else ids).numpy()
+
+    def draw(self, known: Tensor, tokens: Tensor, batch: SamplingBatch | None) -> Tensor:
+        """Return what `guess_paths` draws with a width of 1: int64 [n, depth].
+
+        `known` [n, depth, known] are logits without the bias, `tokens` int64 [n] those before, and
+        `batch` the draws at the first place; None: all greedy.
+        """
+        n = len(known)
+        if batch is None:
+            zeros, ints = np.zeros(n, np.float32), np.zeros(n, np.int64)
+            draws = Draws(zeros, ints, zeros, zeros, np.zeros((n, 2), np.uint32))
+            position = ints
+        else:
+            draws = Draws(
+                batch.temperature.numpy(),
+                batch.top_k.numpy(),
+                batch.top_p.numpy(),
+                batch.min_p.numpy(),
+                batch.seed.numpy().astype(np.uint32),
+            )
+            position = batch.position.numpy()
+        chains: NDArray[np.int64] = biased_chains(
+            _matrix(known), self._embedding, self._bias, self._ids, tokens.numpy(), position, draws
+        )
+        return torch.from_numpy(chains)
+
+
+def _matrix(weight: Tensor) -> Matrix:
+    weight = weight.detach().contiguous()
+    if weight.dtype is torch.bfloat16:
+        weight = weight.view(torch.uint16)
+    matrix: Matrix = weight.numpy()
+    return matrix
