@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 def confidences_of(gaps: NDArray[np.float32]) -> bytes:
     """Return the confidences of drafted tokens by how far each is ahead of the runner-up.
 
-    `gaps` [n] are distances in the scores from which a token is drawn: tempered logits with the
+    `gaps`, of any shape, are distances in the scores from which a token is drawn: tempered logits with the
     request's noise. The target draws the same token about as likely as 1 - exp(-gap); the scorer
     measures how likely that is.
     """
@@ -18,7 +18,9 @@ def confidences_of(gaps: NDArray[np.float32]) -> bytes:
     return np.clip(np.rint(128.0 + 16.0 * log_odds), 1, 255).astype(np.uint8).tobytes()
 
 
-def confidences_of_log_probs(log_probs: NDArray[np.float32]) -> bytes:
-    """Return the confidences of tokens by their log probabilities [n]."""
+def confidences_of_log_probs(log_probs: NDArray[np.float32]) -> list[bytes]:
+    """Return the confidences of each row's tokens by their log probabilities [rows, n]."""
     with np.errstate(divide="ignore"):
-        return confidences_of(-np.log(-np.expm1(log_probs)))
+        told = confidences_of(-np.log(-np.expm1(log_probs)))
+    width = log_probs.shape[1]
+    return [told[end - width : end] for end in range(width, len(told) + 1, width)]

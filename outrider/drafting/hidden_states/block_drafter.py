@@ -176,8 +176,12 @@ class BlockDrafter:
         return [(nodes[0], told) for nodes, told in self._read_sure(guesses, sizes)]
 
     def _read_sure(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
-        trees, sure = self.head.trees(guesses, sizes), self.head.confidences(guesses)
-        return [(nodes, told[: len(nodes[0])]) for nodes, told in zip(trees, sure, strict=True)]
+        chains = self.head.chains(torch.from_numpy(guesses)).tolist()
+        sure = self.head.confidences(guesses)
+        return [
+            ((tokens[:size], list(range(-1, min(size, len(tokens)) - 1))), told[:size])
+            for tokens, told, size in zip(chains, sure, sizes, strict=True)
+        ]
 
     def _read_trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
         return [(nodes, b"") for nodes in self.head.trees(guesses, sizes)]

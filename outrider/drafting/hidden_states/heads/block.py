@@ -72,7 +72,7 @@ class BlockHead(CachedHead):
         return guess_places(logits, draws, width)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
-        """Return a tree per row, of at most `sizes[i]` nodes; a `width` of 1 makes chains."""
+        """Return a tree per row, of at most `sizes[i]` nodes."""
         return trees_of_places(guesses, sizes)
 
     def chains(self, guesses: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class BlockHead(CachedHead):
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
         """Return the confidence of each place's first token, by row, as in `Block.confidences`."""
         best = guesses[:, 1, :, 0].copy().view(np.float32)
-        return [confidences_of_log_probs(row) for row in best]
+        return confidences_of_log_probs(best)
 
     def begin(self, states: Tensor) -> Tensor:
         """Return outputs as the first `step` takes them."""

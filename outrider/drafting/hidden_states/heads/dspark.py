@@ -132,10 +132,10 @@ class DSparkHead(DFlashHead):
 
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
         if guesses.shape[1] == 4:
-            return [confidences_of_log_probs(row.view(np.float32)) for row in guesses[:, 3].copy()]
+            return confidences_of_log_probs(guesses[:, 3].copy().view(np.float32))
         scores = guesses[:, 2].copy().view(np.float32)
         steps = np.diff(scores, axis=1, prepend=np.float32(0))
-        return [confidences_of_log_probs(np.minimum(row, 0)) for row in steps]
+        return confidences_of_log_probs(np.minimum(steps, 0))
 
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         normed, known = self._slots(states[:, depth : depth + 1])
