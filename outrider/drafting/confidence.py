@@ -10,8 +10,8 @@ def confidences_of(gaps: NDArray[np.float32]) -> bytes:
     """Return the confidences of drafted tokens by how far each is ahead of the runner-up.
 
     `gaps`, of any shape, are distances in the scores from which a token is drawn: tempered logits
-    with the request's noise. The target draws the same token about as likely as 1 - exp(-gap); the scorer
-    measures how likely that is.
+    with the request's noise. The target draws the same token about as likely as 1 - exp(-gap); the
+    scorer measures how likely that is.
     """
     with np.errstate(divide="ignore", over="ignore"):
         log_odds = np.log(np.expm1(gaps))
