@@ -6,17 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.drafting.drafters import AsyncLoop, DraftInput
+from outrider.drafting.graphs.loops import _Output
+from outrider.drafting.hidden_states.recurrent import CachedDrafter
+from outrider.drafting.hidden_states.trees import Guess
 from outrider.engine.attention.base import AttentionParams
-from outrider.engine.batch import PackedBatch
+from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.capture import Work
+from outrider.engine.graphs.staging import select_rows
 from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
+from outrider.params import SamplingParams
 from tests.support.models.hash_model import HashModel, context_hash
 
 
@@ -124,6 +131,28 @@ def rerun_strictly(work: Work) -> Work:
             work()
 
     return rerun(again)
+
+
+def launch_without_waiting(
+    drafter: CachedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> AsyncLoop[Guess] | None:
+    """Launch two drafts of three tokens behind a step on the device "meta".
+
+    Whatever looks at the step's output raises.
+    """
+    device, width = drafter.head.device, drafter.head.features.width
+    verify_output = torch.empty(3, 1 + 3, dtype=torch.int32, device=device)
+    rows = [
+        DraftInput(
+            RowSlice((0,) * count, 5, [1, 2, 3, 4], 1),
+            3,
+            SamplingParams(temperature=1.0, seed=count),
+            features=torch.empty(count, width, dtype=torch.bfloat16, device=device),
+        )
+        for count in (3, 2)
+    ]
+    monkeypatch.setattr(_Output, "send", lambda *_: None)  # the copy that nobody waits for yet
+    return drafter.launch_after_verify(rows, select_rows(verify_output, [2, 0]))
 
 
 class MetaAttention:

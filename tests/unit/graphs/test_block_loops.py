@@ -17,6 +17,7 @@ from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.dspark import load_dspark
+from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import Capture
@@ -24,7 +25,13 @@ from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as eagle
-from tests.support.models.recordable import Counted, MetaAttention, rerun_strictly, run_each
+from tests.support.models.recordable import (
+    Counted,
+    MetaAttention,
+    launch_without_waiting,
+    rerun_strictly,
+    run_each,
+)
 from tests.unit.graphs.test_recurrent_loops import MAX_LEN, PAGE_SIZE, SAMPLINGS, Said
 
 CPU = torch.device("cpu")
@@ -36,6 +43,7 @@ Load = Callable[..., BlockHead]
 KINDS: Mapping[str, tuple[Load, eagle.Tensors, dict[str, Any]]] = {
     "dflash": (load_dflash, blocks.dflash_tensors(), {**blocks.DFLASH, **SLIDING}),
     "dspark": (load_dspark, blocks.dspark_tensors(draft_vocab=40), {**blocks.DSPARK, **SLIDING}),
+    "peagle": (load_peagle, blocks.peagle_tensors(), blocks.PEAGLE),
 }
 
 
@@ -116,8 +124,8 @@ def test_captured_block_drafts_of_one_row_equal_eager_drafts(
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_block_loop_under_capture_never_waits_for_device(
-    kind: str, tree_width: int, tmp_path: Path
+def test_block_loop_under_capture_and_its_launch_never_wait_for_device(
+    kind: str, tree_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("meta")
     head = load(kind, tmp_path / "files", device)
@@ -126,13 +134,16 @@ def test_block_loop_under_capture_never_waits_for_device(
         LoopShape(2, 3, 4, cut=cut, width=tree_width, slots=head.num_slots(4))
         for cut in (False, True)
     ]
-    BlockDrafter(
+    drafter = BlockDrafter(
         head,
         KVPools(20, PAGE_SIZE, head.dtype, device),
         MetaAttention,
         ProposerLimits(max_model_len=MAX_LEN, max_draft_tokens=4, tree_width=tree_width),
         LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER),
     )
+    loop = launch_without_waiting(drafter, monkeypatch)
+    assert loop is not None
+    assert tree_width > 1 or (loop.tokens is not None and loop.tokens.shape == (2, 3))
 
 
 def test_block_head_with_windows_that_are_not_causal_is_not_captured(tmp_path: Path) -> None:

@@ -30,7 +30,13 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import eagle_checkpoints, mtp_checkpoints
-from tests.support.models.recordable import Counted, MetaAttention, rerun_strictly, run_each
+from tests.support.models.recordable import (
+    Counted,
+    MetaAttention,
+    launch_without_waiting,
+    rerun_strictly,
+    run_each,
+)
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
@@ -168,21 +174,24 @@ def test_captured_recurrent_drafts_for_any_rows_equal_eager_drafts(
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_recurrent_loop_under_capture_never_waits_for_device(
-    kind: str, tree_width: int, tmp_path: Path
+def test_recurrent_loop_under_capture_and_its_launch_never_wait_for_device(
+    kind: str, tree_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("meta")
     head = HEADS[kind](tmp_path / "files", device)
     assert head.capturable
     cuts = (False, True) if tree_width > 1 else (False,)  # cuts of chains are Triton's alone
     shapes = [LoopShape(2, 3, 4, cut=cut, width=tree_width) for cut in cuts]
-    RecurrentDrafter(
+    drafter = RecurrentDrafter(
         head,
         KVPools(20, PAGE_SIZE, head.dtype, device),
         MetaAttention,
         ProposerLimits(max_model_len=MAX_LEN, max_draft_tokens=4, tree_width=tree_width),
         LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER),
     )
+    loop = launch_without_waiting(drafter, monkeypatch)
+    assert loop is not None
+    assert tree_width > 1 or (loop.tokens is not None and loop.tokens.shape == (2, 3))
 
 
 @pytest.mark.parametrize("width", [1, 8])
