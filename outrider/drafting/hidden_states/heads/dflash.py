@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafting.drafters import DraftInput
@@ -223,11 +222,12 @@ class _Context:
         if f"{names[0]}_proj.bias" in checkpoint:
             bias = torch.cat([checkpoint.tensor(f"{n}_proj.bias", width) for n in names])
         self.product = place.linear(torch.cat(weights), bias)
-        self._norms: Tensor | None = None  # [layers, 1, dim]
+        self._norms: Tensor | None = None  # [layers * kv_heads, dim]
         if f"{names[0]}_norm.weight" in checkpoint:
             norms = [checkpoint.tensor(f"{n}_norm.weight", dim) for n in names[: len(prefixes)]]
-            self._norms = place.put(torch.stack(norms)[:, None])
-        self._num_layers, self._shape = len(prefixes), shape
+            repeated = torch.stack(norms).repeat_interleave(shape.num_kv_heads, dim=0)
+            self._norms = place.put(repeated)
+        self._ops, self._num_layers, self._shape = place.ops, len(prefixes), shape
 
     def __call__(self, x: Tensor, rope: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Map context rows [n, hidden] to keys and values [n, kv_heads, dim], by layer.
@@ -235,9 +235,10 @@ class _Context:
         `rope` are the positions' rows of the rotary table.
         """
         layers, heads, dim = self._num_layers, self._shape.num_kv_heads, self._shape.head_dim
-        keys, values = self.product(x).view(len(x), 2, layers, heads, dim).unbind(1)
+        keys_values = self.product(x)
         if self._norms is not None:
-            keys = F.rms_norm(keys, (dim,), None, self._shape.eps) * self._norms
+            self._ops.qk_norm_(keys_values, self._norms, self._shape.eps)
+        keys, values = keys_values.view(len(x), 2, layers, heads, dim).unbind(1)
         halves = keys.reshape(len(x), layers * heads, 2, dim // 2)
         turned = halves * rope[:, 0:1] + halves.flip(2) * rope[:, 1:2]
         return turned.view(len(x), layers, heads, dim).unbind(1), values.unbind(1)
