@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from outrider.config import EngineConfig
-from outrider.draft_port import PostedBlock
+from outrider.draft_port import DeviceStates, PostedBlock
 from outrider.draft_tree import DraftTree
+from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.building.loops import block_shapes, recurrent_shapes
 from outrider.drafting.drafters import AsyncLoop
 from outrider.drafting.graphs.loops import TORCH_SAMPLER, CapturedLoops, LoopCapture
@@ -27,7 +28,7 @@ from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
-from outrider.drafting.proposer import ProposerLimits
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
@@ -38,6 +39,7 @@ from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.features import FeatureSpec
+from outrider.params import SamplingParams
 from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 from tests.support.checkpoints import block_checkpoints as blocks
@@ -279,3 +281,81 @@ def test_drafts_that_are_lost_on_the_device_cost_no_token(
     _, texts = run(requests, module(folder, "dspark", width))
     assert texts == plain
     assert calls >= 3
+
+
+TEXT = [1, 3, 0, 2, 2, 1, 4, 0, 3]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def states(proposer: RecurrentProposer, start: int, end: int) -> torch.Tensor:
+    """Made-up states of some positions, of any text."""
+    assert proposer.traits.features is not None
+    return eagle.features(end, proposer.traits.features.width)[start:]
+
+
+def alone(folder: Path, method: str, text: list[int]) -> DraftTree:
+    """The draft of a proposer that is given all at once."""
+    proposer = module(folder, method, 1)
+    proposer.open(1, SessionStart(text, GREEDY, K, 60))
+    proposer.features(1, 0, eagle.as_bytes(states(proposer, 0, len(text) - 1)))
+    ((_, tree),) = proposer.draft([1]).drafts
+    return tree
+
+
+def drafted(folder: Path, method: str) -> RecurrentProposer:
+    """A proposer that has drafted for sessions 1 and 2, both of the same text."""
+    proposer = module(folder, method, 1)
+    for key in (1, 2):
+        proposer.open(key, SessionStart(TEXT, GREEDY, K, 60))
+        proposer.features(key, 0, eagle.as_bytes(states(proposer, 0, len(TEXT) - 1)))
+    assert len(proposer.draft([1, 2]).drafts) == 2
+    return proposer
+
+
+def launch(proposer: RecurrentProposer, start: int, end: int) -> bool:
+    """Launch behind a step in which two of three tokens are accepted; return whether it could."""
+    behind = DeviceStates(start, states(proposer, start, end))
+    rows = [AsyncRow(key, key - 1, 3, K, states=behind) for key in (1, 2)]
+    proposer.launch_after_verify(rows, torch.tensor([[2, 4, 1, 0, 3]] * 2, dtype=torch.int32))
+    proposer.check_invariants()
+    return proposer._async_drafts.in_flight
+
+
+def commit(proposer: RecurrentProposer, fresh: list[int]) -> None:
+    length = len(TEXT)
+    rows = eagle.as_bytes(states(proposer, length - 1, length - 1 + len(fresh)))
+    for key in (1, 2):
+        proposer.features(key, length - 1, rows)
+        proposer.commit(key, length, fresh, K)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_head_launches_only_with_the_states_of_all_that_may_be_accepted(
+    folder: Path, method: str
+) -> None:
+    start = len(TEXT) - 1
+    for first, end in ((start - 1, start + 4), (start + 1, start + 4), (start, start + 3)):
+        assert not launch(drafted(folder, method), first, end)
+    proposer = drafted(folder, method)
+    assert launch(proposer, start, start + 4)
+    commit(proposer, [4, 1, 0])
+    drafts = dict(proposer.draft([1, 2]).drafts)
+    assert drafts == dict.fromkeys((1, 2), alone(folder, method, [*TEXT, 4, 1, 0]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_head_that_is_behind_its_text_launches_nothing(folder: Path, method: str) -> None:
+    proposer = drafted(folder, method)
+    commit(proposer, [4])  # and nobody asks for a draft
+    assert not launch(proposer, len(TEXT), len(TEXT) + 4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_behind_a_step_without_its_commits_are_made_anew(folder: Path, method: str) -> None:
+    proposer, start = drafted(folder, method), len(TEXT) - 1
+    assert launch(proposer, start, start + 4)
+    proposer.commit(2, len(TEXT), [VOCAB], K)  # no token: nothing is drafted any more
+    drafts = dict(proposer.draft([1, 2]).drafts)
+    proposer.check_invariants()
+    assert drafts[1] == alone(folder, method, TEXT)
+    assert drafts[2].token_ids == ()
