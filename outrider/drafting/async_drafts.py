@@ -48,7 +48,8 @@ class AsyncProposer(Protocol):
     def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
         """Enqueue drafts that go on from the step's output, if most of the rows can have one.
 
-        `verify_output` is `VerifyOutput.tokens`. The next `draft` hands the drafts out.
+        `verify_output` is `VerifyOutput.tokens`. The next `draft` hands the drafts out. Before
+        the commits of a later step come, either is called again.
         """
         ...
 

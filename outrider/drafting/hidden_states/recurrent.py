@@ -148,7 +148,7 @@ class RecurrentProposer(FeatureMethod):
         self._tree_width = limits.tree_width
         self._at_once = max_trees(limits.tree_width, head.vocab_size)
         self._caches: dict[SessionKey, PageCache] = {}
-        self._async_drafts = AsyncDrafts(drafter, self._continues)
+        self._async_drafts = AsyncDrafts(drafter, _continues)
 
     @property
     def projection(self) -> bytes:
@@ -266,12 +266,6 @@ class RecurrentProposer(FeatureMethod):
             features=states.rows[:num_rows],
         )
 
-    def _continues(self, state: FeatureSession, row: DraftInput) -> bool:
-        """Return whether a draft that was launched for `row` continues the text."""
-        start, num_fresh = row.slice.start, len(state.follower.tokens) - 1 - row.slice.start
-        fed = self._caches[state.key].computed
-        return fed == start and 0 < num_fresh <= len(row.slice.token_ids)
-
     def _fed(self, state: FeatureSession, end: int) -> None:
         """Note that the cache has the rows of positions below `end`."""
         cache = self._caches[state.key]
@@ -350,3 +344,9 @@ class RecurrentProposer(FeatureMethod):
             if not self._makes_room(row.state.key):
                 return False
         return True
+
+
+def _continues(state: FeatureSession, row: DraftInput) -> bool:
+    """Return whether a draft that was launched for `row` continues the text."""
+    num_fresh = len(state.follower.tokens) - 1 - row.slice.start
+    return 0 < num_fresh <= len(row.slice.token_ids)
