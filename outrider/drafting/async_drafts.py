@@ -51,14 +51,12 @@ class AsyncProposer(Protocol):
         `verify_output` is `VerifyOutput.tokens`. The next `draft` hands the drafts out. Before
         the commits of a later step come, either is called again.
         """
-        ...
 
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Return the place on the device of the drafts that the next `draft` returns.
 
         The commits of `sessions` have been made. None unless all of them have such a draft.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
