@@ -24,6 +24,7 @@ from outrider.draft_port import NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.params import VerificationRule
 from outrider.policy.base import DraftMode, Policy
+from outrider.policy.step_sizes import StepSizes
 from outrider.policy.tracker import DraftTracker
 from outrider.rounds import BlockFate, chain_round, token_kinds
 from outrider.types import (
@@ -83,7 +84,9 @@ class DraftHost(Inbox):
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._max_graph_rows = max_graph_rows
-        policy.measured.costs.padded = max_graph_rows > 0
+        costs = policy.measured.costs
+        costs.padded = max_graph_rows > 0
+        costs.sizes = StepSizes([(n, n * (1 + self._k)) for n in range(1, max_graph_rows + 1)])
         self._clock = clock
         self._rows: dict[str, HostedRow] = {}
         self._by_session: dict[int, HostedRow] = {}

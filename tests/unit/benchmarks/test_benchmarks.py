@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lib import stats
-from benchmarks.lib.measure import Cell
+from benchmarks.lib.measure import Cell, Plan, measure
+from benchmarks.lib.processes import ProcessError
 from benchmarks.lib.prompts import Prompts
-from benchmarks.lib.records import Completion, Run, first_divergence
+from benchmarks.lib.records import Completion, Run, TokenIds, first_divergence
 
 
 def run(num_tokens: int, wall_s: float) -> Run:
@@ -22,6 +25,38 @@ def test_ratio_on_a_slowing_machine_compares_pairs_of_rounds() -> None:
     ours = Cell("a", 1, [run(100, 1.0), run(100, 4.0)])
     theirs = Cell("b", 1, [run(100, 2.0), run(100, 8.0)])
     assert stats.ratio(ours, theirs) == 2.0
+
+
+@dataclass
+class Failing:
+    """A system that fails after so many runs."""
+
+    name: str
+    runs: int
+    concurrencies: frozenset[int] = frozenset({1})
+
+    def run(
+        self,
+        prompts: Sequence[TokenIds],
+        max_tokens: int,
+        concurrency: int,  # noqa: ARG002
+    ) -> Run:
+        self.runs -= 1
+        if self.runs < 0:
+            raise ProcessError("it hangs")
+        return run(len(prompts) * max_tokens, 1.0)
+
+
+def test_measure_where_one_system_fails_goes_on_with_the_others() -> None:
+    prompts = Prompts(((1,), (2,)), "prompts", "")
+    failures: dict[str, str] = {}
+    systems = [Failing("a", 9), Failing("b", 1), Failing("c", 9)]
+    cells = measure(systems, Plan(1, 3, 2), prompts, 4, [], failures)
+    assert [(cell.system, len(cell.runs)) for cell in cells] == [("a", 3), ("c", 3)]
+    assert failures == {"b": "it hangs"}
+    assert systems[1].runs == -1  # it is asked once more, and then left alone
+    with pytest.raises(ProcessError, match="it hangs"):
+        measure(systems, Plan(1, 3, 2), prompts, 4, [])
 
 
 def test_speeds_of_a_cell_are_medians() -> None:

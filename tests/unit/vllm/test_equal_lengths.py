@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from outrider.vllm.draft_host import DraftHost
+from outrider.vllm.waiting import LockstepPolicy
 from tests.support.services.vllm_steps import K, VllmSteps, truth
 
 
@@ -70,3 +73,14 @@ async def test_host_counts_a_filling_token_that_was_right(monkeypatch: pytest.Mo
     stats = steps.host.take_stats("b")
     assert stats is not None
     assert (stats.drafted, stats.accepted) == (1, 1)
+
+
+def test_policy_of_host_that_fills_up_knows_that_one_draft_token_costs_as_much_as_all() -> None:
+    policy = LockstepPolicy(K)
+    DraftHost(K, 64, 8, policy=policy, max_graph_rows=2)
+    costs, steps = policy.measured.costs, {2: 0.010, 2 * (1 + K): 0.014, 3: 0.011}
+    for num_tokens, seconds in steps.items():
+        costs.observe_step(3 if num_tokens == 3 else 2, num_tokens, seconds)
+    estimates = costs.steps_s(2, np.array([2.0, 3.0, 2.0 * (1 + K)]))
+    assert estimates.tolist() == pytest.approx([0.010, 0.014, 0.014])
+    assert costs.steps_s(3, np.array([4.0]))[0] < 0.014  # no graph has as many rows
