@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from outrider.policy.base import Measurements, R, Row
-from outrider.policy.measurements import DraftTimes
 from outrider.policy.row import Drafting
 
 FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
@@ -94,7 +93,7 @@ class Waiting:
         there is no second step.
         """
         awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
-        arrivals = sorted([self._due(d, times, now) for d, times in awaited])
+        arrivals = sorted([self.due(d, now) for d, _ in awaited])
         if microbatch_step_s:
             return start_half_at(len(ready), arrivals, microbatch_step_s, now)
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
@@ -118,8 +117,9 @@ class Waiting:
                 best, shortest_s = due, round_s
         return best
 
-    def _due(self, d: Drafting, times: DraftTimes | None, now: float) -> float:
+    def due(self, d: Drafting, now: float) -> float:
         """Return when a row's draft is expected; its deadline if it is overdue or unknown."""
+        times = self._costs.draft_times(d)
         delay_s = 0.0 if times is None else times.mean_s(d.num_draft_tokens)
         usual = d.round.committed_at + delay_s
         return usual if now < usual < d.round.deadline else d.round.deadline
