@@ -59,10 +59,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await self._generator.ready()
                     work, reading = await self._prepare(request, tenant)
                     parser = None if reading is None else AnswerParser(reading)
+                    scores_only = _scores_only(request)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
                     async with aclosing(chunks):
                         async for chunk in chunks:
-                            if _scores_only(request):
+                            if scores_only:
                                 chunk = _of_prompt(chunk)
                             response = _response(work, chunk, aux_info=request.aux_info)
                             if reading is not None and parser is not None:
