@@ -117,6 +117,36 @@ def test_hopper_tiles_of_int8_equal_dequantised(scale_rows: int) -> None:
         _check(weight, rows, tiling)
 
 
+@needs_hopper
+@pytest.mark.parametrize("scale_rows", [0, 1, 128])
+@pytest.mark.parametrize("rounds", [False, True])
+@torch.inference_mode()
+def test_hopper_tiles_of_float8_equal_dequantised(scale_rows: int, rounds: bool) -> None:
+    weight = _weight(768, 1152, "fp8", scale_rows)
+    for rows, tiling in (
+        (2, HopperTiles(128, 100, reads="fp8", rounds=rounds)),
+        (33, HopperTiles(256, 1, reads="fp8", rounds=rounds)),
+        (96, HopperTiles(128, 264, reads="fp8", rounds=rounds)),
+        (16, HopperTiles(128, 264, 2, reads="fp8", rounds=rounds)),
+        (157, HopperTiles(128, 100, reads="fp8", rounds=rounds)),
+    ):
+        if rounds or rows <= 96:
+            _check(weight, rows, tiling, 0.06 if rounds else 0.016)
+
+
+@needs_gpu
+@torch.inference_mode()
+def test_gated_inputs_are_rounded_as_if_computed_before() -> None:
+    gate_up, down = (_weight(n, k, "fp8") for n, k in ((2048, 512), (512, 1024)))
+    layers = [QuantizedLinear(each, None) for each in (gate_up, down)]
+    for layer in layers:
+        layer.choices = dict.fromkeys((*CANDIDATES, *MANY_ROWS), Small("fp8"))
+    x, norm = (randn(n, 512, dtype=torch.bfloat16, seed=n) for n in (300, 1))
+    ops = TritonOps()
+    wanted = layers[1].add(ops.norm_gated(x, norm[0], 1e-5, layers[0]), x.clone())
+    assert torch.equal(ops.mlp(x.clone(), norm[0], 1e-5, *layers), wanted)
+
+
 @needs_gpu
 @pytest.mark.parametrize("reads", ["int8", "fp8"])
 @torch.inference_mode()

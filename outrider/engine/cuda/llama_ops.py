@@ -12,7 +12,8 @@ from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.cuda.attention.triton import TritonPagedAttention
 from outrider.engine.cuda.gemm.autotune import tune
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
-from outrider.engine.cuda.gemm.tilings import Tiling
+from outrider.engine.cuda.gemm.quantized import QuantizedLinear
+from outrider.engine.cuda.gemm.tilings import Small, Tiling
 from outrider.engine.cuda.kernels.pointwise import (
     qk_norm_kernel,
     rms_norm_kernel,
@@ -110,6 +111,14 @@ class TritonOps(LlamaOps):
             out = x.new_empty(len(x), gate_up.out_features // 2)
             return self._fused(gate_up, tiling, x, norm, eps, out, gated=True)
         return super().norm_gated(x, norm, eps, gate_up)
+
+    def mlp(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear) -> Tensor:
+        if isinstance(gate_up, QuantizedLinear) and isinstance(down, QuantizedLinear):
+            tiling, next_tiling = (each.choice(len(x)) for each in (gate_up, down))
+            if isinstance(tiling, Small) and isinstance(next_tiling, Small):
+                both = x.new_empty(len(x), gate_up.out_features)
+                return down.add_gated(gate_up.fused(tiling, x, both, norm, eps), x)
+        return super().mlp(x, norm, eps, gate_up, down)
 
     def _fused(
         self,

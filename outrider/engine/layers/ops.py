@@ -69,6 +69,10 @@ class LlamaOps(Protocol):
         """Return silu(gate) * up [tokens, intermediate] of x [tokens, hidden] normed."""
         return self.silu_mul(gate_up(self.rms_norm(x, norm, eps)))
 
+    def mlp(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear) -> Tensor:
+        """Return x + down(silu(gate) * up) of x [tokens, hidden] normed; x may be overwritten."""
+        return down.add(self.norm_gated(x, norm, eps, gate_up), x)
+
     def tune(self, uses: Sequence[Use]) -> None:  # noqa: ARG002
         """Choose kernels for a step's linear layers, given once in their order."""
         return

@@ -185,7 +185,7 @@ class FusedLlama:
                 ops.qk_norm_(qkv, layer.qk_norm, eps)
             heads = ops.attend_new(qkv, rope, attention, layer.pool, layer.params)
             x = layer.o.add(heads.flatten(1), x)
-            x = layer.down.add(ops.norm_gated(x, layer.post_norm, eps, layer.gate_up), x)
+            x = ops.mlp(x, layer.post_norm, eps, layer.gate_up, layer.down)
         if features is not None:
             features.enter(len(self._layers), batch.slot_mapping, x)
             if features.spec.final_norm:

@@ -266,6 +266,7 @@ class Chain:
             error = (self._outputs(kind) - expected).abs().max()
             quantizes = linear.kind == "" and tiling.reads != "bf16"
             rounded = quantizes or (isinstance(tiling, Small) and tiling.planes == 1)
+            rounded |= isinstance(tiling, HopperTiles) and tiling.rounds
             tolerance = _ROUNDED_TOLERANCE if rounded else _TOLERANCE
             if error <= tolerance * expected.abs().max():
                 return self._us()

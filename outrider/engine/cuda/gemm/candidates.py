@@ -11,6 +11,7 @@ from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 # More than 100 programs in clusters of three or four do not all find room at once.
 _HOPPER = (HopperTiles(128, 100), HopperTiles(256, 100), HopperTiles(128, 264, 2))
 _MOST_INT8_ROWS = 96
+_MOST_ROUNDED_ROWS = 160  # of float8 that sums of blocks leave registers for
 MANY_ROWS = {256: 256, 512: 512, 1 << 20: 2048}
 """Further numbers of rows for weights of 8 bits -> how many are timed."""
 
@@ -53,13 +54,15 @@ def small_candidates(
     """
     tilings: tuple[Tiling, ...] = _GEMV[reads].get(rows, ()) if by_row else ()
     few = rows <= _MOST_INT8_ROWS
-    if reads == "int8" and few and not (rows == 1 and by_row):
+    if few and not (rows == 1 and by_row):
         tiles = (*_HOPPER, HopperTiles(128, 66))
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
+    if reads == "fp8" and rounds_inputs and not few and rows <= _MOST_ROUNDED_ROWS:
+        tilings += tuple(replace(tiling, reads=reads, rounds=True) for tiling in _HOPPER[:1])
     if reads == "int8" and by_row and not few:
         tilings += (Small("int8", 2), *((Small("int8"),) if rounds_inputs else ()))
-    if reads == "fp8" and by_row and rounds_inputs and rows > 1:
-        tilings += (Small("fp8"),)
+    if reads == "fp8" and by_row and rounds_inputs and (not few or not hopper.available()):
+        tilings += (Small("fp8"),) if rows > 1 else ()
     return _available(tilings)
 
 

@@ -22,7 +22,7 @@ from outrider.engine.cuda.compile import COMPILERS
 logger = logging.getLogger(__name__)
 
 Reads = Literal["bf16", "int8", "fp8"]
-"""The numbers of a weight: bfloat16, int8, float8 (e4m3), which this kernel does not read."""
+"""The numbers of a weight: bfloat16, int8, float8 (e4m3)."""
 
 _LINE = 128  # bytes of a row in one fetch
 _SHARED = 228 * 1024  # bytes of shared memory on a multiprocessor
@@ -47,11 +47,17 @@ class Variant:
     add: bool
     reads: Reads = "bf16"
     scale_rows: int = 0  # of a block of 128 columns with one scale; 0: a scale for each row
+    rounded: bool = False  # x is float8, too
+
+    @property
+    def _widens(self) -> bool:
+        """A weight of float8 meets x of float16."""
+        return self.reads == "fp8" and not self.rounded
 
     @property
     def _stage_bytes(self) -> int:
-        planes = 1 if self.reads == "bf16" else 2
-        return _LINE * (GROUP_ROWS * self.groups + self.rows * planes)
+        lines = 2 if self.reads == "int8" or self._widens else 1  # of a row of x
+        return _LINE * (GROUP_ROWS * self.groups + self.rows * lines)
 
     @property
     def stages(self) -> int:
@@ -77,10 +83,13 @@ class Variant:
             "GATED": int(self.gated),
             "ADD": int(self.add),
             "INT8": int(self.reads == "int8"),
+            "FLOAT8": int(self.reads == "fp8"),
+            "ROUNDED": int(self.rounded),
             "SCALE_ROWS": self.scale_rows,
         }
         names = ", ".join(f"{name} = {value}" for name, value in constants.items())
-        return f"constexpr int {names};\n{self._multiply()}\n{_kernel_text()}"
+        widens = f"#define WIDENS {int(self._widens)}"
+        return f"{widens}\nconstexpr int {names};\n{self._multiply()}\n{_kernel_text()}"
 
     def _multiply(self) -> str:
         """Return `multiply`, whose wgmma names one register per sum."""
@@ -88,16 +97,26 @@ class Variant:
         flags = ", 1, 1, 0, 0"  # neither negated nor transposed
         if self.reads == "int8":
             kind, columns, inner, letter, flags = "int", 2 * self.rows, "k32.s32.s8.s8", "r", ""
+        elif self.rounded:
+            inner, flags = "k32.f32.e4m3.e4m3", ", 1, 1"  # never transposed
         count = columns // 2
         places = ", ".join(f"%{i}" for i in range(count))
         sums = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(count))
+        argument, left, given = "unsigned long long weight", f"%{count}", '"l"(weight)'
+        last = count + 1  # the operand behind `left`
+        if self._widens:
+            inner, flags = "k16.f32.f16.f16", ", 1, 1, 0"
+            registers = range(count, count + 4)
+            argument, last = "const unsigned (&weight)[4]", count + 4
+            left = f"{{{', '.join(f'%{i}' for i in registers)}}}"
+            given = ", ".join(f'"r"(weight[{i}])' for i in range(4))
         return (
             f"typedef {kind} Sum;\n"
             "__device__ __forceinline__ void multiply(\n"
-            "    Sum *sums, unsigned long long weight, unsigned long long x) {\n"
+            f"    Sum *sums, {argument}, unsigned long long x) {{\n"
             '  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned"\n'
-            f'      ".m64n{columns}{inner} {{{places}}}, %{count}, %{count + 1}, p{flags}; }}"\n'
-            f'      : {sums} : "l"(weight), "l"(x));\n'
+            f'      ".m64n{columns}{inner} {{{places}}}, {left}, %{last}, p{flags}; }}"\n'
+            f'      : {sums} : {given}, "l"(x));\n'
             "}\n"
         )
 
@@ -144,7 +163,8 @@ def launch(
 ) -> None:
     """Compute `out` [rows, N] of x [rows, K] and a weight [N or 2 * N, K].
 
-    For an int8 weight x has two planes, int8 [2, rows, K], and `units` float32 [rows].
+    For a weight of 8 bits x is what `split_kernel` made of it, times `units` float32 [rows]: two
+    planes int8 [2, rows, K] for int8, float16 [rows, K] in its order, or float8 if `rounded`.
 
     K is a multiple of `INNER`, N of a tile's outputs. `early` uses programmatic dependent launch.
     """

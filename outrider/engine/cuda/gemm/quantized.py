@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from outrider.engine.cuda.gemm.candidates import small_candidates
 from outrider.engine.cuda.gemm.hopper import INNER, Reads, Variant
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
-from outrider.engine.cuda.gemm.tilings import OUTPUTS, HopperTiles, Product, Tiling
+from outrider.engine.cuda.gemm.tilings import OUTPUTS, HopperTiles, Product, Small, Tiling
 from outrider.engine.cuda.kernels.gemm import dequantise_kernel
 from outrider.engine.layers.quantized import QuantizedWeight
 
@@ -98,6 +100,18 @@ class QuantizedLinear(FewRowsLinear):
         if tiling is None:
             return residual.addmm_(x, self.weight.t())
         tiling(self._product(x, residual, add=True))
+        return residual
+
+    def add_gated(self, gate_up: Tensor, residual: Tensor) -> Tensor:
+        """Add `self(silu(gate) * up)` to `residual` [rows, out] and return it.
+
+        The choice for so many rows must be a `Small`.
+        """
+        tiling = self.choice(len(gate_up))
+        assert isinstance(tiling, Small)
+        if self.bias is not None:
+            residual += self.bias
+        tiling(replace(self._product(gate_up, residual, add=True), silu=True))
         return residual
 
     def fused(

@@ -30,7 +30,7 @@ OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
 class Product:
     """The product `out` [rows, outputs] of x [rows, inner] and a weight."""
 
-    x: Tensor
+    x: Tensor  # if `silu` [rows, 2 * inner], of which silu(gate) * up is multiplied
     weight: Tensor  # [outputs, inner]; if gated [2 * outputs, inner], the gates first
     scales: Tensor  # float32, of the rows or blocks of a weight of 8 bits; else unused
     out: Tensor
@@ -39,6 +39,7 @@ class Product:
     gated: bool = False  # the output is silu(gate) * up
     add: bool = False  # to the contents of `out`
     scale_rows: int = 0  # of a block of the weight with one scale; 0: each row has one
+    silu: bool = False  # only for tilings that split x
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class HopperTiles:
     programs: int  # at most, among which tiles are divided
     resident: int = 1  # programs on a multiprocessor
     reads: Reads = "bf16"
+    rounds: bool = False  # x to float8; else float8 of a weight becomes 16-bit
 
     @property
     def norms(self) -> bool:
@@ -109,11 +111,16 @@ class HopperTiles:
             add=add,
             reads=self.reads,
             scale_rows=scale_rows,
+            rounded=self.rounds,
         )
 
     def __call__(self, product: Product) -> None:
         weight, out = product.weight, product.out
-        x, units = (product.x, product.x) if self.reads == "bf16" else _split(product, planes=2)
+        x, units = product.x, product.x
+        if self.reads == "int8":
+            x, units = _split(product, torch.int8, planes=2)
+        elif self.reads == "fp8":
+            x, units = _split(product, torch.float8_e4m3fn if self.rounds else torch.float16)
         variant = self.variant(
             len(out),
             *weight.shape,
@@ -141,7 +148,7 @@ class Small:
     def __call__(self, product: Product) -> None:
         out, scales = product.out, product.scales
         rows = max(len(out), _LEAST_ROWS) if self.reads == "fp8" else len(out)
-        planes, units = _split(product, self.planes, rows)
+        planes, units = _split(product, product.weight.dtype, self.planes, rows)
         direct = rows == len(out) and not (product.gated or product.add)
         sums = out if direct else out.new_empty(rows, len(product.weight))
         if self.reads == "int8":
@@ -169,21 +176,22 @@ class Small:
             out.copy_(sums[: len(out)])
 
 
-def _split(product: Product, planes: int, rows: int = 0) -> tuple[Tensor, Tensor]:
-    """Return x, normed if asked, as planes and its units float32 [rows].
+def _split(
+    product: Product, dtype: torch.dtype, planes: int = 1, rows: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return x, normed if asked, as planes [planes, rows, inner] and its units float32 [rows].
 
-    The planes [planes, rows, inner] are of the weight's dtype. One alone is x rounded, which may be
-    padded to more `rows`, of any numbers.
+    One plane alone may be padded to more `rows`, of any numbers.
     """
-    x = product.x
+    x, inner = product.x, product.weight.shape[1]
     rows = max(len(x), rows)
-    hi_lo = torch.empty(planes, rows, x.shape[1], dtype=product.weight.dtype, device=x.device)
+    hi_lo = torch.empty(planes, rows, inner, dtype=dtype, device=x.device)
     units = torch.empty(rows, dtype=torch.float32, device=x.device)
     norm = x if product.norm is None else product.norm
-    block = triton.next_power_of_2(x.shape[1])
+    block = triton.next_power_of_2(inner)
     split_kernel[(len(x),)](
-        *(x, norm, hi_lo, units, x.shape[1], product.eps),
-        *(product.norm is not None, hi_lo.dtype is not torch.int8, planes, block),
+        *(x, norm, hi_lo, units, inner, product.eps),
+        *(product.norm is not None, product.silu, planes, block),
         num_warps=row_warps(block),
         **launch_options(),
     )

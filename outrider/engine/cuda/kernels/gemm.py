@@ -222,20 +222,25 @@ def power_of_two_unit(largest):
 
 @triton.jit
 def split_kernel(
-    x_ptr,  # [rows, K]
+    x_ptr,  # [rows, K]; if SILU [rows, 2 * K], gates first
     norm_ptr,  # [K], read if NORM
-    hi_lo_ptr,  # int8 or float8 [PLANES, rows, K]: high, low
+    hi_lo_ptr,  # [PLANES, rows, K]: high, low, of int8; or one plane of float8 or float16
     unit_ptr,  # float32 [rows]
     K,
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
-    FLOAT: tl.constexpr,  # there is one plane, of float8
-    PLANES: tl.constexpr,  # 1: x is rounded to 8 bits
+    SILU: tl.constexpr,  # x is silu(gate) * up
+    PLANES: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least K
     PDL: tl.constexpr,
 ):
-    """Split x into planes of 8 bits, for tensor cores."""
+    """Convert x for tensor cores, to planes of 8 bits, or to float16 over a power of two.
+
+    float16 is stored in the order in which `hopper.cu` multiplies it with float8. There a thread
+    reads 32 adjacent columns of a weight, and the tensor core wants of each 16 columns two pairs.
+    """
     row, rows = tl.program_id(0), tl.num_programs(0)
+    dtype: tl.constexpr = hi_lo_ptr.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     inside = k < K
     if NORM:
@@ -243,15 +248,18 @@ def split_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    x_ptr += row.to(tl.int64) * (2 * K if SILU else K)
+    x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        up = tl.load(x_ptr + K + k, mask=inside, other=0.0).to(tl.float32)
+        x = silu_mul(x, up, x_ptr.dtype.element_ty).to(x_ptr.dtype.element_ty).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
         x = normed(x, scale, norm, x_ptr.dtype.element_ty)
     largest = tl.max(tl.abs(x), axis=0)
-    if FLOAT:
+    if dtype != tl.int8:
         unit, inverse = power_of_two_unit(largest)
-        x *= inverse
-        high = x.to(tl.float8e4nv)
+        high = (x * inverse).to(dtype)
         low = high
     elif PLANES == 2:
         unit = unit_of(largest)
@@ -261,7 +269,10 @@ def split_kernel(
         # As in `split`, the last bits are the nearest integer.
         high = (x * (1.0 / unit) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         low = high
-    here = hi_lo_ptr + row * K + k
+    place = k
+    if dtype == tl.float16:  # k is 128 a + 32 b + 4 c + 2 d + e
+        place = k // 128 * 128 + k % 32 // 4 * 16 + k % 4 // 2 * 8 + k % 128 // 32 * 2 + k % 2
+    here = hi_lo_ptr + row * K + place
     tl.store(here, high, mask=inside)
     if PLANES == 2:
         tl.store(here + rows * K, low, mask=inside)

@@ -9,14 +9,19 @@
 // wgmma takes 64 rows of its left operand, the weight, and any multiple of 8 of its right one. A
 // warpgroup computes 64 rows of the weight for all rows of x.
 //
-// hopper.py puts `multiply` and these constants before this text:
+// hopper.py puts `multiply` and these constants before this text, WIDENS if float8 is not ROUNDED:
 // ROWS: at least the rows of x, a multiple of 8.    GROUPS: warpgroups of a program.
 // STAGES: blocks in flight.                         RESIDENT: programs on a multiprocessor.
 // SPLITS: programs of a tile.                       ADD: adds to the contents of out.
 // GATED: the weight has gates, then ups, and the output is silu(gate) * up.
 // INT8: weight and x are int8, x as two planes from `split_kernel`.
-// SCALE_ROWS: of int8, 0: a row of the weight has one scale; else a block has, of so many rows and
-// BLOCK_K columns. Sums are then of one block each, and are added up as float32 outside.
+// FLOAT8: the weight is float8 (e4m3). If ROUNDED so is x. Else x is float16, in the order in which
+// `split_kernel` stores it, and the weight becomes float16 on its way through registers.
+// SCALE_ROWS: of 8 bits, 0: a row of the weight has one scale; else a block has, of so many rows and
+// BLOCK_K columns.
+//
+// Sums of blocks with scales are added up as float32 outside of tensor cores. So are those of two
+// float8, which tensor cores add up with 14 bits.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -24,12 +29,14 @@ typedef unsigned short u16;
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 constexpr int LINE = 128;                            // bytes of a row of a block
-constexpr bool BY_BLOCK = SCALE_ROWS > 0;
-constexpr int BLOCK_K = INT8 ? LINE : LINE / 2;      // numbers
+constexpr bool SMALL = INT8 || FLOAT8;               // numbers of 8 bits
+constexpr bool BY_BLOCK = SCALE_ROWS > 0 || ROUNDED;
+constexpr int BLOCK_K = SMALL ? LINE : LINE / 2;     // numbers
 constexpr int PLANES = INT8 ? 2 : 1;                 // of x
+constexpr int X_LINES = INT8 || WIDENS ? 2 : 1;      // of a row of x in a block
 constexpr int WEIGHT_BYTES = 64 * LINE;              // of a warpgroup's block
-constexpr int X_BYTES = ROWS * LINE;                 // of a plane's
-constexpr int STAGE_BYTES = GROUPS * WEIGHT_BYTES + PLANES * X_BYTES;
+constexpr int X_BYTES = ROWS * LINE;                 // of one of the lines
+constexpr int STAGE_BYTES = GROUPS * WEIGHT_BYTES + X_LINES * X_BYTES;
 constexpr int THREADS = GROUPS * 128;
 constexpr int WIDTH = GROUPS * 64;                   // rows of the weight in a tile
 constexpr int OUTPUTS = GATED ? WIDTH / 2 : WIDTH;   // of a tile
@@ -116,6 +123,12 @@ __device__ __forceinline__ float of_planes(const Sum *sums, int i) {
   return INT8 ? 256.0f * sums[i] + sums[SUMS * (PLANES - 1) + i] : sums[i];
 }
 
+// Four numbers of float8 as float16, a thread's of two steps of 8 columns.
+__device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
+  asm volatile("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo;"
+               " cvt.rn.f16x2.e4m3x2 %1, hi; }" : "=r"(first), "=r"(second) : "r"(four));
+}
+
 // The compiler moves no access to registers across this.
 __device__ __forceinline__ void keep(float &x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ __forceinline__ void keep(int &x) { asm volatile("" : "+r"(x)::"memory"); }
@@ -123,8 +136,8 @@ __device__ __forceinline__ void keep(int &x) { asm volatile("" : "+r"(x)::"memor
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if GATED [2 * N, K]
                  const __grid_constant__ TensorMap x_map,  // [rows, K]; if INT8 [2 * rows, K]
-                 const float *units,                       // [rows], read if INT8
-                 const float *scales,  // of a weight's rows or blocks, row by row, read if INT8
+                 const float *units,                       // [rows], read if SMALL
+                 const float *scales,  // of a weight's rows or blocks, row by row, read if SMALL
                  u16 *out,                                 // bfloat16 [rows, N]
                  int rows, int N, int K) {
   extern __shared__ char memory[];
@@ -150,9 +163,10 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
   };
   auto fetch_x = [&](int block) {
 #pragma unroll
-    for (int plane = 0; plane < PLANES; ++plane)
-      fetch(stage(block) + GROUPS * WEIGHT_BYTES + plane * X_BYTES, &x_map,
-            (first + block) * BLOCK_K, plane * rows, full + 8 * (block % STAGES), often);
+    for (int line = 0; line < X_LINES; ++line)
+      fetch(stage(block) + GROUPS * WEIGHT_BYTES + line * X_BYTES, &x_map,
+            (first + block) * BLOCK_K + (WIDENS ? line * LINE / 2 : 0), INT8 ? line * rows : 0,
+            full + 8 * (block % STAGES), often);
   };
 
   if (threadIdx.x == 0) {
@@ -204,9 +218,31 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
 #pragma unroll
       for (int i = 0; i < PLANES * SUMS; ++i) keep(sums[i] = 0);
     }
+#if WIDENS
+    // A thread has 32 adjacent columns of two rows. The order of x makes them its columns of
+    // wgmma's eight steps of 16.
+    u32 wide[8][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 chunk = (lane % 4 * 2 + i / 2) ^ (lane / 4);  // of 16 bytes, swizzled
+      const u32 line = stage(block) + group * WEIGHT_BYTES + (my_row + i % 2 * 8) * LINE;
+      u32 four[4];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
+                   : "r"(line + 16 * chunk) : "memory");
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        widen(four[step], wide[i / 2 * 4 + step][i % 2], wide[i / 2 * 4 + step][2 + i % 2]);
+    }
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < 8; ++step)
+      multiply(sums, wide[step], x + (step / 4 * X_BYTES + step % 4 * 32) / 16);
+#else
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int bytes = 0; bytes < LINE; bytes += 32) multiply(sums, weight + bytes / 16, x + bytes / 16);
+#endif
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) barrier_arrive(empty + 8 * (block % STAGES));
     if (BY_BLOCK) {
@@ -241,7 +277,7 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
         parts[i][s] = load_sums(start + 4 * (row * STRIDE + column), s);
         if (GATED) up_parts[i][s] = load_sums(start + 4 * (row * STRIDE + OUTPUTS + column), s);
       }
-      if (INT8) {
+      if (SMALL) {
         const float unit = units[row];
         scale[i] = up_scale[i] = {unit, unit, unit, unit};
         if (SCALE_ROWS == 0) {
@@ -262,8 +298,8 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
         y = y + parts[i][s];
         if (GATED) up = up + up_parts[i][s];
       }
-      if (INT8) y = y * scale[i];
-      if (INT8 && GATED) up = up * up_scale[i];
+      if (SMALL) y = y * scale[i];
+      if (SMALL && GATED) up = up * up_scale[i];
       if (GATED)
         y = {silu_mul(y.x, up.x), silu_mul(y.y, up.y), silu_mul(y.z, up.z), silu_mul(y.w, up.w)};
       if (ADD)
