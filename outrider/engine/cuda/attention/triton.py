@@ -47,6 +47,7 @@ class _Tiling:
     keys: int  # per block
     warps: int
     programs: int
+    blocks: int = 3  # in flight at most
 
 
 def _float8_tiling(block_m: int, *, many: bool) -> _Tiling:
@@ -160,8 +161,9 @@ class TritonPagedAttention:
         if prompts:
             queries = _MAX_QUERIES if tiled else SHORT_QUERIES
         block_m = max(16, triton.next_power_of_2(queries))
-        block_dim = max(16, triton.next_power_of_2(dim))
-        block_value_dim = max(16, triton.next_power_of_2(value_dim))
+        least = 16 if pool.scales is None else 32  # tensor cores take 16 columns, even or odd ones
+        block_dim = max(least, triton.next_power_of_2(dim))
+        block_value_dim = max(least, triton.next_power_of_2(value_dim))
         programs = triton.cdiv(self._rows, joined) * kv_heads
         alone = programs * _MAX_SPLITS <= self._multiprocessors and not prompts
         widest = max(dim, value_dim)
@@ -178,7 +180,7 @@ class TritonPagedAttention:
             partial = query.new_empty((heads, splits, value_dim), dtype=torch.float32)
             lse = query.new_empty((heads, splits), dtype=torch.float32)
         block_bytes = tiling.keys * (block_dim + block_value_dim) * pool.keys.element_size()
-        buffers = min(3, _SHARED_BYTES // block_bytes)
+        buffers = min(tiling.blocks, _SHARED_BYTES // block_bytes)
         # Loads of the page table for each key take every second one of Triton's stages.
         stages = buffers if tiled and batch.page_size % tiling.keys == 0 else 2 * buffers
         grid = (splits, kv_heads, self._rows)
@@ -203,13 +205,14 @@ class TritonPagedAttention:
         sizes = (query.stride(0), batch.block_table.stride(0), self._rows, splits)
         numbers = (params.sliding_window or 0, params.scaling, params.softcap or 0.0)
         shape = (group, dim, value_dim, batch.page_size)
-        extras = (params.sliding_window, params.softcap, params.sinks, trees, pool.scales, rope)
+        extras = (params.sliding_window, params.softcap, params.sinks, trees, pool.scales)
         paged_attention_kernel[grid](
             *tensors,
             *sizes,
             *numbers,
             *shape,
             *(extra is not None for extra in extras),
+            *(query.is_cuda, rope is not None),
             min(16, block_m // triton.next_power_of_2(group)),
             *(joined, SHORT_QUERIES if tiled else 0, splits > 1),
             *(block_m, tiling.keys, block_dim, block_value_dim),

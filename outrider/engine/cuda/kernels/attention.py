@@ -84,15 +84,55 @@ def _rounded(vectors, dtype: tl.constexpr):
 
 
 @triton.jit
+def _halves(pairs, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return the first and second of each two float8 in int16, as float16 or as `dtype`."""
+    if ASM and dtype == tl.float16:
+        first = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            .reg .b16 lo, hi;
+            prmt.b32 t, $1, 0, 0x4420;
+            mov.b32 {lo, hi}, t;
+            cvt.rn.f16x2.e4m3x2 $0, lo;
+            }""",
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+        second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            .reg .b16 lo, hi;
+            prmt.b32 t, $1, 0, 0x4431;
+            mov.b32 {lo, hi}, t;
+            cvt.rn.f16x2.e4m3x2 $0, lo;
+            }""",
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+        return first, second
+    first = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    second = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
 def _attend(
-    query,  # [BLOCK_M, BLOCK_DIM]; over `query_size` [BLOCK_M] if FLOAT8
+    query,  # [BLOCK_M, BLOCK_DIM]; if FLOAT8 its even columns, over `query_size` [BLOCK_M]
+    odd_query,  # its odd columns, read if FLOAT8
     query_size,
     slot,  # int64 [BLOCK_N]: of the keys
     written,  # bool [BLOCK_N], read if MASKED, as the next
     seen,  # bool [BLOCK_M, BLOCK_N]
     highest,  # [BLOCK_M], of the blocks before, as the next two
     total,
-    sums,  # over `size` if FLOAT8, which is the largest scale of the values so far
+    sums,  # if FLOAT8 of even columns, over `size`, which is the largest scale of values so far
+    odd_sums,  # of odd columns, if FLOAT8
     size,
     keys_ptr,
     values_ptr,
@@ -103,34 +143,44 @@ def _attend(
     softcap,
     MASKED: tl.constexpr,  # not all queries see all keys of the block
     FLOAT8: tl.constexpr,
+    ASM: tl.constexpr,  # on a device, not interpreted
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
 ):
-    """Return `highest`, `total`, `sums` and `size` after a block of keys."""
-    column = tl.arange(0, BLOCK_DIM)
-    value_column = tl.arange(0, BLOCK_VALUE_DIM)
+    """Return `highest`, `total`, `sums`, `odd_sums` and `size` after a block of keys.
+
+    No instruction transposes numbers of 8 bits in shared memory. So float8 are read in twos, and
+    become a matrix of even columns and one of odd ones.
+    """
+    per: tl.constexpr = 2 if FLOAT8 else 1  # numbers read as one
+    column = tl.arange(0, BLOCK_DIM // per)
+    value_column = tl.arange(0, BLOCK_VALUE_DIM // per)
     slot = slot * kv_heads + kv_head
-    key_at = keys_ptr + slot[None, :] * DIM + column[:, None]
-    value_at = values_ptr + slot[:, None] * VALUE_DIM + value_column[None, :]
-    key_there = (column < DIM)[:, None]
-    value_there = (value_column < VALUE_DIM)[None, :]
+    if FLOAT8:
+        keys_ptr = keys_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        values_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    key_at = keys_ptr + slot[None, :] * (DIM // per) + column[:, None]
+    value_at = values_ptr + slot[:, None] * (VALUE_DIM // per) + value_column[None, :]
+    key_there = (column < DIM // per)[:, None]
+    value_there = (value_column < VALUE_DIM // per)[None, :]
     if MASKED:
         key_there &= written[None, :]
         value_there &= written[:, None]
-    keys = tl.load(key_at, mask=key_there, other=0.0)
-    values = tl.load(value_at, mask=value_there, other=0.0)
+    keys = tl.load(key_at, mask=key_there, other=0)
+    values = tl.load(value_at, mask=value_there, other=0)
     if FLOAT8:
         if MASKED:
             scales = tl.load(scales_ptr + slot, mask=written, other=0)
         else:
             scales = tl.load(scales_ptr + slot)
-        keys = keys.to(query.dtype)
-        values = values.to(query.dtype)
+        keys, odd_keys = _halves(keys, query.dtype, ASM)
+        values, odd_values = _halves(values, query.dtype, ASM)
     scores = tl.dot(query, keys, input_precision="ieee")
     if FLOAT8:
+        scores = tl.dot(odd_query, odd_keys, scores, input_precision="ieee")
         scores *= query_size[:, None] * (scales << 16).to(tl.float32, bitcast=True)[None, :]
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)  # tanh
@@ -152,9 +202,28 @@ def _attend(
         weights *= (value_scale * _inverse(new_size))[None, :]
         fading *= size * _inverse(new_size)
         size = new_size
-    sums = sums * fading[:, None]
-    sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
-    return new_highest, total, sums, size
+    weights = weights.to(values.dtype)
+    sums = tl.dot(weights, values, sums * fading[:, None], input_precision="ieee")
+    if FLOAT8:
+        odd_sums = odd_sums * fading[:, None]
+        odd_sums = tl.dot(weights, odd_values, odd_sums, input_precision="ieee")
+    return new_highest, total, sums, odd_sums, size
+
+
+@triton.jit
+def _load_query(query_here, rope_here, in_row, column, NEW: tl.constexpr, DIM: tl.constexpr):
+    """Return some columns of queries, rotated if NEW."""
+    there = in_row[:, None] & (column < DIM)[None, :]
+    query_here = query_here[:, None]
+    query = tl.load(query_here + column[None, :], mask=there, other=0.0)
+    if NEW:
+        swapped = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
+        rope = rope_here[:, None] + column[None, :]
+        partner = tl.load(query_here + swapped[None, :], mask=there, other=0.0)
+        cos = tl.load(rope, mask=there, other=0.0)
+        sin = tl.load(rope + DIM, mask=there, other=0.0)
+        query = rotated(query, partner, cos, sin, query.dtype).to(query.dtype)
+    return query
 
 
 @triton.jit
@@ -242,7 +311,9 @@ def paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_TREES: tl.constexpr,
-    FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them
+    FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them, and even
+    # columns are multiplied apart from odd ones
+    ASM: tl.constexpr,  # on a device, not interpreted
     NEW: tl.constexpr,  # this step's keys and values are not in the pages yet. Then there is one
     # tile of queries, VALUE_DIM is DIM, and DIM is even
     BLOCK_NEW: tl.constexpr,  # new keys that are rotated at a time
@@ -342,7 +413,8 @@ def paged_attention_kernel(
         visible = tl.load(visible_ptr + token, mask=in_row, other=0)
         if HAS_WINDOW:
             position = tl.load(positions_ptr + token, mask=in_row, other=0).to(tl.int32)
-    column = tl.arange(0, BLOCK_DIM)
+    per: tl.constexpr = 2 if FLOAT8 else 1
+    column = tl.arange(0, BLOCK_DIM // per) * per
     if NEW:
         # The new keys in this split's blocks; those of joined rows are all in the last split.
         old = seq_len - query_len
@@ -369,16 +441,13 @@ def paged_attention_kernel(
                 DIM,
                 BLOCK_DIM,
             )
-    numbers = in_row[:, None] & (column < DIM)[None, :]
-    query_here = query_ptr + token[:, None] * query_stride + head[:, None] * DIM
-    query = tl.load(query_here + column[None, :], mask=numbers, other=0.0)
+    query_here = query_ptr + token * query_stride + head * DIM
+    rope_here = rope_ptr + token * (2 * DIM)
+    query = _load_query(query_here, rope_here, in_row, column, NEW, DIM)
+    odd_query = query
+    if FLOAT8:
+        odd_query = _load_query(query_here, rope_here, in_row, column + 1, NEW, DIM)
     if NEW:
-        swapped = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
-        rope = rope_ptr + token[:, None] * (2 * DIM) + column[None, :]
-        partner = tl.load(query_here + swapped[None, :], mask=numbers, other=0.0)
-        cos = tl.load(rope, mask=numbers, other=0.0)
-        sin = tl.load(rope + DIM, mask=numbers, other=0.0)
-        query = rotated(query, partner, cos, sin, query.dtype).to(query.dtype)
         tl.debug_barrier()  # threads load what others have stored
 
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)  # in units of log2
@@ -387,14 +456,19 @@ def paged_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=in_row, other=0.0).to(tl.float32)
         highest = tl.where(split == 0, sink * _LOG2E, highest)
         total = tl.where(split == 0, 1.0, total)
-    sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM // per], tl.float32)
+    odd_sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM // per if FLOAT8 else 1], tl.float32)
     size = tl.full([], 2.0**-126, tl.float32)
     query_size = tl.full([BLOCK_M], 1.0, tl.float32)
     if FLOAT8 and query.dtype == tl.bfloat16:
         # Float8 becomes float16 in one instruction, and bfloat16 in several slow ones.
-        bits = tl.max(tl.abs(query.to(tl.float32)), axis=1).to(tl.int32, bitcast=True)
-        query_size = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
-        query = (query.to(tl.float32) * _inverse(query_size)[:, None]).to(tl.float16)
+        query = query.to(tl.float32)
+        odd_query = odd_query.to(tl.float32)
+        bits = tl.max(tl.maximum(tl.abs(query), tl.abs(odd_query)), axis=1)
+        bits = bits.to(tl.int32, bitcast=True) & 0x7F800000
+        query_size = tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True)
+        query = (query * _inverse(query_size)[:, None]).to(tl.float16)
+        odd_query = (odd_query * _inverse(query_size)[:, None]).to(tl.float16)
     table = table_ptr + row * table_stride
     one_page: tl.constexpr = SHORT > 0 and PAGE_SIZE % BLOCK_N == 0
     unmasked: tl.constexpr = SHORT > 0 and not HAS_WINDOW
@@ -406,8 +480,9 @@ def paged_attention_kernel(
             first_end = tl.minimum(first_end, tree)
         from_masked = tl.maximum(first_end // BLOCK_N, from_block)
         for block in tl.range(from_block, from_masked, num_stages=STAGES):
-            highest, total, sums, size = _attend(
+            highest, total, sums, odd_sums, size = _attend(
                 query,
+                odd_query,
                 query_size,
                 _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
                 None,
@@ -415,6 +490,7 @@ def paged_attention_kernel(
                 highest,
                 total,
                 sums,
+                odd_sums,
                 size,
                 keys_ptr,
                 values_ptr,
@@ -425,6 +501,7 @@ def paged_attention_kernel(
                 softcap,
                 False,
                 FLOAT8,
+                ASM,
                 DIM,
                 VALUE_DIM,
                 HAS_SOFTCAP,
@@ -445,8 +522,9 @@ def paged_attention_kernel(
             # A token sees no slot behind its own, where the bits are clamped.
             within = (node >= 0)[None, :] & (key[None, :] <= place[:, None])
             seen = (seen & (node < 0)[None, :]) | (related & within)
-        highest, total, sums, size = _attend(
+        highest, total, sums, odd_sums, size = _attend(
             query,
+            odd_query,
             query_size,
             _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
             key < end,
@@ -454,6 +532,7 @@ def paged_attention_kernel(
             highest,
             total,
             sums,
+            odd_sums,
             size,
             keys_ptr,
             values_ptr,
@@ -464,6 +543,7 @@ def paged_attention_kernel(
             softcap,
             True,
             FLOAT8,
+            ASM,
             DIM,
             VALUE_DIM,
             HAS_SOFTCAP,
@@ -478,8 +558,9 @@ def paged_attention_kernel(
             key = shared + at % own
             length = tl.load(seq_lens_ptr + row + one, mask=one < rows, other=0)
             seen = (one[None, :] == owner[:, None]) & (key[None, :] <= place[:, None])
-            highest, total, sums, size = _attend(
+            highest, total, sums, odd_sums, size = _attend(
                 query,
+                odd_query,
                 query_size,
                 _slots_of(key, key < length, table + one * table_stride, PAGE_SIZE),
                 key < length,
@@ -487,6 +568,7 @@ def paged_attention_kernel(
                 highest,
                 total,
                 sums,
+                odd_sums,
                 size,
                 keys_ptr,
                 values_ptr,
@@ -497,6 +579,7 @@ def paged_attention_kernel(
                 softcap,
                 True,
                 FLOAT8,
+                ASM,
                 DIM,
                 VALUE_DIM,
                 HAS_SOFTCAP,
@@ -505,15 +588,14 @@ def paged_attention_kernel(
             )
 
     at = (token * kv_heads * GROUP + head) * splits + split
-    average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+    value_column = tl.arange(0, BLOCK_VALUE_DIM // per) * per
+    to = out_ptr + at[:, None] * VALUE_DIM + value_column[None, :]
+    stored = in_row[:, None] & (value_column < VALUE_DIM)[None, :]
     if FLOAT8:
-        average *= size
-    value_column = tl.arange(0, BLOCK_VALUE_DIM)
-    tl.store(
-        out_ptr + at[:, None] * VALUE_DIM + value_column[None, :],
-        average,
-        mask=in_row[:, None] & (value_column < VALUE_DIM)[None, :],
-    )
+        sums *= size
+        tl.store(to + 1, odd_sums * size / divisor, mask=stored)
+    tl.store(to, sums / divisor, mask=stored)
     if SPLIT:
         lse = tl.where(total == 0.0, -float("inf"), highest + tl.log2(total))
         tl.store(lse_ptr + at, lse, mask=in_row)
