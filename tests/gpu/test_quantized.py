@@ -18,6 +18,8 @@ from outrider.engine.cuda.gemm.linear import Kind
 from outrider.engine.cuda.gemm.quantized import QuantizedLinear
 from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.kv_cache import fp8
+from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.layers.ops import Use
 from outrider.engine.layers.quantized import QuantizedWeight
 from outrider.engine.model.loader import ModelOptions, load_model
@@ -52,23 +54,35 @@ def _results(layer: QuantizedLinear, x: Tensor, old: Tensor, tiling: Tiling | No
     ]
 
 
-def _expected(x: Tensor, weight: Tensor, old: Tensor) -> list[Tensor]:
+def _expected(x: Tensor, weight: Tensor, old: Tensor, *, rounds: bool) -> list[Tensor]:
+    """In float32, with inputs rounded to float8 if asked."""
     norm = randn(x.shape[1], dtype=x.dtype, seed=2)
-    normed = F.rms_norm(x, norm.shape, norm, 1e-5).float()
-    plain, of_normed = x.float() @ weight.t(), normed @ weight.t()
+    inputs = [x, F.rms_norm(x, norm.shape, norm, 1e-5)]
+    wide = [fp8.dequantise(*fp8.quantise(each), torch.float32) for each in inputs]
+    plain, of_normed = (
+        (mine if rounds else each.float()) @ weight.t()
+        for mine, each in zip(wide, inputs, strict=True)
+    )
     gate, up = (half.bfloat16().float() for half in of_normed.chunk(2, 1))
     return [plain, F.silu(gate).bfloat16() * up, of_normed, plain + old]
 
 
 def _check(
-    weight: QuantizedWeight, rows: int, tiling: Tiling | None, tolerance: float = 0.016
+    weight: QuantizedWeight,
+    rows: int,
+    tiling: Tiling | None,
+    tolerance: float = 0.016,
+    *,
+    rounds: bool = False,
 ) -> None:
     layer = QuantizedLinear(weight, None)
     x = randn(rows, weight.shape[1], dtype=torch.bfloat16, seed=1)
     old = randn(rows, weight.shape[0], dtype=torch.bfloat16, seed=3)
     assert tiling is None or tiling.takes(*weight.shape)
     results = _results(layer, x, old, tiling)
-    for mine, right in zip(results, _expected(x, weight.dequantise(), old), strict=True):
+    for mine, right in zip(
+        results, _expected(x, weight.dequantise(), old, rounds=rounds), strict=True
+    ):
         error = (mine.float() - right.float()).abs().max()
         assert error <= tolerance * right.float().abs().max()
 
@@ -131,7 +145,7 @@ def test_hopper_tiles_of_float8_equal_dequantised(scale_rows: int, rounds: bool)
         (157, HopperTiles(128, 100, reads="fp8", rounds=rounds)),
     ):
         if rounds or rows <= 96:
-            _check(weight, rows, tiling, 0.06 if rounds else 0.016)
+            _check(weight, rows, tiling, rounds=rounds)
 
 
 @needs_gpu
@@ -148,15 +162,20 @@ def test_gated_inputs_are_rounded_as_if_computed_before() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("reads", ["int8", "fp8"])
 @torch.inference_mode()
-def test_rounded_inputs_lose_no_more_than_their_bits(reads: Reads) -> None:
-    tolerance = {"int8": 0.03, "fp8": 0.06}[reads]
-    for rows in (2, 40, 97, 160, 700) if reads == "fp8" else (97, 160, 700):
-        _check(_weight(768, 1024, reads), rows, Small(reads), tolerance)
-        _check(_weight(768, 1024, reads), rows, None)
-        if reads == "int8":
-            _check(_weight(768, 1024, reads), rows, Small("int8", planes=2))
+def test_library_products_of_float8_equal_those_of_rounded_inputs() -> None:
+    for rows in (2, 40, 97, 160, 700):
+        _check(_weight(768, 1024, "fp8"), rows, Small("fp8"), rounds=True)
+        _check(_weight(768, 1024, "fp8"), rows, None)
+
+
+@needs_gpu
+@torch.inference_mode()
+def test_library_products_of_int8_lose_no_more_than_their_bits() -> None:
+    for rows in (97, 160, 700):
+        _check(_weight(768, 1024, "int8"), rows, Small("int8"), 0.03)
+        _check(_weight(768, 1024, "int8"), rows, Small("int8", planes=2))
+        _check(_weight(768, 1024, "int8"), rows, None)
 
 
 @needs_gpu
@@ -198,17 +217,45 @@ def test_tune_chooses_right_kernels_for_8_bits(
         assert (chain(x) - wanted).abs().max() <= 0.06 * wanted.abs().max()
 
 
+class _RoundsInputs(PackedLinear):
+    """Multiplies float8 with inputs that are rounded to float8, as a GPU does for many rows."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight.dequantise(dtype), bias)
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return super().forward(fp8.dequantise(*fp8.quantise(x), x.dtype), out)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return super().add(fp8.dequantise(*fp8.quantise(x), x.dtype), residual)
+
+
 @needs_gpu
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_embedded_target_of_8_bits_equals_itself_on_a_cpu(quantization: str) -> None:
+def test_embedded_target_of_8_bits_equals_itself_on_a_cpu(
+    quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of a step is that of bfloat16, .007 by emulation. A prompt's is that of rounding.
+
+    Rounding magnifies bfloat16's error to its own size. So logits of rounded inputs are not
+    compared with each other, but by their distance from those of exact inputs.
+    """
     tokens = [(7 * i + 3) % 8000 for i in range(300)]
     logits = []
-    for dtype, device in ((torch.bfloat16, DEVICE), (torch.float32, torch.device("cpu"))):
+    cpu = torch.device("cpu")
+    for dtype, device, rounds in (
+        (torch.bfloat16, DEVICE, False),
+        (torch.float32, cpu, False),
+        (torch.float32, cpu, True),
+    ):
+        if rounds and quantization == "fp8":
+            monkeypatch.setattr("outrider.engine.model.llama.pack_quantized", _RoundsInputs)
         options = ModelOptions(
             page_size=64,
             num_pages=8,
             quantization=quantization,
             attention_backend=None if device.type == "cuda" else "sdpa",
+            self_test=not rounds,
         )
         folder = resolve_model("embedded", "target")
         model = load_model(folder, options, dtype=dtype, device=device)  # with its self-test
@@ -217,5 +264,8 @@ def test_embedded_target_of_8_bits_equals_itself_on_a_cpu(quantization: str) -> 
             batch = pack([RowSlice(tokens[:length], 0, list(range(8)), length)], 64, device)
             of_lengths.append(model.forward(batch).cpu())
         logits.append(of_lengths)
-    for found, wanted, tolerance in zip(*logits, (0.03, 0.1), strict=True):
-        assert (found - wanted).norm() <= tolerance * wanted.norm()
+    for found, wanted, rounded, length in zip(*logits, (8, 300), strict=True):
+        size = 0.02 * wanted.norm()
+        if length > 8:
+            size += 1.2 * (rounded - wanted).norm()
+        assert (found - wanted).norm() <= size
