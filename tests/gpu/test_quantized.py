@@ -16,7 +16,14 @@ from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS
 from outrider.engine.cuda.gemm.hopper import Reads
 from outrider.engine.cuda.gemm.linear import Kind
 from outrider.engine.cuda.gemm.quantized import QuantizedLinear
-from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
+from outrider.engine.cuda.gemm.tilings import (
+    Gemv,
+    HopperTiles,
+    Product,
+    Small,
+    Tiling,
+    split_inputs,
+)
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.kv_cache import fp8
 from outrider.engine.layers.linear import PackedLinear
@@ -99,6 +106,29 @@ def test_weight_by_kernel_equals_dequantised(reads: Reads, rows: int) -> None:
     torch.testing.assert_close(made, wanted, rtol=2**-7, atol=0.0)  # the interpreter cuts bits off
 
 
+@torch.inference_mode()
+def test_inputs_of_16_bits_are_stored_in_the_order_of_the_kernel() -> None:
+    x = randn(3, 384, dtype=torch.bfloat16, seed=1)
+    weight = torch.empty(1, 384, dtype=torch.float8_e4m3fn, device=DEVICE)
+    stored, units = split_inputs(Product(x, weight, weight, x), torch.float16)
+    # A thread has 32 adjacent columns of 128: of each of eight steps two pairs, 8 columns apart.
+    wanted = x.view(3, 3, 4, 8, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(3, 384)
+    assert torch.equal(stored[0].float() * units[:, None], wanted.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@torch.inference_mode()
+def test_gated_inputs_are_rounded_as_if_computed_before(dtype: torch.dtype) -> None:
+    gate_up = randn(5, 2 * 176, dtype=torch.bfloat16, seed=1)
+    weight = torch.empty(1, 176, dtype=dtype, device=DEVICE)
+    before = Product(TritonOps().silu_mul(gate_up), weight, weight, weight)
+    at_once = Product(gate_up, weight, weight, weight, silu=True)
+    for planes in (1, 2) if dtype is torch.int8 else (1,):
+        (mine, units), (wanted, old) = (split_inputs(p, dtype, planes) for p in (at_once, before))
+        assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(units, old)
+
+
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.inference_mode()
@@ -150,7 +180,7 @@ def test_hopper_tiles_of_float8_equal_dequantised(scale_rows: int, rounds: bool)
 
 @needs_gpu
 @torch.inference_mode()
-def test_gated_inputs_are_rounded_as_if_computed_before() -> None:
+def test_mlp_in_fewer_launches_equals_its_parts() -> None:
     gate_up, down = (_weight(n, k, "fp8") for n, k in ((2048, 512), (512, 1024)))
     layers = [QuantizedLinear(each, None) for each in (gate_up, down)]
     for layer in layers:

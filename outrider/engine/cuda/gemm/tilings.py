@@ -118,9 +118,9 @@ class HopperTiles:
         weight, out = product.weight, product.out
         x, units = product.x, product.x
         if self.reads == "int8":
-            x, units = _split(product, torch.int8, planes=2)
+            x, units = split_inputs(product, torch.int8, planes=2)
         elif self.reads == "fp8":
-            x, units = _split(product, torch.float8_e4m3fn if self.rounds else torch.float16)
+            x, units = split_inputs(product, torch.float8_e4m3fn if self.rounds else torch.float16)
         variant = self.variant(
             len(out),
             *weight.shape,
@@ -148,7 +148,7 @@ class Small:
     def __call__(self, product: Product) -> None:
         out, scales = product.out, product.scales
         rows = max(len(out), _LEAST_ROWS) if self.reads == "fp8" else len(out)
-        planes, units = _split(product, product.weight.dtype, self.planes, rows)
+        planes, units = split_inputs(product, product.weight.dtype, self.planes, rows)
         direct = rows == len(out) and not (product.gated or product.add)
         sums = out if direct else out.new_empty(rows, len(product.weight))
         if self.reads == "int8":
@@ -176,7 +176,7 @@ class Small:
             out.copy_(sums[: len(out)])
 
 
-def _split(
+def split_inputs(
     product: Product, dtype: torch.dtype, planes: int = 1, rows: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return x, normed if asked, as planes [planes, rows, inner] and its units float32 [rows].
