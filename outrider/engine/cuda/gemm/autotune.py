@@ -65,8 +65,7 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
     with start_times.phase("tilings"):
         with _one_at_a_time():
             _choose_or_recall(chain, run)
-        all_rows = range(1, max(CANDIDATES) + 1)  # eager steps have any number of logits
-        hopper.load(_variants(chain, all_rows), chain[0][1].device)
+        hopper.load(_variants(chain), chain[0][1].device)
         torch.cuda.empty_cache()
     logger.info("chose kernels for few rows in %.1f s", time.perf_counter() - began)
 
@@ -123,15 +122,16 @@ def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
     compile_together(works, at_once=COMPILERS)
 
 
-def _variants(
-    chain: Iterable[tuple[Use, FewRowsLinear]], numbers_of_rows: Iterable[int]
-) -> Iterator[hopper.Variant]:
-    """Yield the variants of the chosen Hopper tilings."""
+def _variants(chain: Iterable[tuple[Use, FewRowsLinear]]) -> Iterator[hopper.Variant]:
+    """Yield the variants of the chosen Hopper tilings, for any number of rows."""
+    numbers_of_rows = (*range(1, max(CANDIDATES) + 1), *MANY_ROWS)
     for (use, linear), rows in itertools.product(chain, numbers_of_rows):
         tiling = linear.choice(rows)
         if isinstance(tiling, HopperTiles):
             add = use.norm is None and not use.alone
-            yield linear.variant(tiling, rows, gated=use.gated, add=add)
+            parts = rows > tiling.most_rows  # of any size
+            for part in range(8, tiling.most_rows + 1, 8) if parts else (rows,):
+                yield linear.variant(tiling, part, gated=use.gated, add=add)
 
 
 def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]:

@@ -10,8 +10,9 @@ from outrider.engine.cuda.gemm.tilings import Gemv, HopperTiles, Small, Tiling
 
 # More than 100 programs in clusters of three or four do not all find room at once.
 _HOPPER = (HopperTiles(128, 100), HopperTiles(256, 100), HopperTiles(128, 264, 2))
-_MOST_INT8_ROWS = 96
-_MOST_ROUNDED_ROWS = 160  # of float8 that sums of blocks leave registers for
+_MOST_FEW_ROWS = 96  # with inputs of 16 bits, in one part
+_MOST_PARTS_ROWS = 256  # likewise in several
+_MOST_ROUNDED_ROWS = 160
 MANY_ROWS = {256: 256, 512: 512, 1 << 20: 2048}
 """Further numbers of rows for weights of 8 bits -> how many are timed."""
 
@@ -37,7 +38,7 @@ def candidates(rows: int, *, int8: bool) -> tuple[Tiling, ...]:
     bfloat16 only at one row, or where int8 is not tried.
     """
     tilings: tuple[Tiling, ...] = ()
-    if int8 and rows <= _MOST_INT8_ROWS:
+    if int8 and rows <= _MOST_FEW_ROWS:
         tilings = small_candidates(rows, "int8", by_row=True)
     if rows == 1 or not (tilings and hopper.available()):
         tilings += CANDIDATES.get(rows, ())
@@ -53,16 +54,20 @@ def small_candidates(
     one scale, `rounds_inputs` that x may be rounded to 8 bits.
     """
     tilings: tuple[Tiling, ...] = _GEMV[reads].get(rows, ()) if by_row else ()
-    few = rows <= _MOST_INT8_ROWS
-    if few and not (rows == 1 and by_row):
-        tiles = (*_HOPPER, HopperTiles(128, 66))
+    few = rows <= _MOST_FEW_ROWS
+    if reads == "fp8" and rounds_inputs and not few:
+        if rows <= _MOST_ROUNDED_ROWS or not by_row:
+            tilings += (replace(_HOPPER[0], reads=reads, rounds=True),)
+        if by_row:
+            tilings += (Small(reads),)
+        return _available(tilings)
+    if rows <= _MOST_PARTS_ROWS and not (rows == 1 and by_row):
+        tiles = (*_HOPPER, HopperTiles(128, 66)) if few else (_HOPPER[0], _HOPPER[2])
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
-    if reads == "fp8" and rounds_inputs and not few and rows <= _MOST_ROUNDED_ROWS:
-        tilings += tuple(replace(tiling, reads=reads, rounds=True) for tiling in _HOPPER[:1])
     if reads == "int8" and by_row and not few:
-        tilings += (Small("int8", 2), *((Small("int8"),) if rounds_inputs else ()))
-    if reads == "fp8" and by_row and rounds_inputs and (not few or not hopper.available()):
-        tilings += (Small("fp8"),) if rows > 1 else ()
+        tilings += (Small(reads, 2), *((Small(reads),) if rounds_inputs else ()))
+    if reads == "fp8" and by_row and rounds_inputs and rows > 1 and not hopper.available():
+        tilings += (Small(reads),)
     return _available(tilings)
 
 

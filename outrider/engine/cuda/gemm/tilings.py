@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -93,6 +93,16 @@ class HopperTiles:
     def norms(self) -> bool:
         return self.reads != "bf16"  # the kernel that splits x norms it, too
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of x at once, for which a thread has registers. Of more, each part reads all."""
+        return 160 if self.reads == "bf16" or self.rounds else 96
+
+    def _part(self, rows: int) -> int:
+        """Return the rows of each part, of which the last may have fewer."""
+        parts = -(-rows // self.most_rows)
+        return -(-rows // (8 * parts)) * 8
+
     def takes(self, outputs: int, inner: int) -> bool:
         """Return whether a weight may have this shape."""
         return outputs % self.weight_rows == 0 and inner % hopper.INNER == 0
@@ -100,10 +110,10 @@ class HopperTiles:
     def variant(
         self, rows: int, outputs: int, inner: int, *, gated: bool, add: bool, scale_rows: int = 0
     ) -> hopper.Variant:
-        """Return the variant for x [rows, inner] and a weight [outputs, inner]."""
+        """Return the variant for x [rows, inner], or a part, and a weight [outputs, inner]."""
         splits = self.programs * self.weight_rows // outputs
         return hopper.Variant(
-            rows=8 * triton.cdiv(rows, 8),
+            rows=self._part(rows),
             groups=self.weight_rows // hopper.GROUP_ROWS,
             resident=self.resident,
             splits=max(1, min(splits, hopper.MOST_SPLITS, inner // hopper.INNER)),
@@ -115,6 +125,13 @@ class HopperTiles:
         )
 
     def __call__(self, product: Product) -> None:
+        size = self._part(len(product.out))
+        for x, out in zip(
+            torch.split(product.x, size), torch.split(product.out, size), strict=True
+        ):
+            self._multiply(replace(product, x=x, out=out))
+
+    def _multiply(self, product: Product) -> None:
         weight, out = product.weight, product.out
         x, units = product.x, product.x
         if self.reads == "int8":
