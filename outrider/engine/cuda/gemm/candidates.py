@@ -55,18 +55,16 @@ def small_candidates(
     """
     tilings: tuple[Tiling, ...] = _GEMV[reads].get(rows, ()) if by_row else ()
     few = rows <= _MOST_FEW_ROWS
-    if reads == "fp8" and rounds_inputs and not few:
+    rounds = reads == "fp8" and rounds_inputs
+    if rounds and not few:
         if rows <= _MOST_ROUNDED_ROWS or not by_row:
             tilings += (replace(_HOPPER[0], reads=reads, rounds=True),)
-        if by_row:
-            tilings += (Small(reads),)
-        return _available(tilings)
-    if rows <= _MOST_PARTS_ROWS and not (rows == 1 and by_row):
+    elif rows <= _MOST_PARTS_ROWS and not (rows == 1 and by_row):
         tiles = (*_HOPPER, HopperTiles(128, 66)) if few else (_HOPPER[0], _HOPPER[2])
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
     if reads == "int8" and by_row and not few:
         tilings += (Small(reads, 2), *((Small(reads),) if rounds_inputs else ()))
-    if reads == "fp8" and by_row and rounds_inputs and rows > 1 and not hopper.available():
+    if rounds and by_row and rows > 1 and not (few and hopper.available()):
         tilings += (Small(reads),)
     return _available(tilings)
 
