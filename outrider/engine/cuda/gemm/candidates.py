@@ -59,7 +59,7 @@ def small_candidates(
     if rounds and not few:
         if rows <= _MOST_ROUNDED_ROWS or not by_row:
             tilings += (replace(_HOPPER[0], reads=reads, rounds=True),)
-    elif rows <= _MOST_PARTS_ROWS and not (rows == 1 and by_row):
+    elif rows <= _MOST_PARTS_ROWS and not (rows == 1 and by_row and reads == "int8"):
         tiles = (*_HOPPER, HopperTiles(128, 66)) if few else (_HOPPER[0], _HOPPER[2])
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
     if reads == "int8" and by_row and not few:
