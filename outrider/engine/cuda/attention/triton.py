@@ -55,7 +55,7 @@ def _float8_tiling(block_m: int, *, many: bool) -> _Tiling:
 
     `many`: there is a program for every multiprocessor without splits.
     """
-    return _Tiling(32, 1, 4, 2) if many and block_m <= 16 else _Tiling(128, 4, 2)
+    return _Tiling(64, 2, 4) if many and block_m <= 16 else _Tiling(128, 4, 2)
 
 
 def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
