@@ -3,10 +3,12 @@
     python -m benchmarks.vllm_remote --model TARGET --draft-model DRAFT --vllm FOLDER|PYTHON
         [--gpus 0 1] [--eagle3 HEAD]
 
-TARGET and DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py). The engines
-lie on the first GPU, and Outrider's proposer on the last: with two GPUs it drafts ahead. With
-`--eagle3`, vLLM also speculates with that module, on the last GPU. All engines are loaded at once,
-with KV caches of a fixed size, and measured in turns.
+TARGET and DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py). vLLM without
+speculation and with Outrider's drafts lies on the first GPU, and Outrider's proposer on the last:
+with two GPUs it drafts ahead. vLLM with its own methods is on the last GPU too; with `--eagle3`, it
+also speculates with that module. All engines are loaded at once, with KV caches of a fixed size,
+and measured in turns. A system that fails is left out, and told of in the results, which are
+written after each concurrency.
 """
 
 from __future__ import annotations
@@ -15,28 +17,77 @@ import argparse
 import shlex
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, module_child, stopping
-from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments
+from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
+from benchmarks.lib.records import Run, TokenIds
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
-_BASE, _OURS, _EAGLE3 = "vllm none", "vllm + outrider", "vllm eagle3"
-_PORT, _DATA_PORT = 7001, 7002
-_KV_CACHE_BYTES = 6 << 30
+_BASE, _OURS = "vllm none", "vllm + outrider"
+_DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
+_TITLE = "vLLM with Outrider's proposers"
+_PORT, _DATA_PORT, _METRICS_PORT = 7001, 7002, 7003
+_PORTS = f"--port {_PORT} --data-port {_DATA_PORT} --metrics-port {_METRICS_PORT}"
+_FATES = ("hit", "waited", "late", "wrong", "none")
+_PARTS = ("propose", "network", "wait", "score")
+_KV_CACHE_BYTES = 6 << 30  # then --vllm-memory is just what must be free at the start
+
+
+@dataclass(frozen=True)
+class _Drafted(VllmSystem):
+    """vLLM with Outrider's proposer."""
+
+    proposer: Child
+
+    def wait_attached(self, timeout_s: float) -> None:
+        """Wait until the proposer drafts for the engine. Raises `ProcessError`."""
+        self.proposer.ready(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self.count("proposers_attached"):
+            if time.monotonic() > deadline or not self.proposer.running:
+                raise ProcessError(f"the proposer was not attached{self.proposer.tail()}")
+            time.sleep(0.2)
+
+    def count(self, name: str, *labels: str) -> float:
+        """Return the sum of a metric of the draft side. Raises `ProcessError`."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{_METRICS_PORT}", timeout=10) as page:
+                lines = page.read().decode().splitlines()
+        except OSError as error:
+            raise ProcessError(f"the draft side's metrics: {error}") from None
+        found = [line for line in lines if line.startswith(f"outrider:{name}{{")]
+        told = [line for line in found if all(label in line for label in labels)]
+        return sum(float(line.rpartition(" ")[2]) for line in told)
+
+    def rounds(self) -> dict[str, float]:
+        """Return the rounds by what became of their drafts, and seconds of their parts so far."""
+        fates = {f: self.count("pool_rounds_total", f'fate="{f}"') for f in _FATES}
+        return fates | {p: self.count("round_seconds_total", f'part="{p}"') for p in _PARTS}
+
+    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
+        """See `System.run`."""
+        run = super().run(prompts, max_tokens, concurrency)
+        if not self.proposer.running:
+            raise ProcessError(f"the proposer ended{self.proposer.tail()}")
+        return run
 
 
 def parser() -> argparse.ArgumentParser:
     p = measuring_arguments("benchmarks.vllm_remote", __doc__)
     add_vllm_flags(p)
-    p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.3)
+    p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.1)
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
+    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--gpus", nargs="+", default=["0"], help="of the engines, of the proposer")
@@ -52,63 +103,108 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     target = resolve_model(args.model, "target")
     loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
-    children: list[Child] = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping(children):
-        systems = _start(args, Path(folder), children)
-        cells: list[Cell] = []
-        for concurrency in args.concurrency:
-            plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
-            for system in systems:  # compiles, and lets the policy learn
-                system.run(loaded.group(0, plan.prompts_per_round), args.max_tokens, concurrency)
-            cells += measure(systems, plan, loaded, args.max_tokens, children)
     setup = report.load_facts("benchmarks.vllm_remote", loaded)
-    setup |= {"gpu": gpu_name(), "max_tokens": args.max_tokens, "notes": []}
-    title = "vLLM with Outrider's proposers"
-    print(report.write_cells(cells, lambda _: _BASE, setup, title, args.out))
-    return 0
+    setup |= {"gpu": gpu_name(), "max_tokens": args.max_tokens}
+    cells: list[Cell] = []
+    notes: list[str] = []
+    failures: dict[str, str] = {}
+    children: list[Child] = []
+    text = ""
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping(children):
+            systems = _start(args, Path(folder), children, failures)
+            for n in args.concurrency:
+                requests = max(2, args.waves * n)
+                for rounds in (1, args.rounds):  # the first compiles, and lets the policy learn
+                    before = _rounds(systems)
+                    plan = Plan(n, rounds, requests)
+                    found = measure(systems, plan, loaded, args.max_tokens, children, failures)
+                    for system in systems:
+                        if system.name in failures:
+                            system.worker.child.stop()
+                    systems = [system for system in systems if system.name not in failures]
+                cells += found
+                notes += _told(n, before, _rounds(systems))
+                failed = [f"- {name} failed: {why}" for name, why in failures.items()]
+                setup["notes"] = [*notes, *failed]
+                text = report.write_cells(cells, lambda _: _BASE, setup, _TITLE, args.out)
+    finally:
+        print(text, flush=True)
+    return 0 if cells else 2
 
 
-def _start(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> list[VllmSystem]:
-    """Start the engines side by side, then the proposer. Raises `ProcessError`."""
+def _rounds(systems: Sequence[VllmSystem]) -> dict[str, float]:
+    ours = [system for system in systems if isinstance(system, _Drafted)]
+    try:
+        return ours[0].rounds() if ours else {}
+    except ProcessError as error:
+        say(str(error))
+        return {}
+
+
+def _told(concurrency: int, before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """Return a note about Outrider's rounds at one concurrency."""
+    spent = {name: after[name] - before[name] for name in before if name in after}
+    if not (rounds := sum(spent.get(fate, 0.0) for fate in _FATES)):
+        return []
+    fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
+    parts = [f"{part} {spent[part] * 1e3 / rounds:.2f} ms" for part in _PARTS]
+    return [f"- {concurrency} concurrent, a round of {_OURS}: {', '.join([*fates, *parts])}"]
+
+
+def _start(
+    args: argparse.Namespace, log_dir: Path, children: list[Child], failures: dict[str, str]
+) -> list[VllmSystem]:
+    """Start the engines side by side, and the proposer; what does not start goes to `failures`.
+
+    Raises `ProcessError` without a vLLM.
+    """
     place = VllmPlace.find(args.vllm)
     if place is None:
         raise ProcessError("--vllm is needed: a folder of vLLM's wheels, or another Python.")
     draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
     speculations = {
         _BASE: None,
-        "vllm draft_model": speculative_config("draft_model", draft, k),
         _OURS: speculative_config("custom_class", "outrider.vllm.proposer.RemoteProposer", k),
+        _DRAFT_MODEL: speculative_config("draft_model", draft, k),
     }
     if args.eagle3:
         speculations[_EAGLE3] = speculative_config("eagle3", args.eagle3, k)
     fitting: dict[str, object] = {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
     if args.device == "cpu":
         fitting = {"enforce_eager": True}
-    ports = {"outrider": f"--port {_PORT} --data-port {_DATA_PORT}"}
 
-    def start(name: str) -> VllmSystem:
-        hosted = name == _OURS
-        more = fitting | ({"additional_config": ports} if hosted else {})
-        gpu = args.gpus[-1 if name == _EAGLE3 else 0]
+    def start(name: str) -> VllmSystem | None:
+        gpu = args.gpus[0 if name in (_BASE, _OURS) else -1]
         peers = GpuPeers(place, args, log_dir, children, gpu)
-        system = peers.start(name, speculations[name], **more)
-        if hosted:
-            _start_proposer(args, draft, log_dir, children)
-        return system
+        try:
+            if name != _OURS:
+                return peers.start(name, speculations[name], **fitting)
+            proposer = _proposer(args, draft, log_dir, children)
+            ports = {"outrider": _PORTS}
+            engine = peers.start(name, speculations[name], **fitting, additional_config=ports)
+            system = _Drafted(**vars(engine), proposer=proposer)
+            system.wait_attached(args.start_timeout)
+            return system
+        except ProcessError as error:
+            failures[name] = str(error)
+            say(f"{name} did not start: {error}")
+            return None
 
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(start, speculations))
+    pool = ThreadPoolExecutor()
+    try:
+        return [system for system in pool.map(start, speculations) if system is not None]
+    finally:
+        pool.shutdown(wait=False)  # who ends the program waits for no start
 
 
-def _start_proposer(
-    args: argparse.Namespace, draft: Path, log_dir: Path, children: list[Child]
-) -> None:
-    """Start a proposer and wait until it drafts for the engine. Raises `ProcessError`."""
+def _proposer(args: argparse.Namespace, draft: Path, log_dir: Path, children: list[Child]) -> Child:
+    """Start a proposer, which dials until the engine listens."""
     command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{_PORT}"]
     command += ["--port", "0", "--method", "draft_model", "--model", str(draft)]
     command += ["--dtype", "bfloat16", "--device", args.device, *args.proposer_flags]
     env = {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
-    module_child("proposer", command, log_dir, children, env).ready(args.request_timeout)
+    return module_child("proposer", command, log_dir, children, env)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m benchmarks.vllm_shapes --shape qwen3-30b-a3b
 
 A shape is a config.json, for which vLLM makes up weights, and the embedded tokenizer with a word
-for each further id. Neither server speculates. This Python has vLLM.
+for each further id. Neither server speculates. This Python has vLLM. Results are written after each
+load; where one server fails, the other is measured.
 """
 
 from __future__ import annotations
@@ -66,21 +67,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     found: dict[tuple[int, str], dict[str, Any]] = {}
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         _write(Path(name), {**_COMMON, **_IDS, **_SHAPES[args.shape], **args.set})
         for server in ("vllm", "outrider"):
-            with _server(server, args, name) as (child, url):
-                found |= {(n, server): _load(args, child, url, n) for n in args.concurrency}
+            try:
+                with _server(server, args, name) as (child, url):
+                    for n in args.concurrency:
+                        found[n, server] = _load(args, child, url, n)
+                        _report(args, found, failed)
+            except ProcessError as error:
+                failed.append(f"{server} failed: {error}")
+                _report(args, found, failed)
+    return 2 if failed else 0
+
+
+def _report(
+    args: argparse.Namespace, found: dict[tuple[int, str], dict[str, Any]], failed: list[str]
+) -> None:
+    """Print a table of what was measured so far, and write it."""
     rows = []
     for n, server in sorted(found):
         cell = found[n, server]
-        cell["ratio"] = cell["tokens_per_s"] / found[n, "vllm"]["tokens_per_s"]
+        base = found.get((n, "vllm"), {}).get("tokens_per_s")
+        cell["ratio"] = base and cell["tokens_per_s"] / base
         keys = {"tokens_per_s": 0, "ratio": 3, "ms_per_token": 2, "ttft_ms": 1, "us_per_token": 1}
         rows.append([f"{n}", server, *(report.number(cell[k], d) for k, d in keys.items())])
     results = [{"in_flight": n, "server": server, **cell} for (n, server), cell in found.items()]
-    table = report.table(_HEAD, rows)
-    report.publish(args.shape, "benchmarks.vllm_shapes", table, results, args.out, gpu=gpu_name())
-    return 0
+    lines = [*report.table(_HEAD, rows), *failed]
+    report.publish(args.shape, "benchmarks.vllm_shapes", lines, results, args.out, gpu=gpu_name())
 
 
 def _write(folder: Path, config: dict[str, Any]) -> None:
@@ -112,8 +127,7 @@ def _server(name: str, args: argparse.Namespace, folder: str) -> Iterator[tuple[
         child = module_child(name, command, Path(logs), children)
         while not _answers(f"http://127.0.0.1:{port}/health"):
             if not child.running or time.monotonic() - began > args.start_timeout:
-                errors = [line for line in child.log_lines() if "Error: " in line][:5]
-                raise ProcessError("\n".join([f"{name} did not start{child.tail()}", *errors]))
+                raise ProcessError(f"{name} did not start{child.tail()}")
             time.sleep(0.5)
         say(f"{name} is ready after {time.monotonic() - began:.0f} s")
         yield child, f"http://127.0.0.1:{port}/v1"
@@ -131,7 +145,7 @@ def _load(args: argparse.Namespace, child: Child, url: str, in_flight: int) -> d
     """Warm up with one wave and measure the others; CPU time is of all but vLLM's engine."""
     for requests in (in_flight, max(8, args.waves * in_flight)):
         words = f"--url {url} --in-flight {in_flight} --requests {requests} --seconds 60"
-        words += f" --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
+        words += f" --timeout 60 --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
         pids = process_tree(child.pid)
         fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
         before = cpu_seconds(fronts)

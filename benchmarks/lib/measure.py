@@ -42,8 +42,12 @@ def measure(
     prompts: Prompts,
     max_tokens: int,
     children: Sequence[Child],
+    failures: dict[str, str] | None = None,
 ) -> list[Cell]:
-    """Run `plan`. Raises `ProcessError` where a system fails or drafts nothing."""
+    """Run `plan`. Raises `ProcessError` where a system fails or drafts nothing.
+
+    With `failures`, a system that fails is told of there by its name, and the others go on.
+    """
     chosen = [s for s in systems if plan.concurrency in s.concurrencies]
     cells = [Cell(s.name, plan.concurrency) for s in chosen]
     for r in range(plan.rounds):
@@ -52,9 +56,18 @@ def measure(
             # The order rotates, so that no system always runs behind the same one.
             j = (i + r) % len(chosen)
             system, cell = chosen[j], cells[j]
+            if failures is not None and system.name in failures:
+                continue
             before = system.stack.step_seconds() if isinstance(system, OutriderSystem) else {}
             cpu = _CpuWatch(children)
-            run = system.run(group, max_tokens, plan.concurrency)
+            try:
+                run = system.run(group, max_tokens, plan.concurrency)
+            except ProcessError as error:
+                if failures is None:
+                    raise
+                failures[system.name] = str(error)
+                say(f"{system.name} failed: {error}")
+                continue
             cell.foreign_cpu.append(cpu.foreign_seconds() / run.wall_s)
             cell.runs.append(run)
             if isinstance(system, OutriderSystem):
@@ -70,14 +83,14 @@ def measure(
         speculates = isinstance(system, OutriderSystem) and system.method not in ("none", "ngram")
         if speculates and plan.concurrency == 1 and not any(run.drafted for run in cell.runs):
             raise ProcessError(f"{system.name}: nothing was drafted; the proposer does not work")
-    return cells
+    return [cell for cell in cells if len(cell.runs) == plan.rounds]
 
 
 class _CpuWatch:
     """CPU time that neither this process nor its children used."""
 
     def __init__(self, children: Sequence[Child]) -> None:
-        self._pids = [child.pid for child in children]
+        self._children = children
         self._start = self._reading()
 
     def foreign_seconds(self) -> float:
@@ -88,4 +101,5 @@ class _CpuWatch:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
         times = os.times()
-        return busy - times.user - times.system - cpu_seconds(self._pids)
+        pids = [child.pid for child in self._children if child.running]
+        return busy - times.user - times.system - cpu_seconds(pids)

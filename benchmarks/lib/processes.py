@@ -123,9 +123,11 @@ class Child:
         return self.log.read_text(errors="replace").splitlines()
 
     def tail(self) -> str:
-        """Return the end of the log, to be said after what went wrong."""
-        lines = self.log_lines()[-_TAIL_LINES:]
-        return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
+        """Return the log's first errors and its end, to be said after what went wrong."""
+        lines = self.log_lines()
+        first, last = lines[:-_TAIL_LINES], lines[-_TAIL_LINES:]
+        errors = [line for line in first if "Error: " in line][:5]
+        return "; its log:\n  " + "\n  ".join([*errors, *last]) if lines else ""
 
 
 def module_child(

@@ -17,7 +17,6 @@ from benchmarks.lib.records import Run, TokenIds, completions_of
 from outrider.models.resolve import resolve_model
 
 _ROOM = 64  # tokens beside a request's own, for its last draft
-_START_TIMEOUT_S = 600
 _THREADS = "2"
 # vLLM's own processes, no compiler at start, no network.
 _GPU_ENV = {
@@ -41,7 +40,7 @@ class VllmSystem:
         """See `System.run`."""
         answer = self.worker.ask(
             {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency},
-            self.timeout_s * len(prompts),
+            self.timeout_s * -(-len(prompts) // concurrency),
         )
         counts = (answer.get(name) for name in ("rounds", "drafted", "accepted"))
         return Run(completions_of(answer), answer["wall_s"], *counts)
@@ -57,6 +56,7 @@ class VllmEngine:
     max_num_seqs: int = 16
     speculation: Mapping[str, object] | None = None  # vLLM's `speculative_config`
     options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `LLM`
+    start_timeout_s: float = 600.0
 
     def start(self, log_dir: Path, children: list[Child]) -> Worker:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
@@ -75,7 +75,7 @@ class VllmEngine:
         env = {"OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
         child = Child(name, command, log_dir, env={**env, **self.place.env})
         children.append(child)
-        return Worker(child, _START_TIMEOUT_S)
+        return Worker(child, self.start_timeout_s)
 
 
 def speculative_config(method: str, model: object, k: int) -> dict[str, object]:
@@ -131,6 +131,7 @@ class GpuPeers:
             max(args.concurrency),
             speculation,
             {"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True, **options},
+            start_timeout_s=args.start_timeout,
         )
         worker = engine.start(self.log_dir, self.children)
         return VllmSystem(name, worker, frozenset(args.concurrency), args.request_timeout)
