@@ -77,11 +77,12 @@ class AdaptivePolicy(Policy):
         """Return which tokens are worth their step's time and their delay [rows, depth]."""
         nodes, depth, costs = survivals.ravel(), survivals.shape[1], self.measured.costs
         likeliest = np.sort(nodes)[::-1]
-        alike = max(1.0, costs.num_rows / len(rows))  # rows beside one that is new
-        tokens = np.full(len(nodes) + 1, len(rows) * alike)
+        num_rows = max(len(rows), costs.num_rows)
+        alike = num_rows / len(rows)  # rows beside one that is new
+        tokens = np.full(len(nodes) + 1, float(num_rows))
         if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
-        seconds = costs.steps_s(round(len(rows) * alike), tokens)
+        seconds = costs.steps_s(num_rows, tokens)
         wait_s = self._wait_s(rows, depth)
         if wait_s.any():
             # All rows wait for the longest draft: the n likeliest nodes take as long as their

@@ -28,5 +28,10 @@ class Average:
             self.mean += share * (value - self.mean)
 
     def add_time(self, seconds: float) -> None:
-        """Take in a time, an outlier as that many means."""
-        self.add(min(seconds, OUTLIER * self.mean) if self.mean else seconds)
+        """Take in a time, an outlier as that many means.
+
+        A mean that a first call or a compilation began is such an outlier, and left at once.
+        """
+        if OUTLIER * seconds < self.mean:
+            self.weight = 0.0
+        self.add(min(seconds, OUTLIER * self.mean) if self.weight and self.mean else seconds)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.policy.averages import OUTLIER, Average
+from outrider.policy.averages import Average
 from outrider.policy.row import Drafting
 from outrider.policy.step_sizes import StepSizes
 
@@ -75,21 +75,28 @@ class StepTimes:
 
 
 class _Delays:
-    """Delays under like circumstances: by the draft's tokens, and besides."""
+    """Delays under like circumstances, each in part by the draft's tokens.
+
+    None can become negative: a mean of times has a mean share in its drafts' tokens.
+    """
 
     def __init__(self) -> None:
-        self.token_s, self.rest_s = Average(), Average()
+        self.whole_s = Average()
+        self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
 
     def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
-        if self.rest_s.weight and (usual_s := self.mean_s(num_tokens)) > 0.0:
-            seconds = min(seconds, OUTLIER * usual_s)
-        if num_tokens:  # a proposer is not believed to have drafted for longer than that
-            self.token_s.add(min(draft_s, seconds) / num_tokens)
-        # Tokens of drafts of other lengths may be said to take longer than this one did.
-        self.rest_s.add(max(0.0, seconds - self.token_s.mean * num_tokens))
+        self.whole_s.add_time(seconds)
+        if num_tokens:  # a proposer is not believed to have drafted for longer than it took
+            self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
+            self.tokens.add(num_tokens)
+
+    @property
+    def token_s(self) -> float:
+        drafting_s = self.whole_s.mean * self.drafting.mean
+        return drafting_s / self.tokens.mean if drafting_s else 0.0
 
     def mean_s(self, num_tokens: Num) -> Num:
-        return self.rest_s.mean + self.token_s.mean * num_tokens
+        return self.whole_s.mean * (1.0 - self.drafting.mean) + self.token_s * num_tokens
 
 
 class DraftTimes:
@@ -98,7 +105,7 @@ class DraftTimes:
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
     drafts beside steps count only where there are no others: else rows that once went ahead would
-    never wait again.
+    never wait again. But no draft takes longer alone: where those did, their times are outdated.
     """
 
     def __init__(self) -> None:
@@ -115,7 +122,7 @@ class DraftTimes:
         only while no draft is known. `alone`: beside no step.
         """
         self.share.add(num_tokens > 0)
-        if at == self._last_draft_at or (not num_tokens and self._counting.rest_s.weight):
+        if at == self._last_draft_at or (not num_tokens and self._counting.whole_s.weight):
             return
         if num_tokens:
             self._last_draft_at = at
@@ -123,16 +130,20 @@ class DraftTimes:
 
     @property
     def _counting(self) -> _Delays:
-        return self._alone if self._alone.rest_s.weight else self._beside
+        alone, beside = self._alone, self._beside
+        if not alone.whole_s.weight:
+            return beside
+        outdated = beside.whole_s.weight and beside.mean_s(alone.tokens.mean) < alone.whole_s.mean
+        return beside if outdated else alone
 
     @property
     def token_s(self) -> float:
         """Mean seconds per drafted token."""
-        return self._counting.token_s.mean
+        return self._counting.token_s
 
     def contention_s(self, num_tokens: float) -> float:
         """Return the mean seconds by which a step beside a draft makes it late."""
-        beside = self._beside if self._beside.rest_s.weight else self._alone
+        beside = self._beside if self._beside.whole_s.weight else self._alone
         return max(0.0, beside.mean_s(num_tokens) - self.mean_s(num_tokens))
 
     def mean_s(self, num_tokens: Num) -> Num:
@@ -141,7 +152,7 @@ class DraftTimes:
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
-        return self.mean_s(num_tokens) + 4 * self._counting.rest_s.deviation
+        return self.mean_s(num_tokens) + 4 * self._counting.whole_s.deviation
 
 
 class CostModel:

@@ -195,6 +195,7 @@ class ModeSelector:
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
         self._runs_ahead = True  # one of them can
+        self._steps_without = 0  # a row whose proposer can, since the last with one
         self._last_step_at: float | None = None
         self._prompt_token_s = Average()  # without drafts
         self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
@@ -244,7 +245,9 @@ class ModeSelector:
     def _note_proposers(self, step: StepDone) -> None:
         """Begin anew with a new proposer, as drafts' costs were others', or with other modes."""
         unknown = step.proposer_ids - self._proposers.keys()
-        runs_ahead = step.may_run_ahead or (bool(self._proposers) and self._runs_ahead)
+        self._steps_without = 0 if step.may_run_ahead else self._steps_without + 1
+        seen = bool(self._proposers) and self._steps_without < MOST_STEPS
+        runs_ahead = step.may_run_ahead or (seen and self._runs_ahead)
         for proposer_id in unknown:
             remember(self._proposers, proposer_id, None)
         if unknown or (self._proposers and runs_ahead is not self._runs_ahead):

@@ -98,33 +98,34 @@ class DraftTracker:
         elif block.base_len == length:  # an empty block
             d.awaited.no_guess_at = length
             d.breaker.deadline_misses = 0
-        asked_at = self._answered(arrived)
+        commit = self._answered(arrived)
         # No proposer drafted for longer than it was asked; without a commit, since its last block.
-        since = d.awaited.last_block_at if asked_at is None else asked_at
-        passed_s = max(0.0, arrived.at - since)
+        since = d.awaited.last_block_at if commit is None else commit.at
+        passed_s = max(0.0, arrived.at - since)  # a guess may come before the commit that it meets
+        if commit is not None and commit.awaited and d.awaited.blocks > 1:
+            self._measure(arrived, commit.at, passed_s)  # the first one took the prompt's time
         d.awaited.last_block_at = max(d.awaited.last_block_at, arrived.at)
-        if fate is USEFUL or (asked_at is not None and passed_s <= MAX_PATIENCE_S):
+        if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
             self._in_vain.pop(arrived.proposer_id, None)
         propose_s = min(arrived.draft_s, passed_s)
-        network_s = 0.0 if asked_at is None else passed_s - propose_s
+        network_s = 0.0 if commit is None else passed_s - propose_s
         self.account.arrived(row, arrived.proposer_id, propose_s, network_s)
 
-    def _answered(self, arrived: ArrivedBlock) -> float | None:
-        """Measure the delay since the commit that a block answers, and return that time, if any."""
-        awaited = arrived.row.drafting.awaited
-        for i, commit in enumerate(awaited.commits):
+    def _answered(self, arrived: ArrivedBlock) -> PastCommit | None:
+        """Return the commit that a block answers, if any."""
+        commits = arrived.row.drafting.awaited.commits
+        for i, commit in enumerate(commits):
             if commit.length == arrived.block.base_len:
-                del awaited.commits[i]  # a second block for the same commit measures nothing
-                if commit.awaited and awaited.blocks > 1:  # the first one took the prompt's time
-                    self._measure(arrived, commit.at)
-                return commit.at
+                del commits[i]  # a second block for the same commit measures nothing
+                return commit
         return None
 
-    def _measure(self, arrived: ArrivedBlock, since: float) -> None:
+    def _measure(self, arrived: ArrivedBlock, since: float, seconds: float) -> None:
+        """Measure the delay `seconds` of an answer to the commit at `since`."""
         d, num_tokens = arrived.row.drafting, len(arrived.block.token_ids)
         # However late: whether waiting pays is decided again.
         d.measured.worth_waiting |= num_tokens > 0
-        seconds, alone = arrived.at - since, d.proposer.colocated or self._launched_at < since
+        alone = d.proposer.colocated or self._launched_at < since
         began, ended = d.awaited.in_vain
         if began == since:  # afterwards draft and step went on at half their speed
             alone, seconds = True, (ended - began + seconds) / 2

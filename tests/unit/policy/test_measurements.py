@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.draft_port import DraftOffer
 from outrider.policy import measurements
@@ -183,3 +185,52 @@ def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
         times.observe(next(at), 0.020, 0.001, 4, alone=False)
     assert times.mean_s(4) == pytest.approx(0.004)
     assert times.contention_s(4) == pytest.approx(0.016, rel=0.1)
+
+
+def test_a_slow_first_time_is_left_at_once() -> None:
+    """It held a compilation, or a first call."""
+    average = Average()
+    for value in (1.0, 0.8, 0.004, 0.004):
+        average.add_time(value)
+    assert average.mean == pytest.approx(0.004)
+
+
+def test_slow_first_drafts_without_steps_are_corrected_by_those_beside_steps() -> None:
+    """No draft takes longer alone; rows that do not wait for it have no other."""
+    times, at = DraftTimes(), itertools.count()
+    times.observe(next(at), 1.0, 0.001, 4, alone=True)
+    for _ in range(3):
+        times.observe(next(at), 0.004, 0.002, 4, alone=False)
+    assert times.mean_s(4) == pytest.approx(0.004)
+    assert times.contention_s(4) == 0.0
+
+
+SECONDS = st.floats(0.0, 1e4)
+ANSWERS = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 128), st.booleans()), max_size=30)
+
+
+@given(ANSWERS)
+def test_delays_are_numbers_and_not_negative_whatever_is_measured(
+    answers: list[tuple[float, float, int, bool]],
+) -> None:
+    times = DraftTimes()
+    for at, (seconds, draft_s, num_tokens, alone) in enumerate(answers):
+        times.observe(at, seconds, draft_s, num_tokens, alone=alone)
+        for k in (0, 1, 128):
+            found = (times.mean_s(k), times.most_s(k), times.contention_s(k), times.token_s)
+            assert all(0.0 <= each < float("inf") for each in found)
+
+
+@pytest.mark.parametrize("num_rows", [8, 100])
+def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
+    """Though only a few of its rows choose: a fraction more would be the next size."""
+    policy = AdaptivePolicy(4)
+    costs = policy.measured.costs
+    costs.sizes = StepSizes([(num_rows, num_rows), (num_rows, 2 * num_rows), (128, 640)])
+    costs.observe_step(num_rows, num_rows, 0.010)
+    costs.observe_step(num_rows, 2 * num_rows, 0.1)
+    costs.observe_step(128, 640, 0.2)
+    costs.observe_step(num_rows, num_rows, 0.010)
+    for choosing in range(1, num_rows + 1):
+        rows = [row(4) for _ in range(choosing)]
+        assert policy.choose_counts(rows) == [0] * choosing

@@ -25,6 +25,7 @@ class Load:
     tokens: float = 3.0  # of a row in a step with drafts
     temperature: float = 0.0
     prompt_every: int = 0  # steps: then one has a newcomer's prompt
+    runs_ahead: bool = True  # the proposer can
     answered: float = 1.0  # share of rows that their proposer has heard of while it drafts
     modes: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
@@ -51,7 +52,7 @@ class Load:
                     answered=round(self.rows * self.answered * mode.drafts),
                     prompt_tokens=100 * prompt,
                     temperature=self.temperature,
-                    may_run_ahead=True,
+                    may_run_ahead=self.runs_ahead,
                 )
             )
         return taken
@@ -193,3 +194,23 @@ def test_mode_trials_of_texts_without_measurements_let_drafts_win() -> None:
         if trials.trial is not None:
             trials.observe(step, 0.01)
     assert (trials.trial, trials.incumbent) == (None, AHEAD)
+
+
+def test_ahead_is_no_mode_once_nobody_runs_ahead() -> None:
+    load = Load()
+    load.play(3000)
+    assert load.incumbent is AHEAD
+    load.runs_ahead, load.step_s = False, STEP_S | {ON_DEMAND: 0.020}
+    load.play(3000)
+    assert load.play(3000)[AHEAD] == 0
+    load.runs_ahead = True
+    load.play(3000)
+    assert load.play(3000)[AHEAD] > 0
+
+
+def test_ahead_stays_a_mode_though_some_steps_have_no_row_that_runs_ahead() -> None:
+    load = Load()
+    for i in range(3000):
+        load.runs_ahead = i % 3 == 0
+        load.play(1)
+    assert load.incumbent is AHEAD

@@ -16,7 +16,11 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy import mode
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy, StepDone
-from outrider.policy.circuit_breaker import FIRST_OPEN_ROUNDS
+from outrider.policy.circuit_breaker import (
+    FIRST_OPEN_ROUNDS,
+    MOST_OPEN_ROUNDS,
+    CircuitBreaker,
+)
 from outrider.policy.fixed import FixedPolicy
 from outrider.policy.measurements import StepTimes
 from outrider.policy.row import Drafting, Offered
@@ -484,3 +488,25 @@ def test_a_batch_that_drafts_on_demand_stays_together(
     monkeypatch.setattr(mode, "MANY_ROWS", 100)  # the answers are too short for a trial
     together = ahead(branches=0, sessions=sessions, step_s=step_s, delay_s=delay_s)
     assert mean_rows(together) > 0.9 * sessions
+
+
+def test_a_silent_proposers_pause_has_an_end() -> None:
+    breaker = CircuitBreaker()
+    opened = [breaker.rounds_left for _ in range(100) if breaker.missed()]
+    assert opened[:3] == [FIRST_OPEN_ROUNDS, 2 * FIRST_OPEN_ROUNDS, 4 * FIRST_OPEN_ROUNDS]
+    assert max(opened) == opened[-1] == MOST_OPEN_ROUNDS
+
+
+class Early(Bench):
+    """Its blocks came before the commits that they answer, and were looked at after these."""
+
+    def _answer(self, session: int, base: int, count: int, delay_s: float | None = None) -> None:
+        super()._answer(session, base, count, -0.003 if delay_s is None else delay_s)
+
+
+def test_blocks_that_came_before_their_commits_took_no_time() -> None:
+    bench = Early(policy := AdaptivePolicy(4), max_tokens=60)
+    bench.run()
+    times = policy.measured.costs.draft_times(Drafting(Offered(4), drafter="a "))
+    assert times is not None
+    assert times.mean_s(4) == times.most_s(4) == 0.0
