@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
-from outrider.policy.choose_nodes import choose_likeliest
+from outrider.policy.choose_nodes import choose_nodes
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import Drafting
 from outrider.policy.waiting import Waiting, next_half
@@ -89,7 +89,7 @@ class AdaptivePolicy(Policy):
             # deepest.
             first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
             seconds += np.repeat(wait_s, np.diff(first_of_depth, prepend=-1, append=len(nodes)))
-        return choose_likeliest(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
+        return choose_nodes(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
         costs = self.measured.costs
@@ -100,7 +100,7 @@ class AdaptivePolicy(Policy):
         nodes = survivals.ravel()
         first = other_tokens + len(drafts)
         seconds = costs.steps_s(first, np.arange(first, first + len(nodes) + 1.0))
-        chosen = choose_likeliest(nodes, np.sort(nodes)[::-1], seconds, first)
+        chosen = choose_nodes(nodes, np.sort(nodes)[::-1], seconds, first)
         counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
         return counts
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -37,7 +35,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
-        self._tokens, self._seconds = [0.0], [0.0]  # of the measured sizes, in order
+        self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
         self._slope = 0.0  # seconds a token, over all sizes
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -47,29 +45,21 @@ class StepTimes:
         tokens.add(num_tokens)
         times.add_time(seconds)
         points = sorted([(tokens.mean, times.mean) for tokens, times in self._sizes.values()])
-        self._tokens = [each for each, _ in points]
-        fastest = accumulate([its_s for _, its_s in reversed(points)], min)
-        self._seconds = list(fastest)[::-1]
-        more_s = self._seconds[-1] - self._seconds[0]
-        self._slope = more_s and more_s / (self._tokens[-1] - self._tokens[0])
+        self._tokens, slowest = np.array(points).T
+        self._seconds = np.minimum.accumulate(slowest[::-1])[::-1]
+        more_s, more = self._seconds[-1] - self._seconds[0], self._tokens[-1] - self._tokens[0]
+        self._slope = more_s / more if more else 0.0
 
     def estimate(self, num_tokens: float) -> float:
-        """Return the seconds of a step, linear between the measured sizes; 0 if there are none.
-
-        Below the smallest size it is as fast as that one. Beyond the largest the slope from the
-        smallest goes on.
-        """
-        tokens, seconds = self._tokens, self._seconds
-        if num_tokens <= tokens[0]:
-            return seconds[0]
-        if num_tokens >= tokens[-1]:
-            return seconds[-1] + self._slope * (num_tokens - tokens[-1])
-        high = bisect_left(tokens, num_tokens)
-        share = (num_tokens - tokens[high - 1]) / (tokens[high] - tokens[high - 1])
-        return seconds[high - 1] + share * (seconds[high] - seconds[high - 1])
+        """Return the seconds of a step; see `estimates`."""
+        return float(self.estimates(np.array(num_tokens)))
 
     def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of steps."""
+        """Return the seconds of steps, linear between the measured sizes; 0 if there are none.
+
+        Below the smallest size they are as fast as that one. Beyond the largest the slope from the
+        smallest goes on.
+        """
         beyond = np.maximum(0.0, num_tokens - self._tokens[-1])
         return np.interp(num_tokens, self._tokens, self._seconds) + beyond * self._slope
 

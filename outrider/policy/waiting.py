@@ -18,6 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.policy.base import Measurements, R, Row
 from outrider.policy.row import Drafting
 
@@ -93,29 +96,23 @@ class Waiting:
         there is no second step.
         """
         awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
-        arrivals = sorted([self.due(d, now) for d, _ in awaited])
+        due = np.sort([self.due(d, now) for d, _ in awaited]) - now
         if microbatch_step_s:
-            return start_half_at(len(ready), arrivals, microbatch_step_s, now)
-        per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
-        going, num_waiting = len(ready) + num_prefilling, len(waiting)
+            return now + _half_waits_s(len(ready), due, microbatch_step_s)
         slowed = [
             times.contention_s(d.num_draft_tokens)
             for d, times in awaited
             if times and not d.runs_ahead
         ]
-        all_there_s = arrivals[-1] - now + max(slowed, default=0.0)  # beside a step
-
-        def step_s(num_rows: int) -> float:
-            return self._costs.steps.estimate(num_rows * per_row) if num_rows else 0.0
-
-        best, shortest_s = now, max(step_s(going), all_there_s) + step_s(num_waiting)
-        for joining, due in enumerate(arrivals, start=1):
-            left = num_waiting - joining
-            first_s = due - now + step_s(going + joining)
-            round_s = (max(first_s, all_there_s) if left else first_s) + step_s(left)
-            if round_s < shortest_s:
-                best, shortest_s = due, round_s
-        return best
+        all_there_s = due[-1] + max(slowed, default=0.0)  # beside a step
+        per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
+        joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
+        steps_s = self._costs.steps.estimates(np.arange(going + len(due) + 1) * float(per_row))
+        steps_s[0] = 0.0
+        first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]
+        first_s[:-1] = np.maximum(first_s[:-1], all_there_s)
+        best = int((first_s + steps_s[len(due) - joining]).argmin())
+        return now + float(due[best - 1]) if best else now
 
     def due(self, d: Drafting, now: float) -> float:
         """Return when a row's draft is expected; its deadline if it is overdue or unknown."""
@@ -138,15 +135,15 @@ def next_half(ready: list[R], num_waiting: int) -> list[R]:
     return sorted(ready, key=lambda row: row.drafting.round.committed_at)[:most]
 
 
-def start_half_at(num_ready: int, due_times: Rows[float], step_s: float, now: float) -> float:
-    """Return when a microbatch starts, with other rows' drafts due at `due_times`, in order.
+def _half_waits_s(num_ready: int, due: NDArray[np.float64], step_s: float) -> float:
+    """Return how long a microbatch waits, with other rows' drafts `due` in seconds, in order.
 
     Waiting for the rows that it lacks delays each ready row. Going without them makes each lacking
     row wait for the rest of the step when its draft has come.
     """
-    missing = half(num_ready + len(due_times)) - num_ready
+    missing = half(num_ready + len(due)) - num_ready
     if missing <= 0:
-        return now
-    wait_s = due_times[missing - 1] - now
+        return 0.0
+    wait_s = float(due[missing - 1])
     pays = not num_ready or num_ready * wait_s < missing * (step_s - wait_s)
-    return now + wait_s if pays else now
+    return wait_s if pays else 0.0

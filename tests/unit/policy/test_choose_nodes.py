@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from outrider.policy.choose_nodes import choose_nodes
+from outrider.policy import choose_nodes as module
 
 STEP_S = 1.0  # of any step, beside what its tokens take
+
+
+def choose_nodes(survivals: Sequence[float], seconds: Sequence[float], rows: int) -> list[int]:
+    nodes = np.array(survivals)
+    chosen = module.choose_nodes(nodes, np.sort(nodes)[::-1], np.array(seconds), rows)
+    return np.flatnonzero(chosen).tolist()
 
 
 @st.composite
@@ -46,31 +52,19 @@ def test_choose_nodes_of_any_trees_is_closed_and_the_best_of_all_sets(
     def speed(nodes: list[int]) -> float:
         return (rows + float(survivals[nodes].sum())) / seconds[len(nodes)]
 
-    chosen = choose_nodes(survivals, parents, lambda n: np.array(seconds)[n - rows], rows)
-    nodes = np.flatnonzero(chosen).tolist()
+    nodes = choose_nodes(survivals, seconds[: len(survivals) + 1], rows)
     assert nodes in list(closed_sets(parents))
     assert speed(nodes) == pytest.approx(max(map(speed, closed_sets(parents))))
-
-
-@pytest.mark.parametrize(
-    ("survivals", "parents"), [([0.5, 0.6], [-1, 0]), ([0.5, 0.5], [1, -1])], ids=["more", "before"]
-)
-def test_choose_nodes_with_impossible_drafts_raises(
-    survivals: list[float], parents: list[int]
-) -> None:
-    with pytest.raises(ValueError, match="after its parent"):
-        choose_nodes(np.array(survivals), np.array(parents), lambda n: n * 1.0, 1)
 
 
 def test_choose_nodes_of_256_rows_takes_no_python_per_node() -> None:
     rates = np.random.default_rng(1).random((256, 16))
     survivals = np.cumprod(0.5 + 0.5 * rates, axis=1).ravel()
-    parents = np.arange(len(survivals)) - 1
-    parents[::16] = -1
+    seconds = 5e-3 + 2e-5 * np.arange(256, 256 * 17 + 1)
     times = []
     for _ in range(50):
         began = time.thread_time()
-        choose_nodes(survivals, parents, lambda n: 5e-3 + 2e-5 * n, 256)
+        choose_nodes(survivals, seconds, 256)
         times.append(time.thread_time() - began)
     assert min(times) < 0.4e-3, "0.1 ms on an idle core"
 
@@ -100,9 +94,7 @@ def first_token(cut: Cut) -> NDArray[np.float64]:
 
 def chosen(survivals: list[float]) -> int:
     """One row, and a step that has room for two draft tokens as soon as it has for one."""
-    seconds = np.array([1.0, 1.6, 1.6])
-    nodes = choose_nodes(np.array(survivals), np.array([-1, 0]), lambda n: seconds[n - 1], 1)
-    return int(nodes.sum())
+    return len(choose_nodes(survivals, [1.0, 1.6, 1.6], 1))
 
 
 def test_cut_by_what_was_measured_before_keeps_the_law_of_rejection_sampling() -> None:
