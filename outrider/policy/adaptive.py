@@ -38,8 +38,7 @@ class AdaptivePolicy(Policy):
 
     @property
     def may_wait(self) -> bool:
-        trial = self._modes.current.trial
-        return self.mode.drafts and not (trial is not None and trial.catching_up)
+        return self.mode.drafts and not self._modes.current.catching_up
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -49,7 +48,7 @@ class AdaptivePolicy(Policy):
     def _unknown(self) -> bool:
         """True while the times and the acceptance of drafts are unknown, or outdated."""
         current = self._modes.current
-        on_trial = current.trial is not None and current.settling > 0.0
+        on_trial = current.on_trial and current.settling > 0.0
         return self.mode.drafts and (on_trial or self._idle_steps >= self._try_after)
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
@@ -66,7 +65,7 @@ class AdaptivePolicy(Policy):
             chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
             chosen = self._choose(rows, survivals)
-            if self._modes.current.trial is not None:  # whether that pays is asked
+            if self._modes.current.on_trial:  # whether that pays is asked
                 chosen[:, 0] |= limits > 0
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain

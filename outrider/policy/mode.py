@@ -11,9 +11,6 @@ by powers of two, and for sampled texts apart from others.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from outrider.policy.averages import OUTLIER, Average
 from outrider.policy.base import ALL_SIZES, DraftMode, StepDone
 from outrider.policy.measurements import remember
@@ -32,8 +29,7 @@ class Speed:
     """Committed tokens of a row over about the last `window` steps in one mode."""
 
     def __init__(self, window: float) -> None:
-        self._rate = Average(window)  # tokens per second
-        self._step_s = Average(window)
+        self._rate, self._step_s = Average(window), Average(window)
 
     @property
     def rate(self) -> float:
@@ -52,16 +48,6 @@ class Speed:
             self._step_s.add(seconds / steps, steps)
 
 
-@dataclass(slots=True)
-class Trial:
-    """A trial of a mode that is not the incumbent."""
-
-    mode: DraftMode
-    catching_up: int  # steps at the most until the proposer has processed prompts
-    compared: float = 0.0  # steps
-    lost_steps: float = 0.0  # worth of the incumbent's steps
-
-
 class ModeTrials:
     """Compares modes for one size of batch and kind of texts, beginning with `incumbent`.
 
@@ -70,23 +56,25 @@ class ModeTrials:
     """
 
     def __init__(self, num_rows: int, modes: tuple[DraftMode, ...], incumbent: DraftMode) -> None:
-        self.incumbent = incumbent
+        self.mode = self.incumbent = incumbent  # now, and but for a trial
         self.decided = False  # by a trial
-        self.trial: Trial | None = None
-        self._num_rows = num_rows
+        self.catching_up = 0  # steps at the most until a proposer has processed prompts
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
-        self._speeds = {mode: self._unknown_speed() for mode in modes}
+        self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in modes}
         self._last_tried = incumbent
-        self._interval = self._steps_left = float(self._trial_steps)  # until the next trial
+        self._interval = self._steps_left = float(self._trial_steps)  # of a trial, or until one
+        self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
 
-    def _unknown_speed(self) -> Speed:
-        return Speed(3.0 * self._trial_steps)
+    def share(self, others: ModeTrials) -> None:
+        """Go on from trials with other texts: what no drafts bring hardly depends on them."""
+        self._speeds[DraftMode.OFF] = others._speeds[DraftMode.OFF]
+        self.decided |= others.decided
 
     @property
-    def mode(self) -> DraftMode:
-        """The mode in which drafts are made now."""
-        return self.incumbent if self.trial is None else self.trial.mode
+    def on_trial(self) -> bool:
+        """True if the mode is not the incumbent."""
+        return self.mode is not self.incumbent
 
     @property
     def step_s(self) -> float:
@@ -97,87 +85,61 @@ class ModeTrials:
         """Compare none of the next steps: something changed."""
         self.settling = SETTLING_ROUNDS if self.mode.drafts else SETTLING_ROUNDS / 2
 
-    def take_over(self, before: ModeTrials) -> None:
-        """Go on from trials with other texts: what no drafts bring hardly depends on them.
-
-        If nothing is drafted now, the mode that drafted is tried first: its proposer catches up.
-        """
-        self.decided |= before.decided
-        if before._speeds[DraftMode.OFF].rate:
-            self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
-        self.trial = None
-        if self.incumbent.drafts and not before.incumbent.drafts:
-            mode, self.incumbent = self.incumbent, DraftMode.OFF
-            self._begin(mode)
-
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
-        tokens, trial = step.tokens / step.num_running, self.trial
+        tokens, drafts = step.tokens / step.num_running, self.mode.drafts
         current, best = self._speeds[self.mode], self._speeds[self.incumbent]
         if typical_s := max(current.step_s, best.step_s):
             seconds = min(seconds, OUTLIER * typical_s)
-        if trial is not None and best.rate:
-            trial.lost_steps += (seconds - tokens / best.rate) / best.step_s
-        if trial is not None and trial.catching_up:
-            self._catch_up(trial, step.answered / step.num_running)
+        if self.on_trial and best.rate:
+            self._lost_steps += (seconds - tokens / best.rate) / best.step_s
+        if self.catching_up:
+            self._catch_up(step.answered / step.num_running)
         elif self.settling > 0.0:
             # Settling ends in any case, though nothing is drafted.
-            self.settling -= max(drafted, rounds / SETTLING_ROUNDS) if self.mode.drafts else rounds
-        elif trial is not None:
-            current.add(tokens, seconds, rounds)
-            trial.compared += rounds
-            self._judge(trial)
+            self.settling -= max(drafted, rounds / SETTLING_ROUNDS) if drafts else rounds
         else:
             current.add(tokens, seconds, rounds)
             # While the incumbent drafts, steps without any draft bring no trial nearer.
-            self._steps_left -= rounds if drafted or not self.mode.drafts else 0.0
+            self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
             if self._steps_left <= 0.0:
-                self._begin(self._next_mode())
+                self._end(self._is_better()) if self.on_trial else self._begin()
 
-    def _next_mode(self) -> DraftMode:
-        """Return the mode to try: one that is known to be faster, else the next in turn."""
-        fastest = max(self._speeds, key=lambda mode: self._speeds[mode].rate)
-        if self._speeds[fastest].rate > WORTH * self._speeds[self.incumbent].rate:
-            return fastest
+    def _begin(self) -> None:
+        """Try the next mode in turn, or one that is known to be faster."""
         modes = list(self._speeds)
         after = modes.index(self._last_tried) + 1
-        return next(mode for mode in modes[after:] + modes if mode is not self.incumbent)
-
-    def _begin(self, mode: DraftMode) -> None:
-        self.trial = Trial(mode, catching_up=0 if self.incumbent.drafts else 4 * MOST_STEPS)
+        turn = [mode for mode in modes[after:] + modes if mode is not self.incumbent]
+        known = max(turn, key=lambda mode: self._speeds[mode].rate)
+        is_faster = self._speeds[known].rate > WORTH * self._speeds[self.incumbent].rate
+        self.mode = self._last_tried = known if is_faster else turn[0]
+        self.catching_up = 0 if self.incumbent.drafts else 4 * MOST_STEPS
+        self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
+        self._speeds[self.mode] = Speed(3.0 * self._trial_steps)
         self.settle()
-        self._last_tried = mode
-        self._speeds[mode] = self._unknown_speed()
 
-    def _catch_up(self, trial: Trial, answered: float) -> None:
+    def _catch_up(self, answered: float) -> None:
         """Wait until a share of rows that are `answered` can be compared, but not for ever."""
-        trial.catching_up = 0 if answered >= CAUGHT_UP else trial.catching_up - 1
-        if not trial.catching_up and answered < CAUGHT_UP:
-            self._end(trial, won=False)
+        self.catching_up = 0 if answered >= CAUGHT_UP else self.catching_up - 1
+        if not self.catching_up and answered < CAUGHT_UP:
+            self._end(won=False)
 
-    def _judge(self, trial: Trial) -> None:
-        """End a trial that has taken long enough, or that is clearly lost."""
-        tried, best = self._speeds[trial.mode], self._speeds[self.incumbent]
-        drafts = trial.mode.drafts
-        worth = WORTH if drafts else 1 / WORTH
-        speedup = tried.rate / best.rate / worth if best.rate else math.inf
-        luck = 2.0 / math.sqrt(self._num_rows * trial.compared)  # of so many rounds
-        lost = self.incumbent.drafts and speedup < 1.0 - luck
-        if lost or trial.compared >= self._trial_steps:
-            # Drafts shorten no step: where they bring no tokens, less time was luck.
-            idle = drafts and tried.rate * tried.step_s < 1.0
-            self._end(trial, won=speedup > 1.0 and not idle)
+    def _is_better(self) -> bool:
+        tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
+        if self.mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
+            return tried.rate > WORTH * best.rate and tried.rate * tried.step_s >= 1.0
+        return tried.rate * WORTH > best.rate
 
-    def _end(self, trial: Trial, *, won: bool) -> None:
-        lost_steps = trial.lost_steps
+    def _end(self, won: bool) -> None:
+        lost_steps = self._lost_steps
         if won:  # a trial of the mode before would lose what this one gained
-            lost_steps *= -self._speeds[self.incumbent].step_s / self._speeds[trial.mode].step_s
-            self._last_tried, self.incumbent = self.incumbent, trial.mode
+            lost_steps *= -self._speeds[self.incumbent].step_s / self._speeds[self.mode].step_s
+            self._last_tried, self.incumbent = self.incumbent, self.mode
+        self.mode, self.decided = self.incumbent, True
         longer = min(max(MOST_STEPS, 2 * self._interval), LONGEST_INTERVAL)
         self._interval = self._trial_steps if won else longer
         self._steps_left = max(self._interval, lost_steps / MOST_LOST)
-        self.trial, self.decided = None, True
         self.settle()
 
 
@@ -268,7 +230,7 @@ class ModeSelector:
             self._known[size, sampled] = ModeTrials(1 << size - 1, self._modes, incumbent)
         self._size, self._sampled, self.current = size, sampled, self._known[size, sampled]
         if same_size:
-            self.current.take_over(before)
+            self.current.share(before)
         self.current.settle()
         return True
 

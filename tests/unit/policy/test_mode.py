@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from outrider.policy.base import DraftMode, StepDone
-from outrider.policy.mode import MANY_ROWS, MOST_LOST, ModeSelector, ModeTrials
+from outrider.policy.mode import MANY_ROWS, MOST_LOST, ModeSelector
 
 MODES = tuple(DraftMode)
 OFF, ON_DEMAND, AHEAD = MODES
@@ -184,16 +184,6 @@ def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None
     assert not load.modes.current.mode.drafts
     load.modes.step_done(replace(STEP, num_running=1, proposer_ids=frozenset("b")))
     assert load.modes.current.mode.drafts
-
-
-def test_mode_trials_of_texts_without_measurements_let_drafts_win() -> None:
-    trials = ModeTrials(64, MODES, AHEAD)
-    trials.take_over(ModeTrials(64, MODES, OFF))
-    step = replace(STEP, num_running=64, num_rows=64, tokens=192, drafted=64, answered=64)
-    for _ in range(300):
-        if trials.trial is not None:
-            trials.observe(step, 0.01)
-    assert (trials.trial, trials.incumbent) == (None, AHEAD)
 
 
 def test_ahead_is_no_mode_once_nobody_runs_ahead() -> None:
