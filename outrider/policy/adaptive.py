@@ -40,9 +40,8 @@ class AdaptivePolicy(Policy):
     def may_wait(self) -> bool:
         return self.mode.drafts and not self._modes.current.catching_up
 
-    @property
-    def undrafted_sizes(self) -> frozenset[int]:
-        return self._modes.undrafted_sizes
+    def mode_at(self, size: int) -> DraftMode:
+        return self._modes.mode_at(size)
 
     @property
     def _unknown(self) -> bool:

@@ -13,8 +13,6 @@ from outrider.policy.measurements import CostModel
 from outrider.policy.row import Drafting
 from outrider.rounds import Counters
 
-ALL_SIZES = frozenset(range(1, 17))  # bit lengths of numbers of rows
-
 
 class DraftMode(enum.Enum):
     """The ways in which rows come to their drafts."""
@@ -98,7 +96,11 @@ class Policy:
     @property
     def undrafted_sizes(self) -> frozenset[int]:
         """Numbers of rows at which nothing is drafted at present, by their bit length."""
-        return frozenset() if self.mode.drafts else ALL_SIZES
+        return frozenset([size for size in range(1, 17) if not self.mode_at(size).drafts])
+
+    def mode_at(self, size: int) -> DraftMode:  # noqa: ARG002
+        """Return the mode of so many rows, by their bit length."""
+        return self.mode
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         """Return the draft tokens of each row's next round, of a tree all nodes.

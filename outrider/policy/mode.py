@@ -12,16 +12,14 @@ by powers of two, and for sampled texts apart from others.
 from __future__ import annotations
 
 from outrider.policy.averages import OUTLIER, Average
-from outrider.policy.base import ALL_SIZES, DraftMode, StepDone
+from outrider.policy.base import DraftMode, StepDone
 from outrider.policy.measurements import remember
 from outrider.policy.row import SAMPLED_TEMPERATURE
 
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
-CAUGHT_UP = 0.75  # of the rows have heard of a proposer: it has processed their prompts
-MOST_LOST = 0.01  # of the time, by trials of worse modes
-LONGEST_INTERVAL = 32 * MOST_STEPS  # between two trials; doubles as long as nothing changes
+MOST_LOST = 0.01  # of the time, by trials; and so many steps they are where nothing changes
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 
@@ -120,9 +118,9 @@ class ModeTrials:
         self.settle()
 
     def _catch_up(self, answered: float) -> None:
-        """Wait until a share of rows that are `answered` can be compared, but not for ever."""
-        self.catching_up = 0 if answered >= CAUGHT_UP else self.catching_up - 1
-        if not self.catching_up and answered < CAUGHT_UP:
+        """Wait until most rows are `answered` and can be compared, but not for ever."""
+        self.catching_up = 0 if answered > 0.5 else self.catching_up - 1
+        if not self.catching_up and answered <= 0.5:
             self._end(won=False)
 
     def _is_better(self) -> bool:
@@ -137,7 +135,7 @@ class ModeTrials:
             lost_steps *= -self._speeds[self.incumbent].step_s / self._speeds[self.mode].step_s
             self._last_tried, self.incumbent = self.incumbent, self.mode
         self.mode, self.decided = self.incumbent, True
-        longer = min(max(MOST_STEPS, 2 * self._interval), LONGEST_INTERVAL)
+        longer = min(max(MOST_STEPS, 2 * self._interval), self._trial_steps / MOST_LOST)
         self._interval = self._trial_steps if won else longer
         self._steps_left = max(self._interval, lost_steps / MOST_LOST)
         self.settle()
@@ -170,11 +168,6 @@ class ModeSelector:
         self._size, self._sampled = 1, False
         self.current = ModeTrials(1, modes, modes[-1])
         self._known = {(1, False): self.current}
-
-    @property
-    def undrafted_sizes(self) -> frozenset[int]:
-        """Numbers of rows, by their bit length, at which rows are not to draft now."""
-        return frozenset([size for size in ALL_SIZES if not self._mode_at(size).drafts])
 
     def step_done(self, step: StepDone) -> None:
         """Take in a step."""
@@ -226,7 +219,7 @@ class ModeSelector:
             return False
         before = self.current
         if (size, sampled) not in self._known:
-            incumbent = before.incumbent if same_size else self._mode_at(size)
+            incumbent = before.incumbent if same_size else self.mode_at(size)
             self._known[size, sampled] = ModeTrials(1 << size - 1, self._modes, incumbent)
         self._size, self._sampled, self.current = size, sampled, self._known[size, sampled]
         if same_size:
@@ -234,7 +227,8 @@ class ModeSelector:
         self.current.settle()
         return True
 
-    def _mode_at(self, size: int) -> DraftMode:
+    def mode_at(self, size: int) -> DraftMode:
+        """Return the mode of a number of rows, by its bit length."""
         if abs(size - self._size) <= 1:
             return self.current.mode  # it stays the same if only a few rows come or go
         if (size, self._sampled) in self._known:

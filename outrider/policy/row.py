@@ -11,7 +11,6 @@ from outrider.policy.averages import Average
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.rounds import Round
 
-ROW_ROUNDS = 10.0  # that tell how a row's drafts fare: texts change within a few sentences
 SAMPLED_TEMPERATURE = 0.5  # from which drafts meet a text clearly less
 
 
@@ -63,12 +62,12 @@ class Awaited:
 
 
 class Measured:
-    """The success of a row's drafts over its rounds."""
+    """The success of a row's drafts over its last rounds: texts change within sentences."""
 
     def __init__(self) -> None:
-        self.accepted = Average(ROW_ROUNDS)  # share of the draft tokens that were tried
-        self.levels = Average(ROW_ROUNDS, 1.0)  # depth of a draft per token; 1 for a chain
-        self.free_hits = Average(ROW_ROUNDS, 0.0)  # share of drafts there at no cost
+        self.accepted = Average()  # share of the draft tokens that were tried
+        self.levels = Average(mean=1.0)  # depth of a draft per token; 1 for a chain
+        self.free_hits = Average(mean=0.0)  # share of drafts there at no cost
         self.hit: bool | None = None  # the last round that wanted a draft had it at once
         self.gain = 0.0  # tokens that the next draft is expected to bring
         self.worth_waiting = True  # the proposer has drafts soon and often enough

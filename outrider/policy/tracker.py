@@ -26,7 +26,7 @@ from outrider.policy.row import (
     Offered,
     PastCommit,
 )
-from outrider.policy.waiting import FIRST_PATIENCE_S, MAX_PATIENCE_S
+from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.rounds import USEFUL, BlockFate, Round
 from outrider.types import Request
 
@@ -205,7 +205,7 @@ class DraftTracker:
             d.breaker.rounds_left -= 1
             return False
         # A proposer from which nothing has come for long is missed, waited for or not.
-        silent = not d.awaited.blocks and now > d.awaited.since + FIRST_PATIENCE_S
+        silent = not d.awaited.blocks and now > d.awaited.since + MAX_PATIENCE_S
         silent = silent or self._is_set_aside(d)
         if not wanted or not (current.deadline > current.committed_at or silent):
             return False

@@ -118,8 +118,8 @@ def test_sizes_of_batch_have_their_own_modes() -> None:
     load.rows, load.step_s = 64, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
     load.play(3000)
     assert load.incumbent is OFF
-    assert (64).bit_length() in load.modes.undrafted_sizes
-    assert 1 not in load.modes.undrafted_sizes
+    assert not load.modes.mode_at((64).bit_length()).drafts
+    assert load.modes.mode_at(1).drafts
     load.rows = 1
     load.play(1)
     assert load.modes.current.mode.drafts
