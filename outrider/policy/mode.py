@@ -66,7 +66,8 @@ class ModeTrials:
 
     def share(self, others: ModeTrials) -> None:
         """Go on from trials with other texts: what no drafts bring hardly depends on them."""
-        self._speeds[DraftMode.OFF] = others._speeds[DraftMode.OFF]
+        if others._speeds[DraftMode.OFF].rate:
+            self._speeds[DraftMode.OFF] = others._speeds[DraftMode.OFF]
         self.decided |= others.decided
 
     @property
