@@ -105,7 +105,7 @@ class AdaptivePolicy(Policy):
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
         delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
-        for times in {times for d in rows if (times := self.measured.costs.draft_times(d))}:
+        for times in {self.measured.costs.draft_times(d) for d in rows}:
             np.maximum(delays[1:], times.mean_s(tokens), out=delays[1:])
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
         return delays * missed

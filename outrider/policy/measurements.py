@@ -90,7 +90,7 @@ class _Delays:
 
 
 class DraftTimes:
-    """The delays of one drafter's answers, from the commit to the arrival.
+    """The delays of one drafter's answers, from the commit to the arrival; 0 if none is known.
 
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
@@ -133,8 +133,7 @@ class DraftTimes:
 
     def contention_s(self, num_tokens: float) -> float:
         """Return the mean seconds by which a step beside a draft makes it late."""
-        beside = self._beside if self._beside.whole_s.weight else self._alone
-        return max(0.0, beside.mean_s(num_tokens) - self.mean_s(num_tokens))
+        return max(0.0, self._beside.mean_s(num_tokens) - self.mean_s(num_tokens))
 
     def mean_s(self, num_tokens: Num) -> Num:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
@@ -142,7 +141,8 @@ class DraftTimes:
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
-        return self.mean_s(num_tokens) + 4 * self._counting.whole_s.deviation
+        whole_s = self._counting.whole_s
+        return self.mean_s(num_tokens) + 4 * whole_s.deviation if whole_s.weight else math.inf
 
 
 class CostModel:
@@ -154,6 +154,7 @@ class CostModel:
         self.sizes = StepSizes()
         self.steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
+        self._unknown = DraftTimes()
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in a step that only verified."""
@@ -167,7 +168,7 @@ class CostModel:
 
     def known_draft_times(self, d: Drafting) -> DraftTimes:
         """Return what a row's drafts take, to be added to."""
-        times = self.draft_times(d) or DraftTimes()
+        times = self._drafts.get(d.drafter) or DraftTimes()
         remember(self._drafts, d.drafter, times)
         return times
 
@@ -176,6 +177,6 @@ class CostModel:
         run = self.sizes.run(self.num_rows, np.array(self.num_rows * (1 + k)))
         return self.steps.estimate(float(run))
 
-    def draft_times(self, d: Drafting) -> DraftTimes | None:
-        """Return what a row's drafts take; None if that is unknown."""
-        return self._drafts.get(d.drafter)
+    def draft_times(self, d: Drafting) -> DraftTimes:
+        """Return what a row's drafts take."""
+        return self._drafts.get(d.drafter, self._unknown)

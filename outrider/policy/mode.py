@@ -27,23 +27,17 @@ class Speed:
     """Committed tokens of a row over about the last `window` steps in one mode."""
 
     def __init__(self, window: float) -> None:
-        self._rate, self._step_s = Average(window), Average(window)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second; 0 if none is known."""
-        return self._rate.mean
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return self._step_s.mean
+        self._kept = 1.0 - 1.0 / window
+        self._tokens = self._seconds = self._steps = 0.0
+        self.rate = self.step_s = 0.0  # tokens per second, and mean seconds of a step, if known
 
     def add(self, tokens: float, seconds: float, steps: float) -> None:
         """Take in a step, or a share of one."""
         if seconds > 0.0 and steps > 0.0:
-            self._rate.add(tokens / seconds, seconds)
-            self._step_s.add(seconds / steps, steps)
+            self._tokens = self._kept * self._tokens + tokens
+            self._seconds = self._kept * self._seconds + seconds
+            self._steps = self._kept * self._steps + steps
+            self.rate, self.step_s = self._tokens / self._seconds, self._seconds / self._steps
 
 
 class ModeTrials:

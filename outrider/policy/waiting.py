@@ -50,11 +50,8 @@ class Waiting:
         gain_s = d.measured.gain * step_s
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
-        times = self._costs.draft_times(d)
-        if times is None:
-            return min(MAX_PATIENCE_S, gain_s)
-        k, share = d.num_draft_tokens, times.share.mean
-        d.measured.worth_waiting = times.mean_s(k) <= share * gain_s
+        k, times = d.num_draft_tokens, self._costs.draft_times(d)
+        d.measured.worth_waiting = times.mean_s(k) <= times.share.mean * gain_s
         return min(MAX_PATIENCE_S, gain_s, times.most_s(k)) if d.measured.worth_waiting else 0.0
 
     def microbatch_step_s(self, rows: Rows[Row]) -> float:
@@ -69,8 +66,6 @@ class Waiting:
             return 0.0
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
         k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
-        if times is None:
-            return 0.0
         step_s = self._costs.steps.estimate(half(len(rows)) * (1 + k))
         delay_s, drafting_s = times.mean_s(k), k * times.token_s
         together_s = self._costs.steps.estimate(len(rows) * (1 + k)) + delay_s
@@ -98,11 +93,7 @@ class Waiting:
         due = np.sort([self.due(d, now) for d, _ in awaited]) - now
         if microbatch_step_s:
             return now + _half_waits_s(len(ready), due, microbatch_step_s)
-        slowed = [
-            times.contention_s(d.num_draft_tokens)
-            for d, times in awaited
-            if times and not d.runs_ahead
-        ]
+        slowed = [t.contention_s(d.num_draft_tokens) for d, t in awaited if not d.runs_ahead]
         all_there_s = due[-1] + max(slowed, default=0.0)  # beside a step
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
@@ -115,9 +106,7 @@ class Waiting:
 
     def due(self, d: Drafting, now: float) -> float:
         """Return when a row's draft is expected; its deadline if it is overdue or unknown."""
-        times = self._costs.draft_times(d)
-        delay_s = 0.0 if times is None else times.mean_s(d.num_draft_tokens)
-        usual = d.round.committed_at + delay_s
+        usual = d.round.committed_at + self._costs.draft_times(d).mean_s(d.num_draft_tokens)
         return usual if now < usual < d.round.deadline else d.round.deadline
 
 
