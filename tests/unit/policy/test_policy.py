@@ -509,3 +509,15 @@ def test_blocks_that_came_before_their_commits_took_no_time() -> None:
     bench.run()
     times = policy.measured.costs.draft_times(Drafting(Offered(4), drafter="a "))
     assert times.mean_s(4) == times.most_s(4) == 0.0
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_short_answers_after_slow_first_drafts_are_soon_drafted_for(requests: int) -> None:
+    """The first request's drafts took 50 ms: nothing was drafted for ten others of 24 tokens."""
+    policy, now, drafted = AdaptivePolicy(4), 0.0, []
+    for i in range(4):
+        slow = {"delay_s": 0.05, "max_tokens": 400} if i == 0 else {"delay_s": 0.012}
+        bench = Bench(policy, requests, now, **{"max_tokens": 24} | slow)  # type: ignore[arg-type]
+        drafted.append(sum(stats.drafted for stats in bench.run()))
+        now = bench.now
+    assert min(drafted[2:]) > 10 * requests
