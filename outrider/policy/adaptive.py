@@ -129,7 +129,7 @@ class AdaptivePolicy(Policy):
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
-        self._idle_steps += 1
+        self._idle_steps += bool(step.proposer_ids)  # others would have to go without in any case
         tried = self._idle_steps > self._try_after
         if 2 * step.drafted > step.num_rows or self._idle_steps > self._try_after + TRY_STEPS:
             self._try_after = min(2 * self._try_after, MOST_STEPS) if tried else FEWEST_STEPS

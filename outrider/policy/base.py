@@ -61,7 +61,7 @@ class StepDone:
     prompt_tokens: int = 0  # processed
     prompts_only: bool = False  # all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted
-    proposer_ids: frozenset[str] = frozenset()  # of the step's rows
+    proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft
     may_run_ahead: bool = False  # one of them can
 
 

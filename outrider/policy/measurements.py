@@ -121,9 +121,10 @@ class DraftTimes:
     @property
     def _counting(self) -> _Delays:
         alone, beside = self._alone, self._beside
-        if not alone.whole_s.weight:
-            return beside
-        outdated = beside.whole_s.weight and beside.mean_s(alone.tokens.mean) < alone.whole_s.mean
+        if not (alone.whole_s.weight and beside.whole_s.weight):
+            return alone if alone.whole_s.weight else beside
+        as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
+        outdated = beside.whole_s.mean < alone.mean_s(as_long)
         return beside if outdated else alone
 
     @property

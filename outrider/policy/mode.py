@@ -58,11 +58,19 @@ class ModeTrials:
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
 
-    def share(self, others: ModeTrials) -> None:
-        """Go on from trials with other texts: what no drafts bring hardly depends on them."""
-        if others._speeds[DraftMode.OFF].rate:
-            self._speeds[DraftMode.OFF] = others._speeds[DraftMode.OFF]
-        self.decided |= others.decided
+    def take_over(self, before: ModeTrials, *, same_size: bool) -> None:
+        """Go on from trials of another size, or with other texts.
+
+        What no drafts bring hardly depends on the texts. A proposer that drafted for nobody has the
+        prompts to process.
+        """
+        if same_size:
+            self.decided |= before.decided
+            if before._speeds[DraftMode.OFF].rate:
+                self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
+        if self.mode.drafts and not before.mode.drafts:
+            self.catching_up = 4 * MOST_STEPS
+        self.settle()
 
     @property
     def on_trial(self) -> bool:
@@ -217,9 +225,7 @@ class ModeSelector:
             incumbent = before.incumbent if same_size else self.mode_at(size)
             self._known[size, sampled] = ModeTrials(1 << size - 1, self._modes, incumbent)
         self._size, self._sampled, self.current = size, sampled, self._known[size, sampled]
-        if same_size:
-            self.current.share(before)
-        self.current.settle()
+        self.current.take_over(before, same_size=same_size)
         return True
 
     def mode_at(self, size: int) -> DraftMode:

@@ -255,7 +255,7 @@ class DraftTracker:
         prompts.
         """
         self.account.step(step.tokens, step.num_rows, decoded=decoded)
-        ids = frozenset([d.proposer_id for d in rows if d.proposer_id is not None])
+        ids = frozenset([d.proposer_id for d in rows if d.proposer_id and d.offered.limit])
         self.policy.step_done(
             replace(
                 step,

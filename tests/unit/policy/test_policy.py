@@ -512,12 +512,26 @@ def test_blocks_that_came_before_their_commits_took_no_time() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 2])
-def test_short_answers_after_slow_first_drafts_are_soon_drafted_for(requests: int) -> None:
-    """The first request's drafts took 50 ms: nothing was drafted for ten others of 24 tokens."""
+@pytest.mark.parametrize("others", [0, 20])
+def test_short_answers_after_slow_first_drafts_are_soon_drafted_for(
+    requests: int, others: int
+) -> None:
+    """The first request's drafts took 50 ms: nothing was drafted for ten others of 24 tokens.
+
+    Nor are requests in between that want no drafts tries in vain.
+    """
     policy, now, drafted = AdaptivePolicy(4), 0.0, []
-    for i in range(4):
-        slow = {"delay_s": 0.05, "max_tokens": 400} if i == 0 else {"delay_s": 0.012}
-        bench = Bench(policy, requests, now, **{"max_tokens": 24} | slow)  # type: ignore[arg-type]
+
+    def run(max_tokens: int, delay_s: float, *, speculate: bool = True) -> None:
+        nonlocal now
+        wanted = SpeculationParams(enabled=speculate)
+        bench = Bench(policy, requests, now, delay_s, max_tokens=max_tokens, speculation=wanted)
         drafted.append(sum(stats.drafted for stats in bench.run()))
         now = bench.now
-    assert min(drafted[2:]) > 10 * requests
+
+    run(400, 0.05)
+    for _ in range(others):
+        run(24, 0.012, speculate=False)
+    for _ in range(3):
+        run(24, 0.012)
+    assert min(drafted[-2:]) > 10 * requests
