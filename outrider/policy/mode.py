@@ -58,19 +58,11 @@ class ModeTrials:
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
 
-    def take_over(self, before: ModeTrials, *, same_size: bool) -> None:
-        """Go on from trials of another size, or with other texts.
-
-        What no drafts bring hardly depends on the texts. A proposer that drafted for nobody has the
-        prompts to process.
-        """
-        if same_size:
-            self.decided |= before.decided
-            if before._speeds[DraftMode.OFF].rate:
-                self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
-        if self.mode.drafts and not before.mode.drafts:
-            self.catching_up = 4 * MOST_STEPS
-        self.settle()
+    def take_over(self, before: ModeTrials) -> None:
+        """Go on from trials with other texts: what no drafts bring hardly depends on them."""
+        self.decided |= before.decided
+        if before._speeds[DraftMode.OFF].rate:
+            self._speeds[DraftMode.OFF] = before._speeds[DraftMode.OFF]
 
     @property
     def on_trial(self) -> bool:
@@ -225,7 +217,9 @@ class ModeSelector:
             incumbent = before.incumbent if same_size else self.mode_at(size)
             self._known[size, sampled] = ModeTrials(1 << size - 1, self._modes, incumbent)
         self._size, self._sampled, self.current = size, sampled, self._known[size, sampled]
-        self.current.take_over(before, same_size=same_size)
+        if same_size:
+            self.current.take_over(before)
+        self.current.settle()
         return True
 
     def mode_at(self, size: int) -> DraftMode:
