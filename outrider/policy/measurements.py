@@ -36,7 +36,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
         self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
-        self._slope = 0.0  # seconds a token, over all sizes
+        self._slope: float = 0.0  # seconds a token, over all sizes
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one step."""
@@ -61,7 +61,9 @@ class StepTimes:
         smallest goes on.
         """
         beyond = np.maximum(0.0, num_tokens - self._tokens[-1])
-        return np.interp(num_tokens, self._tokens, self._seconds) + beyond * self._slope
+        within = np.interp(num_tokens, self._tokens, self._seconds)
+        seconds: NDArray[np.float64] = within + beyond * self._slope
+        return seconds
 
 
 class _Delays:

@@ -11,6 +11,8 @@ by powers of two, and for sampled texts apart from others.
 
 from __future__ import annotations
 
+import math
+
 from outrider.policy.averages import OUTLIER, Average
 from outrider.policy.base import DraftMode, StepDone
 from outrider.policy.measurements import remember
@@ -51,6 +53,7 @@ class ModeTrials:
         self.mode = self.incumbent = incumbent  # now, and but for a trial
         self.decided = False  # by a trial
         self.catching_up = 0  # steps at the most until a proposer has processed prompts
+        self._num_rows = num_rows
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in modes}
         self._last_tried = incumbent
@@ -96,8 +99,10 @@ class ModeTrials:
             current.add(tokens, seconds, rounds)
             # While the incumbent drafts, steps without any draft bring no trial nearer.
             self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
-            if self._steps_left <= 0.0:
-                self._end(self._is_better()) if self.on_trial else self._begin()
+            if self.on_trial and (self._steps_left <= 0.0 or self._is_lost()):
+                self._end(self._is_better())
+            elif self._steps_left <= 0.0:
+                self._begin()
 
     def _begin(self) -> None:
         """Try the next mode in turn, or one that is known to be faster."""
@@ -117,6 +122,12 @@ class ModeTrials:
         self.catching_up = 0 if answered > 0.5 else self.catching_up - 1
         if not self.catching_up and answered <= 0.5:
             self._end(won=False)
+
+    def _is_lost(self) -> bool:
+        tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
+        compared = self._trial_steps - self._steps_left
+        luck = 2.0 / math.sqrt(max(1.0, self._num_rows * compared))  # of so many rounds
+        return self.incumbent.drafts and tried.rate < (1.0 - luck) * best.rate
 
     def _is_better(self) -> bool:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]

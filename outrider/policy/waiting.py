@@ -97,7 +97,7 @@ class Waiting:
         all_there_s = due[-1] + max(slowed, default=0.0)  # beside a step
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
-        steps_s = self._costs.steps.estimates(np.arange(going + len(due) + 1) * float(per_row))
+        steps_s = self._costs.steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
         first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]
         first_s[:-1] = np.maximum(first_s[:-1], all_there_s)
