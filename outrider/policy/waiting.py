@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from outrider.policy.base import Measurements, R, Row
 from outrider.policy.row import Drafting
 
-MAX_PATIENCE_S = 0.25  # of a row with one draft: more is felt
+MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.25  # less is noise, more is felt
 LONG_STEPS = 3.0  # what a row waits at most for a first block, and at least while all is unknown
 
 
@@ -47,7 +47,7 @@ class Waiting:
             prefill_s = row.counters.prefill_s / num_running  # the step took all prompts
             allowed_s = min(MAX_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
             return max(0.0, d.awaited.since + allowed_s - d.round.committed_at)
-        gain_s = d.measured.gain * step_s
+        gain_s = max(MIN_PATIENCE_S, d.measured.gain * step_s)
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
         k, times = d.num_draft_tokens, self._costs.draft_times(d)
