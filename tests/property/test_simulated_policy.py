@@ -96,3 +96,12 @@ def test_rows_wait_for_drafts_that_take_longer_at_times(
     rounds = sum(s.rounds for s in stats if s is not None)
     undrafted = sum(s.fallback_rounds for s in stats if s is not None)
     assert undrafted < 0.12 * rounds
+
+
+def test_a_trial_that_finds_two_cohorts_brings_them_together() -> None:
+    """Their drafts are all slowed by each other's steps, and so none shows what waiting brings."""
+    plain = TwoDevices(32, 0.0, speculate=False)
+    plain.run(1.0)
+    world = OneDevice(32, 0.0, slow=0.35, slow_s=0.003, seed=2)
+    world.run(2.0)
+    assert world.rate(2.0) > 1.2 * plain.rate(2.0)
