@@ -81,7 +81,7 @@ class AsyncDrafts(Generic[S, D]):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a loop was launched and not taken."""
+        """Return whether a loop was launched and not taken."""
         return self._launched is not None
 
     def launch(

@@ -39,8 +39,9 @@ class LockstepPolicy(AdaptivePolicy):
         )
         for at, d in due:
             gain += d.measured.gain
-            if gain - rate * (at - now) > most:
-                best, most = at, gain - rate * (at - now)
+            ahead = gain - rate * (at - now)
+            if ahead > most:
+                best, most = at, ahead
         return best
 
 
