@@ -42,6 +42,11 @@ class DraftInput:
         )
 
 
+def features_of(rows: Sequence[DraftInput]) -> list[Tensor]:
+    """Return the features of rows that have any."""
+    return [row.features for row in rows if row.features is not None]
+
+
 class ChainDrafter(Protocol):
     """A faster way to draft chains after few tokens, over the model's own cache."""
 

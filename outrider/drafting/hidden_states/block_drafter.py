@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import AsyncLoop, DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput, features_of
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
@@ -109,7 +109,7 @@ class BlockDrafter:
             verify_output,
             self._read_trees if wide else self._read_sure,
             None if wide else self.head.chains,
-            lambda some: self._features.take([r.features for r in some if r.features is not None]),
+            lambda some: self._features.take(features_of(some)),
         )
 
     def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
@@ -190,7 +190,7 @@ class BlockDrafter:
         return min(num_tokens, self.head.max_depth)
 
     def _load(self, rows: Sequence[DraftInput]) -> None:
-        self._features.fill([row.features for row in rows if row.features is not None])
+        self._features.fill(features_of(rows))
 
     def _loop(self, shape: LoopShape) -> Tensor:
         """Run a loop and return what the head's trees are chosen from: int32 [rows, ...]."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import AsyncLoop, DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput, features_of
 from outrider.drafting.graphs.chains import draft_chains, run_loop, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, chains_of, read_chains
@@ -110,7 +110,7 @@ class RecurrentDrafter:
             verify_output,
             _read_grown if wide else _read_lines,
             None if wide else chains_of,
-            lambda some: self._features.take(_states(some)),
+            lambda some: self._features.take(features_of(some)),
         )
 
     def _drafts(
@@ -122,7 +122,7 @@ class RecurrentDrafter:
         if not self.captured:
             return eager(rows)
         return self._loops.drafts(
-            rows, read, eager, lambda some: self._features.fill(_states(some))
+            rows, read, eager, lambda some: self._features.fill(features_of(some))
         )
 
     def _eager_chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
@@ -133,7 +133,7 @@ class RecurrentDrafter:
 
     def _forward(self, rows: Sequence[DraftInput]) -> HeadForward:
         with torch.inference_mode():
-            states = torch.cat(_states(rows)).to(self.head.device, non_blocking=True)
+            states = torch.cat(features_of(rows)).to(self.head.device, non_blocking=True)
             return HeadForward(self.head, self._backend, self.page_size, states)
 
     def _loop(self, shape: LoopShape) -> Tensor:
@@ -161,10 +161,6 @@ def _read_lines(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess
 
 def _read_grown(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
     return [(nodes, b"") for nodes in read_trees(drafted, wanted)]
-
-
-def _states(rows: Sequence[DraftInput]) -> list[Tensor]:
-    return [row.features for row in rows if row.features is not None]
 
 
 def _output_shape(shape: LoopShape) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import DraftInput, features_of
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.block_attention import BlockAttention
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
@@ -138,7 +138,7 @@ class DFlashHead(BlockHead):
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:
-        features = torch.cat([row.features for row in rows if row.features is not None])
+        features = torch.cat(features_of(rows))
         context = pack([row.slice for row in rows], page_size, self.device)
         self._write(features.to(self.device, non_blocking=True), context)
         ready = [row for row in rows if row.wanted]

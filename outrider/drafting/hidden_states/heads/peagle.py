@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import DraftInput, features_of
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.drafting.hidden_states.heads.block import BlockHead
@@ -115,7 +115,7 @@ class PEagleHead(BlockHead):
             page_size,
             self.device,
         )
-        features = torch.cat([row.features for row in rows if row.features is not None])
+        features = torch.cat(features_of(rows))
         true = self._module.begin(features.to(self.device, non_blocking=True).to(self.dtype))
         # Of each token its state among the true ones, or the mask's, which is the last.
         ends = accumulate(counts)
