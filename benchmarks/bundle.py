@@ -44,19 +44,13 @@ class Wheels:
     drop: tuple[str, ...] = ()  # files (globs) likewise
 
 
-_CUTLASS = "4.8.1"
 WHEELS = {
     # flash-attn-4 with a page table.
     "attention": Wheels(
         (
-            "flash-attn-4==4.0.0b36",
-            f"nvidia-cutlass-dsl=={_CUTLASS}",
-            f"nvidia-cutlass-dsl-libs-base=={_CUTLASS}",
-            f"nvidia-cutlass-dsl-libs-core=={_CUTLASS}",
-            f"nvidia-cutlass-dsl-libs-cu13=={_CUTLASS}",
-            "apache-tvm-ffi==0.1.15",
-            "torch-c-dlpack-ext==0.1.5",
-            "quack-kernels==0.6.5",
+            *("flash-attn-4==4.0.0b36", "apache-tvm-ffi==0.1.15", "torch-c-dlpack-ext==0.1.5"),
+            *("nvidia-cutlass-dsl==4.8.1", "quack-kernels==0.6.5"),
+            *(f"nvidia-cutlass-dsl-libs-{part}==4.8.1" for part in ("base", "core", "cu13")),
         ),
         resolve=False,
     ),
@@ -126,8 +120,7 @@ def _wheels(name: str, python: str, present: frozenset[str], cache: Path) -> Ite
         pins = [
             pin
             for pin in _resolve(name, python)
-            if _name(pin) not in leave_out
-            and not any(fnmatch.fnmatch(_name(pin), glob) for glob in bundle.skip)
+            if _name(pin) not in leave_out and not _matches(_name(pin), bundle.skip)
         ]
     folder = cache / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,6 +158,10 @@ def _name(pin: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[=<>\[; ]", pin, maxsplit=1)[0]).lower()
 
 
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, glob) for glob in globs)
+
+
 def _names(frozen: str) -> frozenset[str]:
     return frozenset(_name(line.strip()) for line in frozen.splitlines() if line.strip())
 
@@ -172,11 +169,7 @@ def _names(frozen: str) -> frozenset[str]:
 def _unzip(bundle: Wheels, wheels: Iterator[Path], tree: Path) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
-            kept = [
-                n
-                for n in archive.namelist()
-                if not any(fnmatch.fnmatch(n, glob) for glob in bundle.drop)
-            ]
+            kept = [n for n in archive.namelist() if not _matches(n, bundle.drop)]
             archive.extractall(tree, kept)
 
 

@@ -42,6 +42,11 @@ _STD = 0.02
 # and two powers of two whose product lifts it to a logit of minus many thousands.
 _TINY, GAIN, PENALTY = 2.0**-12, 2.0**24, 2.0**12
 _LAYERS_PER_FILE = 4
+_OF_LAYER = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
+)
 
 
 class ShapeError(Exception):
@@ -163,20 +168,9 @@ class Inflation:
             down[:d, :f] = self._moved(mlp.down_proj.weight)
             ours = (layer.input_layernorm, layer.post_attention_layernorm)
             norms = [self._norm(norm.weight) for norm in ours]
-        return {
-            f"model.layers.{i}.{name}.weight": tensor
-            for name, tensor in {
-                "self_attn.q_proj": q,
-                "self_attn.k_proj": k,
-                "self_attn.v_proj": v,
-                "self_attn.o_proj": o,
-                "mlp.gate_proj": gate,
-                "mlp.up_proj": up,
-                "mlp.down_proj": down,
-                "input_layernorm": norms[0],
-                "post_attention_layernorm": norms[1],
-            }.items()
-        }
+        tensors = (q, k, v, o, gate, up, down, *norms)
+        names = [f"model.layers.{i}.{name}.weight" for name in _OF_LAYER]
+        return dict(zip(names, tensors, strict=True))
 
     def _query_heads(self) -> Tensor:
         """Return the places of the small model's query heads, the first ones of their group."""

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from benchmarks.lib import prompts, report
@@ -92,14 +92,8 @@ def _run(args: argparse.Namespace) -> int:
             table.append(Row(weights, cache, found.nats, more, agreement(wanted, found)))
     head = ["weights", "KV cache", "nats per token", "more", "perplexity", "greedy agreement"]
     lines = [
-        [
-            row.weights,
-            row.kv_cache_dtype,
-            f"{row.nats_per_token:.4f}",
-            f"{row.more_nats:+.4f}",
-            f"{math.exp(row.nats_per_token):.3f}",
-            f"{100 * row.agreement:.1f} %",
-        ]
+        [row.weights, row.kv_cache_dtype, f"{row.nats_per_token:.4f}", f"{row.more_nats:+.4f}"]
+        + [f"{math.exp(row.nats_per_token):.3f}", f"{100 * row.agreement:.1f} %"]
         for row in table
     ]
     report.publish(
@@ -140,12 +134,8 @@ def scores(model: LLM, texts: Sequence[list[int]], starts: Sequence[list[int]]) 
 
 def agreement(wanted: Scores, found: Scores) -> float:
     """Return the share of equal choices."""
-    same = [
-        a == b
-        for texts in zip(wanted.choices, found.choices, strict=True)
-        for a, b in zip(*texts, strict=True)
-    ]
-    return sum(same) / len(same)
+    pairs = list(zip(chain(*wanted.choices), chain(*found.choices), strict=True))
+    return sum(a == b for a, b in pairs) / len(pairs)
 
 
 if __name__ == "__main__":

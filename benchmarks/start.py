@@ -11,11 +11,12 @@ that Python or the wheels in that folder.
 from __future__ import annotations
 
 import argparse
-import http.client
+import contextlib
 import json
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _BODY: dict[str, Any] = {
     "prompt": "def fibonacci(n):",
     "max_tokens": 128,
     "temperature": 0,
+    "ignore_eos": True,
 }
 
 
@@ -100,22 +102,18 @@ def _start(
 
 def _first_text(args: argparse.Namespace, child: Child, began: float) -> tuple[float, float]:
     """Return the seconds to the first token, and from it to the last."""
-    body = json.dumps(_BODY | {"stream": True, "ignore_eos": True})
+    url, body = f"http://127.0.0.1:{args.port}/v1/completions", _BODY | {"stream": True}
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)
     while time.perf_counter() - began < args.timeout and child.running:
-        connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=args.timeout)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", body, headers)
-            response = connection.getresponse()
-            if response.status == http.HTTPStatus.OK:
-                response.readline()
-                first = time.perf_counter()
-                response.read()
-                return first - began, time.perf_counter() - first
-        except OSError:
-            pass  # nothing listens yet
-        finally:
-            connection.close()
+        with (
+            contextlib.suppress(OSError),  # nothing listens yet, or it does not serve yet
+            urllib.request.urlopen(request, timeout=args.timeout) as response,
+        ):
+            response.readline()
+            first = time.perf_counter()
+            response.read()
+            return first - began, time.perf_counter() - first
         time.sleep(_POLL_S)
     raise ProcessError(f"the server gave no token in {args.timeout:.0f} s{child.tail()}")
 

@@ -14,11 +14,11 @@ written after each concurrency.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, module_child, stopping
 from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import Run, TokenIds
+from benchmarks.lib.stack import samples
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
@@ -38,6 +39,8 @@ _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
 _TITLE = "vLLM with Outrider's proposers"
 _PORT, _DATA_PORT, _METRICS_PORT = 7001, 7002, 7003
 _PORTS = f"--port {_PORT} --data-port {_DATA_PORT} --metrics-port {_METRICS_PORT}"
+# Metrics of the draft side, and the label that tells their parts.
+_COUNTED = {"proposers_attached": "", "pool_rounds_total": "fate", "round_seconds_total": "part"}
 _FATES = ("hit", "waited", "late", "wrong", "none")
 _PARTS = ("propose", "network", "wait", "score")
 _KV_CACHE_BYTES = 6 << 30  # then --vllm-memory is just what must be free at the start
@@ -53,26 +56,22 @@ class _Drafted(VllmSystem):
         """Wait until the proposer drafts for the engine. Raises `ProcessError`."""
         self.proposer.ready(timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not self.count("proposers_attached"):
+        while not self.counts()["proposers_attached"]:
             if time.monotonic() > deadline or not self.proposer.running:
                 raise ProcessError(f"the proposer was not attached{self.proposer.tail()}")
             time.sleep(0.2)
 
-    def count(self, name: str, *labels: str) -> float:
-        """Return the sum of a metric of the draft side. Raises `ProcessError`."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{_METRICS_PORT}", timeout=10) as page:
-                lines = page.read().decode().splitlines()
-        except OSError as error:
-            raise ProcessError(f"the draft side's metrics: {error}") from None
-        found = [line for line in lines if line.startswith(f"outrider:{name}{{")]
-        told = [line for line in found if all(label in line for label in labels)]
-        return sum(float(line.rpartition(" ")[2]) for line in told)
+    def counts(self) -> dict[str, float]:
+        """Return proposers, rounds by their drafts' fate, and seconds by part, so far.
 
-    def rounds(self) -> dict[str, float]:
-        """Return the rounds by what became of their drafts, and seconds of their parts so far."""
-        fates = {f: self.count("pool_rounds_total", f'fate="{f}"') for f in _FATES}
-        return fates | {p: self.count("round_seconds_total", f'part="{p}"') for p in _PARTS}
+        Raises `ProcessError`.
+        """
+        found = dict.fromkeys(("proposers_attached", *_FATES, *_PARTS), 0.0)
+        for sample in samples(f"http://127.0.0.1:{_METRICS_PORT}"):
+            if (label := _COUNTED.get(name := sample.name.removeprefix("outrider:"))) is not None:
+                key = sample.labels.get(label, name)
+                found[key] = found.get(key, 0.0) + sample.value
+        return found
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`."""
@@ -108,38 +107,31 @@ def _run(args: argparse.Namespace) -> int:
     cells: list[Cell] = []
     notes: list[str] = []
     failures: dict[str, str] = {}
-    children: list[Child] = []
-    text = ""
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping(children):
-            systems = _start(args, Path(folder), children, failures)
-            for n in args.concurrency:
-                requests = max(2, args.waves * n)
-                for rounds in (1, args.rounds):  # the first compiles, and lets the policy learn
-                    before = _rounds(systems)
-                    plan = Plan(n, rounds, requests)
-                    found = measure(systems, plan, loaded, args.max_tokens, children, failures)
-                    for system in systems:
-                        if system.name in failures:
-                            system.worker.child.stop()
-                    systems = [system for system in systems if system.name not in failures]
-                cells += found
-                notes += _told(n, before, _rounds(systems))
-                failed = [f"- {name} failed: {why}" for name, why in failures.items()]
-                setup["notes"] = [*notes, *failed]
-                text = report.write_cells(cells, lambda _: _BASE, setup, _TITLE, args.out)
-    finally:
-        print(text, flush=True)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping([]) as children:
+        systems = _start(args, Path(folder), children, failures)
+        for n in args.concurrency:
+            for rounds in (1, args.rounds):  # the first compiles, and lets the policy learn
+                before = _rounds(systems)
+                plan = Plan(n, rounds, max(2, args.waves * n))
+                found = measure(systems, plan, loaded, args.max_tokens, children, failures)
+                for system in systems:
+                    if system.name in failures:
+                        system.worker.child.stop()
+                systems = [system for system in systems if system.name not in failures]
+            cells += found
+            notes += _told(n, before, _rounds(systems))
+            failed = [f"- {name} failed: {why}" for name, why in failures.items()]
+            setup["notes"] = [*notes, *failed]
+            print(report.write_cells(cells, lambda _: _BASE, setup, _TITLE, args.out), flush=True)
     return 0 if cells else 2
 
 
 def _rounds(systems: Sequence[VllmSystem]) -> dict[str, float]:
-    ours = [system for system in systems if isinstance(system, _Drafted)]
-    try:
-        return ours[0].rounds() if ours else {}
-    except ProcessError as error:
-        say(str(error))
-        return {}
+    for system in systems:
+        if isinstance(system, _Drafted):
+            with contextlib.suppress(ProcessError):  # its next run tells why
+                return system.counts()
+    return {}
 
 
 def _told(concurrency: int, before: dict[str, float], after: dict[str, float]) -> list[str]:

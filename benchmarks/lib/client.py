@@ -35,9 +35,9 @@ class Job:
 
 
 class Client:
-    """Channels to a scorer and, if its address is given, a gateway."""
+    """Channels to a scorer and a gateway."""
 
-    def __init__(self, scorer: str, gateway: str | None) -> None:
+    def __init__(self, scorer: str, gateway: str) -> None:
         self._runner = asyncio.Runner()
         self._runner.run(self._connect(scorer, gateway))
 
@@ -89,12 +89,10 @@ class Client:
             stream = self._scorer.Generate(alone, timeout=timeout_s)
         return stream
 
-    async def _connect(self, scorer: str, gateway: str | None) -> None:
-        self._channels = [open_channel(scorer)]
+    async def _connect(self, scorer: str, gateway: str) -> None:
+        self._channels = [open_channel(scorer), open_channel(gateway)]
         self._scorer = ScorerServiceStub(self._channels[0])
-        if gateway is not None:
-            self._channels.append(open_channel(gateway))
-            self._gateway = generation_pb2_grpc.GenerationServiceStub(self._channels[1])
+        self._gateway = generation_pb2_grpc.GenerationServiceStub(self._channels[1])
 
     async def _disconnect(self) -> None:
         for channel in self._channels:

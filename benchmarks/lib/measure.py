@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ def measure(
             if failures is not None and system.name in failures:
                 continue
             before = system.stack.step_seconds() if isinstance(system, OutriderSystem) else {}
-            cpu = _CpuWatch(children)
+            cpu = _foreign_cpu_seconds(children)
             try:
                 run = system.run(group, max_tokens, plan.concurrency)
             except ProcessError as error:
@@ -68,12 +69,13 @@ def measure(
                 failures[system.name] = str(error)
                 say(f"{system.name} failed: {error}")
                 continue
-            cell.foreign_cpu.append(cpu.foreign_seconds() / run.wall_s)
+            spent = max(0.0, _foreign_cpu_seconds(children) - cpu)
+            cell.foreign_cpu.append(spent / run.wall_s)
             cell.runs.append(run)
             if isinstance(system, OutriderSystem):
                 for part, seconds in system.stack.step_seconds().items():
-                    spent = seconds - before.get(part, 0.0)
-                    cell.step_seconds[part] = cell.step_seconds.get(part, 0.0) + spent
+                    seconds += cell.step_seconds.get(part, 0.0) - before.get(part, 0.0)
+                    cell.step_seconds[part] = seconds
             say(
                 f"{plan.concurrency:>2} concurrent, round {r + 1}/{plan.rounds}: "
                 f"{system.name}: {run.tokens_per_s:.1f} tok/s"
@@ -86,20 +88,10 @@ def measure(
     return [cell for cell in cells if len(cell.runs) == plan.rounds]
 
 
-class _CpuWatch:
-    """CPU time that neither this process nor its children used."""
-
-    def __init__(self, children: Sequence[Child]) -> None:
-        self._children = children
-        self._start = self._reading()
-
-    def foreign_seconds(self) -> float:
-        return max(0.0, self._reading() - self._start)
-
-    def _reading(self) -> float:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
-        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        times = os.times()
-        pids = [child.pid for child in self._children if child.running]
-        return busy - times.user - times.system - cpu_seconds(pids)
+def _foreign_cpu_seconds(children: Sequence[Child]) -> float:
+    """Return the CPU time so far that neither this process nor its children used."""
+    first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    pids = [child.pid for child in children if child.running]
+    return busy - time.process_time() - cpu_seconds(pids)

@@ -21,6 +21,10 @@ from benchmarks.lib.prompts import Prompts
 
 _LIBRARIES = ("outrider", "torch", "transformers", "grpcio", "protobuf")
 _PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "gap", "round")
+_NUMBERS = {
+    **{"ratio": ("ratio", 2), "TTFT ms": ("ttft_ms", 0), "TPOT ms": ("tpot_ms", 1)},
+    **{"acc. length": ("mean_acceptance_length", 2), "tok/round": ("tokens_per_round", 2)},
+}
 _SHOWN = ("date", "commit", "gpu", "cpu", "cores", "torch", "transformers", "prompts", "max_tokens")
 
 
@@ -121,21 +125,12 @@ def markdown(found: dict[str, Any], title: str) -> str:
 
 
 def _speeds(rows: Sequence[dict[str, Any]]) -> list[str]:
-    names = ["system", "tok/s", "min-max", "ratio", "TTFT ms", "TPOT ms"]
-    names += ["acc. length", "tok/round", "acceptance", "hits"]
+    names = ["system", "tok/s", "min-max", *_NUMBERS, "acceptance", "hits"]
     body = [
-        [
-            r["system"],
-            number(r["tokens_per_s"], 1),
-            f"{r['tokens_per_s_min']:.0f}-{r['tokens_per_s_max']:.0f}",
-            number(r["ratio"]),
-            number(r["ttft_ms"], 0),
-            number(r["tpot_ms"], 1),
-            number(r.get("mean_acceptance_length")),
-            number(r.get("tokens_per_round")),
-            share(r.get("acceptance_rate")),
-            share(r.get("hit_rate")),
-        ]
+        [r["system"], number(r["tokens_per_s"], 1)]
+        + [f"{r['tokens_per_s_min']:.0f}-{r['tokens_per_s_max']:.0f}"]
+        + [number(r.get(name), digits) for name, digits in _NUMBERS.values()]
+        + ["" if r.get(n) is None else f"{r[n]:.0%}" for n in ("acceptance_rate", "hit_rate")]
         for r in sorted(rows, key=lambda r: -r["tokens_per_s"])
     ]
     return table(names, body)
@@ -167,11 +162,6 @@ def write(found: dict[str, Any], text: str, out: Path) -> None:
 def number(value: float | None, digits: int = 2) -> str:
     """Return a table's cell, empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def share(value: float | None) -> str:
-    """Return a share as percent, empty for None."""
-    return "" if value is None else f"{value:.0%}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.lib.client import Client, Job
 from benchmarks.lib.processes import Child, ProcessError, module_child
@@ -57,7 +58,6 @@ class StackConfig:
     scorer_flags: tuple[str, ...] = ()
     proposer_flags: tuple[str, ...] = ()
     in_process: bool = False  # the scorer drafts by its one method
-    gateway: bool = True
     unix: bool = False  # the scorer listens on a Unix socket
     proxy: bool = False  # a delay proxy stands before the scorer
 
@@ -87,12 +87,9 @@ class Stack:
             self._proxy = self._spawn("proxy", [*command], {})
             self._proxy_at = self._proxy.ready(config.start_timeout_s)["address"]
         self._metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
-        gateway_at = None
-        if config.gateway:
-            flags = ("--scorer", self._scorer_at, "--http-port", 0, "--grpc-port", 0)
-            gateway = self._start("gateway", "gateway", *flags, "--model", config.model)
-            gateway_at = gateway.ready(config.start_timeout_s)["grpc"]
-        self.client = Client(self._scorer_at, gateway_at)
+        flags = ("--scorer", self._scorer_at, "--http-port", 0, "--grpc-port", 0)
+        gateway = self._start("gateway", "gateway", *flags, "--model", config.model)
+        self.client = Client(self._scorer_at, gateway.ready(config.start_timeout_s)["grpc"])
 
     def close(self) -> None:
         """Close the client. The owner of `children` stops the processes."""
@@ -162,10 +159,8 @@ class Stack:
 
         `gap` is the time between a result and the next launch, `gaps` the number of gaps.
         """
-        with urllib.request.urlopen(self._metrics_url, timeout=_RPC_TIMEOUT_S) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
         seconds: dict[str, float] = {}
-        for sample in (sample for family in families for sample in family.samples):
+        for sample in samples(self._metrics_url):
             part = sample.labels.get("part", "")
             if sample.name == "outrider:step_time_seconds_sum":
                 seconds[part] = sample.value
@@ -222,6 +217,16 @@ class OutriderSystem:
         names = ("rounds", "drafted", "accepted")
         counts = (int(sum(c.stats[name] for c in completions)) for name in names)
         return Run(completions, wall_s, *counts)
+
+
+def samples(url: str) -> list[Sample]:
+    """Return the metrics of a process. Raises `ProcessError`."""
+    try:
+        with urllib.request.urlopen(url, timeout=_RPC_TIMEOUT_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+    except OSError as error:
+        raise ProcessError(f"metrics at {url}: {error}") from None
+    return [sample for family in families for sample in family.samples]
 
 
 def _scorer_flags(config: StackConfig) -> tuple[str, ...]:
