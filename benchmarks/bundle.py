@@ -187,9 +187,8 @@ def _pack(tree: Path) -> Path:
         tar.add(tree, arcname=".")
     # xz unpacks blocks with several threads; weights are numbers of two bytes.
     tuned = "preset=6,lp=1,lc=3,pb=1" if tree.name == WEIGHTS else "preset=6"
-    subprocess.run(
-        ["xz", "--threads=0", "--block-size=32MiB", f"--lzma2={tuned}", str(plain)], check=True
-    )
+    command = ["xz", "--threads=0", "--block-size=32MiB", f"--lzma2={tuned}", str(plain)]
+    subprocess.run(command, check=True)
     return plain.with_suffix(".tar.xz")
 
 

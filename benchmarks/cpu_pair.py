@@ -183,7 +183,8 @@ class Bench:
         place, room = VllmPlace(args.vllm_python, {}), args.max_prompt_tokens + args.max_tokens + 64
         config = speculative_config("draft_model", self._draft, args.num_speculative_tokens)
         for method, speculation in (("draft_model", config), ("none", None)):
-            engine = VllmEngine(place, self._target, room, speculation=speculation)
+            options = {"speculative_config": speculation}
+            engine = VllmEngine(place, self._target, room, options=options)
             worker = engine.start(self._log_dir, self._children)
             systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))
         return systems

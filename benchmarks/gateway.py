@@ -58,12 +58,8 @@ def _run(args: argparse.Namespace) -> int:
                 say(f"round {number}, {face}, {workers} workers: {cell}")
                 cells.setdefault((face, workers), []).append(cell)
     rows: list[dict[str, Any]] = [
-        {
-            "face": face,
-            "workers": n,
-            **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
-            "runs": runs,
-        }
+        {"face": face, "workers": n, "runs": runs}
+        | {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for (face, n), runs in cells.items()
     ]
     columns = ("gateway_us", "messages_per_s", "gateway_cores", "scorer_us", "client_us")

@@ -127,7 +127,7 @@ class Bench:
             modes["vllm draft_model"] = speculative_config("draft_model", draft, k)
         for name, speculation in modes.items():
             try:
-                self._peers.append(peers.start(name, speculation))
+                self._peers.append(peers.start(name, speculative_config=speculation))
             except ProcessError as error:
                 self._note(f"{name} was left out: {error}")
 

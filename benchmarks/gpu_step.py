@@ -35,7 +35,7 @@ from benchmarks.inflate import SHAPES
 from benchmarks.lib import report
 from benchmarks.lib.engine_step import EngineSteps, StepTimes
 from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama
-from benchmarks.lib.processes import Child, ProcessError, Worker, stopping
+from benchmarks.lib.processes import ProcessError, Worker, stopping
 from benchmarks.lib.program import arguments, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace
 from outrider.config import KV_CACHE_DTYPES
@@ -112,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--model", type=Path, help="a checkpoint folder")
     p.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of random weights")
     p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
-    p.add_argument(
-        "--quantization", choices=("none", *DTYPES), nargs="+", default=["none"], help="one or more"
-    )
+    p.add_argument("--quantization", choices=("none", *DTYPES), nargs="+", default=["none"])
     p.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
     p.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts to time")
     p.add_argument("--query-lens", type=int, nargs="+", default=[1, 5])
@@ -199,9 +197,8 @@ def _vllm(
         say("*** vLLM is left out: --vllm was not given ***")
         return table
     wanted = [r for r in table if r.query_len == 1 and r.context in args.vllm_context]
-    children: list[Child] = []
     found: dict[tuple[int, int], float] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as work, stopping(children):
+    with tempfile.TemporaryDirectory(prefix="bench-") as work, stopping([]) as children:
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(work)
         options = {"load_format": "dummy", "skip_tokenizer_init": True}

@@ -111,7 +111,7 @@ class Bench:
             ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=captured),
             dtype=torch.float32,
         )
-        self._loop = Loop.of(model, max_k)
+        self._loop = Loop(model, max_k)
         self._max_k = max_k
         self._sessions = 0
 

@@ -46,8 +46,7 @@ def _run(args: argparse.Namespace) -> int:
         memory = {} if args.kv_cache_memory is None else {"kv_cache_memory": args.kv_cache_memory}
         with LLM(str(args.model), max_model_len=_CONTEXT, max_num_seqs=args.rows, **memory) as llm:
             rates = _rates(args, rng, {"loop": partial(_loop, llm), _OURS: partial(_generate, llm)})
-        children: list[Child] = []
-        with stopping(children):
+        with stopping([]) as children:
             if place := VllmPlace.find(args.vllm):
                 peer = _vllm(args, place, Path(scratch), children)
                 rates |= _rates(args, rng, {"vllm": peer})

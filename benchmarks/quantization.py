@@ -92,8 +92,11 @@ def _run(args: argparse.Namespace) -> int:
             table.append(Row(weights, cache, found.nats, more, agreement(wanted, found)))
     head = ["weights", "KV cache", "nats per token", "more", "perplexity", "greedy agreement"]
     lines = [
-        [row.weights, row.kv_cache_dtype, f"{row.nats_per_token:.4f}", f"{row.more_nats:+.4f}"]
-        + [f"{math.exp(row.nats_per_token):.3f}", f"{100 * row.agreement:.1f} %"]
+        [
+            *(row.weights, row.kv_cache_dtype, f"{row.nats_per_token:.4f}"),
+            *(f"{row.more_nats:+.4f}", f"{math.exp(row.nats_per_token):.3f}"),
+            f"{100 * row.agreement:.1f} %",
+        ]
         for row in table
     ]
     report.publish(

@@ -30,11 +30,8 @@ from outrider.models.resolve import resolve_model
 
 _POLL_S = 0.1
 _BODY: dict[str, Any] = {
-    "model": "default",
-    "prompt": "def fibonacci(n):",
-    "max_tokens": 128,
-    "temperature": 0,
-    "ignore_eos": True,
+    **{"model": "default", "prompt": "def fibonacci(n):", "max_tokens": 128, "temperature": 0},
+    **{"ignore_eos": True, "stream": True},
 }
 
 
@@ -91,20 +88,16 @@ def _start(
         first_token_s, text_s = _first_text(args, children[0], began)
         found = [line.partition("started in ")[2].strip() for line in children[0].log_lines()]
     say(f"{name}, start {number}: first token after {first_token_s:.1f} s")
-    return {
-        "server": name,
-        "start": str(number),
-        "first_token_s": first_token_s,
-        "text_s": text_s,
-        "phases": next(filter(None, found), ""),
-    }
+    times = {"first_token_s": first_token_s, "text_s": text_s}
+    phases = next(filter(None, found), "")
+    return {"server": name, "start": str(number), **times, "phases": phases}
 
 
 def _first_text(args: argparse.Namespace, child: Child, began: float) -> tuple[float, float]:
     """Return the seconds to the first token, and from it to the last."""
-    url, body = f"http://127.0.0.1:{args.port}/v1/completions", _BODY | {"stream": True}
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers)
+    url = f"http://127.0.0.1:{args.port}/v1/completions"
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(_BODY).encode(), headers)
     while time.perf_counter() - began < args.timeout and child.running:
         with (
             contextlib.suppress(OSError),  # nothing listens yet, or it does not serve yet

@@ -162,19 +162,19 @@ def _start(
     }
     if args.eagle3:
         speculations[_EAGLE3] = speculative_config("eagle3", args.eagle3, k)
-    fitting: dict[str, object] = {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
-    if args.device == "cpu":
-        fitting = {"enforce_eager": True}
+    on_cpu = args.device == "cpu"
+    fitting = {"enforce_eager": True} if on_cpu else {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
 
     def start(name: str) -> VllmSystem | None:
         gpu = args.gpus[0 if name in (_BASE, _OURS) else -1]
         peers = GpuPeers(place, args, log_dir, children, gpu)
+        options = fitting | {"speculative_config": speculations[name]}
         try:
             if name != _OURS:
-                return peers.start(name, speculations[name], **fitting)
+                return peers.start(name, **options)
             proposer = _proposer(args, draft, log_dir, children)
             ports = {"outrider": _PORTS}
-            engine = peers.start(name, speculations[name], **fitting, additional_config=ports)
+            engine = peers.start(name, **options, additional_config=ports)
             system = _Drafted(**vars(engine), proposer=proposer)
             system.wait_attached(args.start_timeout)
             return system

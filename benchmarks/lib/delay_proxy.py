@@ -39,14 +39,15 @@ class DelayProxy:
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> DelayProxy:
         """Listen."""
         for target in self._targets:
             accept = functools.partial(self._accept, target)
             server = await asyncio.start_server(accept, self._host, _port(target))
             self._servers.append(server)
+        return self
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop listening and break open connections."""
         for server in self._servers:
             server.close()
@@ -60,13 +61,6 @@ class DelayProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def __aenter__(self) -> DelayProxy:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def _accept(
         self, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -146,17 +140,16 @@ def main() -> None:
     asyncio.run(_serve(DelayProxy(*args.target, host=args.host)))
 
 
-async def _serve(proxy: DelayProxy) -> None:
-    await proxy.start()
-    print("ready " + json.dumps({"address": proxy.address}), flush=True)
-    lines = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    while line := await lines.readline():
-        for name, value in json.loads(line).items():
-            setattr(proxy, name, value)
-        print(json.dumps(proxy.num_bytes), flush=True)
-    await proxy.stop()
+async def _serve(listening: DelayProxy) -> None:
+    async with listening as proxy:
+        print("ready " + json.dumps({"address": proxy.address}), flush=True)
+        lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            for name, value in json.loads(line).items():
+                setattr(proxy, name, value)
+            print(json.dumps(proxy.num_bytes), flush=True)
 
 
 if __name__ == "__main__":

@@ -94,17 +94,15 @@ class EngineSteps:
         pages = -(-(context + query_len) // self._model.page_size)
         scheduled = []
         for i in range(rows):
-            request = _request(i, 2)
             seq = Row(
-                request,
+                _request(i, 2),
                 max_len=self._model.max_model_len,
                 stop_ids=frozenset(),
                 drafting=Drafting(Offered(query_len - 1)),
                 submitted_at=0.0,
             )
             tokens = tuple(range(1, query_len + 1))
-            table = list(range(i * pages, (i + 1) * pages))
-            row = RowSlice(tokens, context, table, query_len)
+            row = RowSlice(tokens, context, list(range(i * pages, (i + 1) * pages)), query_len)
             scheduled.append(ScheduledRow(seq, row, tokens[1:]))
         return Step(tuple(scheduled), rows * query_len)
 

@@ -63,14 +63,9 @@ def engine_of(
 class Loop:
     """Runs requests one after the other."""
 
-    def __init__(self, engine: Engine, streams: HiddenStateStreams | None = None) -> None:
-        self._engine = engine
-        self._streams = streams
-
-    @staticmethod
-    def of(model: PagedModel, k: int) -> Loop:
-        """Return a loop whose engine drafts `k` tokens in every round."""
-        return Loop(*engine_of(model, engine_config(model, k), k))
+    def __init__(self, model: PagedModel, k: int) -> None:
+        """Make an engine that drafts `k` tokens in every round."""
+        self._engine, self._streams = engine_of(model, engine_config(model, k), k)
 
     def run(self, request: Request, method: Proposer | None, k: int) -> Outcome:
         """Run a request with drafts of at most `k` tokens."""

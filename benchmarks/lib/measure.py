@@ -76,10 +76,8 @@ def measure(
                 for part, seconds in system.stack.step_seconds().items():
                     seconds += cell.step_seconds.get(part, 0.0) - before.get(part, 0.0)
                     cell.step_seconds[part] = seconds
-            say(
-                f"{plan.concurrency:>2} concurrent, round {r + 1}/{plan.rounds}: "
-                f"{system.name}: {run.tokens_per_s:.1f} tok/s"
-            )
+            where = f"{plan.concurrency:>2} concurrent, round {r + 1}/{plan.rounds}"
+            say(f"{where}: {system.name}: {run.tokens_per_s:.1f} tok/s")
     for system, cell in zip(chosen, cells, strict=True):
         # With many requests the policy may choose not to draft, and prompt lookup may find nothing.
         speculates = isinstance(system, OutriderSystem) and system.method not in ("none", "ngram")

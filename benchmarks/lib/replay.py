@@ -159,13 +159,13 @@ def _drafts(proposer: Proposer, sessions: Sequence[int]) -> Mapping[int, DraftTr
 
 def _agreeing(tree: DraftTree, text: Sequence[int]) -> int:
     """Return the number of nodes on the path along `text`."""
-    node, depth = -1, 0
-    while depth < len(text):
+    node = -1
+    for depth in range(len(text)):
         child = tree.descend(text[depth : depth + 1], node)
         if child is None:
-            break
-        node, depth = child, depth + 1
-    return depth
+            return depth
+        node = child
+    return len(text)
 
 
 def lengths(

@@ -66,23 +66,21 @@ def document(
 ) -> dict[str, Any]:
     """Return the results of systems; `baseline_of` names the system that ratios are to."""
     by_key = {(c.concurrency, c.system): c for c in cells}
-    results = []
-    for cell in cells:
+
+    def result(cell: Cell) -> dict[str, Any]:
         reference = by_key.get((cell.concurrency, baseline_of(cell.system)))
-        results.append(
-            {
-                "system": cell.system,
-                "concurrency": cell.concurrency,
-                **stats.speeds(cell),
-                **stats.speculation(cell),
-                "ratio": None if reference is None else stats.ratio(cell, reference),
-                "reference": None if reference is None else reference.system,
-                "accepted_per_position": stats.accepted_per_position(cell),
-                "round_ms": stats.round_parts(cell),
-                "rounds_tokens_per_s": [run.tokens_per_s for run in cell.runs],
-            }
-        )
-    return {"setup": setup, "results": results}
+        return {
+            **{"system": cell.system, "concurrency": cell.concurrency},
+            **stats.speeds(cell),
+            **stats.speculation(cell),
+            "ratio": None if reference is None else stats.ratio(cell, reference),
+            "reference": None if reference is None else reference.system,
+            "accepted_per_position": stats.accepted_per_position(cell),
+            "round_ms": stats.round_parts(cell),
+            "rounds_tokens_per_s": [run.tokens_per_s for run in cell.runs],
+        }
+
+    return {"setup": setup, "results": [result(cell) for cell in cells]}
 
 
 def write_cells(

@@ -69,6 +69,7 @@ class Stack:
         self.config = config
         self._children = children
         self._log_dir = log_dir
+        self._socket = log_dir / "scorer.sock"
         self._attached: Counter[str] = Counter(config.methods if config.in_process else ())
         # The proxy takes the ports of the scorer on another loopback address.
         ports = free_port(), free_port()
@@ -167,10 +168,6 @@ class Stack:
             if sample.name == "outrider:step_time_seconds_count":
                 seconds["gaps" if part == "gap" else "steps"] = sample.value
         return seconds
-
-    @property
-    def _socket(self) -> Path:
-        return self._log_dir / "scorer.sock"
 
     def _start(self, name: str, module: str, *args: object, gpu: str | None = None) -> Child:
         env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}

@@ -150,10 +150,8 @@ def _stats(request: Request, done: int) -> RequestStats:
 class StreamingScorer:
     """Implements `outrider.rpc.runtime.Service` with the scorer's own servicer."""
 
-    def __init__(self, port: int, step_s: float, max_num_seqs: int) -> None:
-        self._port = port
-        self._step_s = step_s
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
 
     async def start(self) -> dict[str, str]:
         """Serve, and return the addresses."""
@@ -166,36 +164,33 @@ class StreamingScorer:
         from scorer_service.metrics import ScorerMetrics
         from scorer_service.servicer import ScorerServicer, add_to_server
 
-        loop = asyncio.get_running_loop()
+        args, loop = self._args, asyncio.get_running_loop()
         folder: Path = resolve_model(None, "target", tokenizer_only=True)
         tokenizer = Tokenizer.load(folder)
 
         def on_events(events: StepEvents) -> None:
             loop.call_soon_threadsafe(hub.on_events, events)
 
-        self._engine: Any = StreamingEngine(
-            self._step_s, self._max_num_seqs, tokenizer.vocab_size, on_events
-        )
+        settings = (args.step_ms / 1e3, args.max_num_seqs, tokenizer.vocab_size)
+        self._engine: Any = StreamingEngine(*settings, on_events)
+        same: dict[str, Any] = {"max_model_len": _MAX_LEN, "num_speculative_tokens": 0}
+        same["eos_token_ids"] = frozenset()
         served = ServedModel(
             scorer_id="streaming",
             model="streaming",
             served_model_name="default",
             tokenizer_hash=tokenizer.hash,
             vocab_size=tokenizer.needed_vocab_size,
-            max_model_len=_MAX_LEN,
             dtype="float32",
-            eos_token_ids=frozenset(),
-            num_speculative_tokens=0,
+            **same,
         )
         info = EngineInfo(
             vocab_size=served.vocab_size,
-            max_model_len=_MAX_LEN,
-            eos_token_ids=frozenset(),
             page_size=served.page_size,
             num_pages=1,
-            max_num_seqs=self._max_num_seqs,
+            max_num_seqs=args.max_num_seqs,
             max_waiting=0,
-            num_speculative_tokens=0,
+            **same,
         )
         telemetry = configure("outrider-scorer")
         metrics = ScorerMetrics(telemetry.registry, "default")
@@ -203,7 +198,7 @@ class StreamingScorer:
         servicer = ScorerServicer(telemetry)
         drafts = LocalDrafts(hub.blocks, None)
         servicer.begin(Serving(self._engine, hub, served, info, None, drafts))
-        add, address = partial(add_to_server, servicer), f"127.0.0.1:{self._port}"
+        add, address = partial(add_to_server, servicer), f"127.0.0.1:{args.port}"
         self._server = GrpcServer(address, add, [SERVICE_NAME])
         address = f"127.0.0.1:{await self._server.start()}"
         await self._server.set_serving(True)
@@ -227,8 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=MAX_WAITING, help="rows at once")
     args = parser.parse_args(argv)
     prepare_grpc()
-    scorer = StreamingScorer(args.port, args.step_ms / 1e3, args.max_num_seqs)
-    return run("streaming", scorer, exit_with_parent=True)
+    return run("streaming", StreamingScorer(args), exit_with_parent=True)
 
 
 if __name__ == "__main__":

@@ -130,16 +130,13 @@ def build(target: str, draft: str, threads: int) -> Handler:
         return models[folder, dtype]
 
     class Clock(BaseStreamer):  # type: ignore[misc]
-        """Clock of the first token. `generate` puts the prompt first."""
+        """Times of the prompt, which `generate` puts first, and of tokens."""
 
         def __init__(self) -> None:
-            self.puts = 0
-            self.first = 0.0
+            self.times: list[float] = []
 
         def put(self, _: object) -> None:
-            self.puts += 1
-            if self.puts == 2:
-                self.first = time.perf_counter()
+            self.times.append(time.perf_counter())
 
         def end(self) -> None: ...
 
@@ -163,16 +160,10 @@ def build(target: str, draft: str, threads: int) -> Handler:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         clock = Clock()
         extra = options(mode, dtype, assistant_tokens)
+        extra |= {"attention_mask": mask, "do_sample": False, "max_new_tokens": max_tokens}
         start = time.perf_counter()
-        out = model(target, dtype).generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            streamer=clock,
-            **extra,
-        )
-        return out[:, width:].tolist(), time.perf_counter() - start, clock.first - start
+        out = model(target, dtype).generate(ids, streamer=clock, **extra)
+        return out[:, width:].tolist(), time.perf_counter() - start, clock.times[1] - start
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal forwards

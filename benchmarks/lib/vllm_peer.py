@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lib.processes import REPO, Child, ProcessError, Worker
 from benchmarks.lib.program import say
@@ -54,14 +55,12 @@ class VllmEngine:
     target: Path
     max_model_len: int
     max_num_seqs: int = 16
-    speculation: Mapping[str, object] | None = None  # vLLM's `speculative_config`
-    options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `LLM`
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `LLM`
     start_timeout_s: float = 600.0
 
     def start(self, log_dir: Path, children: list[Child]) -> Worker:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
-        speculation = None if self.speculation is None else dict(self.speculation)
-        name = f"vllm-{'none' if speculation is None else speculation['method']}"
+        name = f"vllm-{(self.options.get('speculative_config') or {}).get('method', 'none')}"
         say(f"starting {name}: it compiles first, which takes minutes")
         settings = {
             "model": str(self.target),
@@ -70,8 +69,7 @@ class VllmEngine:
             "max_num_seqs": self.max_num_seqs,
             **self.options,
         }
-        parts = map(json.dumps, (settings, speculation))
-        command = [self.place.python, "-m", "benchmarks.lib.vllm_worker", *parts]
+        command = [self.place.python, "-m", "benchmarks.lib.vllm_worker", json.dumps(settings)]
         env = {"OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
         child = Child(name, command, log_dir, env={**env, **self.place.env})
         children.append(child)
@@ -118,10 +116,8 @@ class GpuPeers:
     children: list[Child]
     gpu: str | None = None  # CUDA_VISIBLE_DEVICES
 
-    def start(
-        self, name: str, speculation: Mapping[str, object] | None, **options: object
-    ) -> VllmSystem:
-        """Start an engine with this `speculative_config`. Raises `ProcessError`."""
+    def start(self, name: str, **options: object) -> VllmSystem:
+        """Start an engine with these arguments of `LLM`. Raises `ProcessError`."""
         args = self.args
         gpu = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
         engine = VllmEngine(
@@ -129,7 +125,6 @@ class GpuPeers:
             resolve_model(args.model, "target"),
             args.max_prompt_tokens + args.max_tokens + _ROOM,
             max(args.concurrency),
-            speculation,
             {"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True, **options},
             start_timeout_s=args.start_timeout,
         )

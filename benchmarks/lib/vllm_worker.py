@@ -1,6 +1,6 @@
 """vLLM as a worker process in an environment of its own, without server and detokenisation.
 
-python -m benchmarks.lib.vllm_worker SETTINGS SPECULATION    # both as JSON
+python -m benchmarks.lib.vllm_worker SETTINGS    # arguments of `LLM` as JSON
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ _COUNTERS = {
 }
 
 
-def build(settings: dict[str, Any], speculation: dict[str, Any] | None) -> Handler:
+def build(settings: dict[str, Any]) -> Handler:
     """Load an engine of `LLM(**settings)`."""
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
-    if speculation is not None:
-        settings["speculative_config"] = speculation
     # The same prompts come again, and `disable_log_stats` would take the counters away.
     llm: Any = LLM(enable_prefix_caching=False, disable_log_stats=False, **settings)
 
@@ -76,4 +74,4 @@ def build(settings: dict[str, Any], speculation: dict[str, Any] | None) -> Handl
 
 
 if __name__ == "__main__":
-    serve(lambda: build(*map(json.loads, sys.argv[1:3])))
+    serve(lambda: build(json.loads(sys.argv[1])))

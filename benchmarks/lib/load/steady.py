@@ -60,7 +60,7 @@ async def grpc_streams(address: str, count: int) -> AsyncIterator[Counted]:
         request = generation_pb2.GenerateRequest(
             text=f"{number} of many", stop=common_pb2.StopParams(max_tokens=_TOKENS)
         ).SerializeToString()
-        call = channel.unary_stream(_GENERATE, _as_it_is, _as_it_is)(request, timeout=_LONG_S)
+        call = channel.unary_stream(_GENERATE, bytes, bytes)(request, timeout=_LONG_S)
         async for _ in call:
             messages[number] += 1
 
@@ -95,7 +95,3 @@ async def _until(done: Callable[[], bool], failures: Callable[[], object]) -> No
         raise ProcessError(f"streams did not begin within {_BEGIN_S:g} s") from None
     if failed := failures():
         raise ProcessError(f"streams failed: {failed}")
-
-
-def _as_it_is(data: bytes) -> bytes:
-    return data
