@@ -20,10 +20,10 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -47,6 +47,9 @@ _OF_LAYER = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     *("input_layernorm", "post_attention_layernorm"),
 )
+
+Weights = Callable[[str], Tensor]
+"""Gives the weight of a part of a layer."""
 
 
 class ShapeError(Exception):
@@ -94,7 +97,9 @@ class Inflation:
             last = min(first + _LAYERS_PER_FILE, self.config.num_hidden_layers)
             state: dict[str, Tensor] = {}
             for i in range(first, last):
-                state |= self._layer(i, generator)
+                known = i < self.small.config.num_hidden_layers
+                layer = self.layer(self._small(i) if known else None, generator)
+                state |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
             yield state
 
     def save(self, source: Path, folder: Path) -> None:
@@ -141,36 +146,49 @@ class Inflation:
             state["lm_head.weight"] = head
         return state
 
-    def _layer(self, i: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def layer(
+        self, small: Weights | None, generator: torch.Generator, inputs: int = 1
+    ) -> dict[str, Tensor]:
+        """Return a layer's tensors by their names in it, which compute what `small` ones do.
+
+        Queries, keys and values read so many `inputs` side by side. Without `small`, the layer
+        adds nothing.
+        """
         old, new = self.small.config, self.config
         d, width, dim = old.hidden_size, new.hidden_size, new.head_dim
         heads, kv_heads = new.num_attention_heads * dim, new.num_key_value_heads * dim
         inner = new.intermediate_size
-        q, k, v = (self._random(generator, n, width) for n in (heads, kv_heads, kv_heads))
+        q, k, v = (self._random(generator, n, inputs * width) for n in (heads, kv_heads, kv_heads))
         o = self._zeros(width, heads)
         gate, up = (self._random(generator, inner, width) for _ in range(2))
         down = self._zeros(width, inner)
         norms = [self._norm(torch.ones(d)) for _ in range(2)]
-        if i < old.num_hidden_layers:
-            layer = self.small.model.layers[i]
-            attention, mlp = layer.self_attn, layer.mlp
+        if small is not None:
             turning, straight = self._turning_dims(), torch.arange(old.head_dim)
             q_heads, k_heads = self._query_heads(), torch.arange(old.num_key_value_heads)
             scale = math.sqrt(dim / old.head_dim)
-            q[self._rows(q_heads, turning), :d] = self._moved(attention.q_proj.weight, scale)
-            k[: old.num_key_value_heads * dim] = 0  # the dimensions between those that turn alike
-            k[self._rows(k_heads, turning), :d] = self._moved(attention.k_proj.weight)
-            v[self._rows(k_heads, straight), :d] = self._moved(attention.v_proj.weight)
-            o[:d, self._rows(q_heads, straight)] = self._moved(attention.o_proj.weight)
+            # The dimensions between those that turn alike; a norm of queries sees them, too.
+            q[self._rows(q_heads, torch.arange(dim))] = 0
+            k[: old.num_key_value_heads * dim] = 0
+            parts = [small(f"self_attn.{name}_proj").chunk(inputs, dim=1) for name in "qkv"]
+            for i, of_input in enumerate(zip(*parts, strict=True)):
+                ours = slice(i * width, i * width + d)
+                q[self._rows(q_heads, turning), ours] = self._moved(of_input[0], scale)
+                k[self._rows(k_heads, turning), ours] = self._moved(of_input[1])
+                v[self._rows(k_heads, straight), ours] = self._moved(of_input[2])
+            o[:d, self._rows(q_heads, straight)] = self._moved(small("self_attn.o_proj"))
             f = old.intermediate_size
-            gate[:f, :d] = self._moved(mlp.gate_proj.weight)
-            up[:f, :d] = self._moved(mlp.up_proj.weight)
-            down[:d, :f] = self._moved(mlp.down_proj.weight)
-            ours = (layer.input_layernorm, layer.post_attention_layernorm)
-            norms = [self._norm(norm.weight) for norm in ours]
+            gate[:f, :d] = self._moved(small("mlp.gate_proj"))
+            up[:f, :d] = self._moved(small("mlp.up_proj"))
+            down[:d, :f] = self._moved(small("mlp.down_proj"))
+            norms = [self._norm(small(name)) for name in _OF_LAYER[-2:]]
         tensors = (q, k, v, o, gate, up, down, *norms)
-        names = [f"model.layers.{i}.{name}.weight" for name in _OF_LAYER]
-        return dict(zip(names, tensors, strict=True))
+        return dict(zip((f"{name}.weight" for name in _OF_LAYER), tensors, strict=True))
+
+    def _small(self, i: int) -> Weights:
+        return lambda name: cast(
+            Tensor, self.small.get_parameter(f"model.layers.{i}.{name}.weight")
+        )
 
     def _query_heads(self) -> Tensor:
         """Return the places of the small model's query heads, the first ones of their group."""

@@ -1,4 +1,4 @@
-"""An inflated EAGLE-3 module drafts what the small one drafts."""
+"""An inflated module drafts what the small one drafts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.inflate import ShapeError
-from benchmarks.inflate_head import inflate
+from benchmarks.inflate_head import DSPARK_LAYERS, inflate
 from outrider.drafting.hidden_states.forward import HeadForward
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
+from tests.support.checkpoints import block_checkpoints as block
 from tests.support.checkpoints import eagle_checkpoints as made
+from tests.support.checkpoints.block_reference import dflash
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -83,6 +85,44 @@ def test_inflated_head_logits_equal_the_small_modules(
     known = shape["draft_vocab_size"] - (draft_vocab or made.VOCAB_SIZE)
     assert extra.isfinite().sum(dim=1).tolist() == [known] * 4
     assert extra.max() < -1e6
+
+
+def dspark_logits(
+    folder: Path, head: Tensor, features: Tensor, words: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of a block's slots that follow the tokens `before`, by the formula; and confidences."""
+    tensors = {n: t.double() for n, t in load_file(folder / "model.safetensors").items()}
+    config = json.loads((folder / "config.json").read_text())
+    count = config["num_hidden_layers"]
+    slots = dflash(tensors, config, features, words, causal=[False] * count, windows=[None] * count)
+    markov = tensors["markov_head.markov_w1.weight"][before]
+    bias = markov @ tensors["markov_head.markov_w2.weight"].T
+    sure = torch.cat((slots, markov), 1) @ tensors["confidence_head.proj.weight"].T
+    return slots @ tensors.get("lm_head.weight", head).double().T + bias, sure
+
+
+def test_inflated_dspark_logits_equal_the_small_modules(tmp_path: Path) -> None:
+    target, known, hidden = made.save_target(tmp_path / "target"), made.VOCAB_SIZE, made.HIDDEN_SIZE
+    tensors = block.dspark_tensors()
+    del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
+    config = block.DSPARK | {"rms_norm_eps": 1e-9}  # the same one serves wider heads and states
+    small = made.save_head(tmp_path / "head", tensors, config, made.save_safetensors)
+    shape = SHAPE | {"draft_vocab_size": 120}
+    inflate(small, target, tmp_path / "large", shape, CPU, torch.float64)
+    large = json.loads((tmp_path / "large" / "config.json").read_text())
+    assert large["num_hidden_layers"] == DSPARK_LAYERS > block.NUM_LAYERS
+
+    states, words = made.features(9, 3 * hidden), made.features(5, hidden, seed=1)
+    wide_states, wide_words = torch.zeros(9, 3, 96), torch.zeros(5, 96)
+    wide_states[:, :, :hidden], wide_words[:, :hidden] = states.view(9, 3, -1), words
+    wide_states[:, :, hidden] = wide_words[:, hidden] = 2.0**-12  # the target's constant channel
+    before = torch.arange(5)
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    expected, sure = dspark_logits(small, head, states, words, before)
+    found = dspark_logits(tmp_path / "large", head, wide_states.flatten(1), wide_words, before)
+    torch.testing.assert_close(found[0][:, :known], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], sure, rtol=1e-4, atol=1e-4)
+    assert found[0][:, known:].max() < -1e6
 
 
 def test_inflate_with_another_layout_raises(tmp_path: Path) -> None:
