@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from outrider.engine.cuda.attention.triton import SHORT_QUERIES, TritonPagedAtte
 from outrider.engine.kv_cache.pools import LayerPool
 
 _one_at_a_time = threading.Lock()  # a call may compile, at start in several threads
+# FlashAttention passes what its compiler warns of: nothing that an operator could mend.
+warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 
 
 @dataclass(frozen=True, slots=True)
