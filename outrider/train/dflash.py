@@ -9,46 +9,52 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from outrider.aux_layers import spread_layers
 from outrider.train.head import Export, Head, draft_vocabulary_tensors, layer_fields
 from outrider.train.layers import BlockShape, RMSNorm, SwiGLU, rotate, shift_rows
 from outrider.train.target import Target, TargetBatch
 
+_TOKENS_PER_ROW = 4
+"""Tokens of blocks for each token of text: more would be alike, and cost as much as others."""
+
 
 class Blocks:
-    """Blocks of `width` tokens that begin at every row at once.
+    """Blocks of `width` tokens, one after the rows `begins` each, and what their tokens see.
 
     The block of row p is the token at p + 1 and mask tokens after it. All of it sees the states of
     rows up to p, and itself.
     """
 
-    def __init__(self, length: int, width: int, device: torch.device) -> None:
-        row = torch.arange(length, device=device)
-        self.width, self.rows = width, row
-        self.positions = (row[:, None] + 1 + torch.arange(width, device=device)).flatten()
-        self.hidden = (row > row[:, None])[:, None]  # states that a row's slots do not see
+    def __init__(self, begins: Tensor, length: int, width: int) -> None:
+        self.rows = torch.arange(length, device=begins.device)
+        last = begins.repeat_interleave(width)  # the last row that a token sees
+        self.positions = last + 1 + torch.arange(width, device=begins.device).repeat(len(begins))
+        own = torch.full_like(self.rows, -1), torch.full_like(last, length)
+        key_row, key_block = torch.cat((self.rows, own[1])), torch.cat((own[0], last))
 
-    def attend(
-        self, query: Tensor, states: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Return what queries read: [rows, heads, length * width, dim], a block after the other.
+        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+            return (key_row[key] <= last[query]) | (key_block[key] == last[query])
 
-        `states` are keys and values [rows, heads, length, dim] of the target's states, `own` those
-        of the blocks, shaped as the queries. A block's tokens are few, so they have products of
-        their own instead of a mask over all blocks.
+        self._mask: Any
+        if begins.is_cuda:
+            sizes = len(last), len(key_row)
+            self._mask = create_block_mask(seen, None, None, *sizes, device=begins.device)
+        else:  # there, flex_attention has no gradients
+            self._mask = (key_row <= last[:, None]) | (key_block == last[:, None])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what queries read: [rows, heads, tokens, dim], a block after the other.
+
+        Keys and values [rows, kv_heads, length + tokens, dim] are of states, then of the blocks.
         """
-        rows, heads, count, dim = query.shape
-        length = count // self.width
-        query = query * dim**-0.5
-        own_key, own_value = (each.view(rows, heads, length, self.width, dim) for each in own)
-        seen = (query @ states[0].mT).view(rows, heads, length, self.width, length)
-        seen = seen.masked_fill(self.hidden, -torch.inf)
-        inside = query.view_as(own_key) @ own_key.mT
-        share = torch.cat((seen, inside), -1).float().softmax(-1).to(query.dtype)
-        of_states = share[..., :length].reshape(rows, heads, count, length)
-        read: Tensor = of_states @ states[1]
-        return read + (share[..., length:] @ own_value).reshape(read.shape)
+        if query.is_cuda:
+            read: Any = flex_attention(query, key, value, block_mask=self._mask, enable_gqa=True)
+            return read  # type: ignore[no-any-return]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=self._mask, enable_gqa=True
+        )
 
 
 class BlockAttention(nn.Module):
@@ -67,23 +73,18 @@ class BlockAttention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
     def forward(self, x: Tensor, states: Tensor, blocks: Blocks) -> Tensor:
-        """Map tokens [rows, length * width, size]; `states` are [rows, length, size]."""
+        """Map the blocks' tokens [rows, tokens, size]; `states` are [rows, length, size]."""
         shape, rows = self.shape, len(x)
         query = self.q_norm(self.q_proj(x).view(rows, x.shape[1], shape.num_heads, -1))
         query = rotate(query.transpose(1, 2), shape.rope_theta, blocks.positions)
-        of_states = self._keys_values(states, blocks.rows)
-        y = blocks.attend(query, of_states, self._keys_values(x, blocks.positions))
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(rows, x.shape[1], -1))
-        return out
-
-    def _keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [rows, heads, n, dim], repeated for queries that share them."""
-        rows, length, _ = x.shape
-        shape, group = self.shape, self.shape.num_heads // self.shape.num_kv_heads
-        key = self.k_norm(self.k_proj(x).view(rows, length, shape.num_kv_heads, -1))
+        both = torch.cat((states, x.to(states.dtype)), 1)
+        key = self.k_norm(self.k_proj(both).view(rows, both.shape[1], shape.num_kv_heads, -1))
+        positions = torch.cat((blocks.rows, blocks.positions))
         key = rotate(key.transpose(1, 2), shape.rope_theta, positions)
-        value = self.v_proj(x).view(rows, length, shape.num_kv_heads, -1).transpose(1, 2)
-        return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        value = self.v_proj(both).view(rows, both.shape[1], shape.num_kv_heads, -1).transpose(1, 2)
+        y = blocks.attend(query, key, value).transpose(1, 2)
+        out: Tensor = self.o_proj(y.reshape(rows, x.shape[1], -1))
+        return out
 
 
 class BlockLayer(nn.Module):
@@ -115,8 +116,7 @@ class DFlash(Head):
     """A head with the target's embedding, over states of `spread_layers`.
 
     If it drafts all tokens, it shares the target's output layer, too, else its own begins as the
-    target's rows. Blocks of all lengths up to `num_steps` guesses are trained, since a round may
-    want fewer. `sample [rows, n]` are tokens from which the spread of states is measured.
+    target's rows. `sample [rows, n]` are tokens from which the spread of states is measured.
     """
 
     table_names: ClassVar[tuple[str, ...]] = ("lm_head",)
@@ -139,6 +139,9 @@ class DFlash(Head):
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, shape.norm_eps)
         self.blocks = nn.ModuleList(BlockLayer(shape) for _ in range(sizes.num_layers))
+        if target.device.type == "cuda":
+            for layer in self.blocks:
+                layer.compile(dynamic=False)
         self.norm = RMSNorm(size, shape.norm_eps)
         if draft_ids is not None:
             self.lm_head = nn.Linear(size, len(draft_ids), bias=False)
@@ -150,29 +153,32 @@ class DFlash(Head):
         self.register_buffer("state_scale", scale)
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """Yield what the slots guess; with gradients, those of shorter blocks as well."""
+        """Yield what the slots guess; with gradients, of some blocks (`draw_blocks`)."""
         head = self.shared_head if self.draft_ids is None else self.lm_head.weight
         for guess in self._slots(batch, num_steps):
             yield F.linear(guess, head.to(guess.dtype))
 
     def _slots(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        """Yield the normed outputs [rows, length, size] of the slots that guess, as `unroll`."""
+        """Yield the normed outputs [rows, n, size] of the slots that guess, and set `begins`."""
         ids, dtype = batch.token_ids[:, 1:], self.fc.weight.dtype
         rows, length = ids.shape
-        count = min(num_steps, self.num_steps)
+        count, first = min(num_steps, self.num_steps), int(not self.from_anchor)
+        begins = torch.arange(length)
+        self.begins = None
         if torch.is_grad_enabled():
-            count = block_length(batch.token_ids, count)
+            begins, count = draw_blocks(self.draw, length, count, first)
+            self.begins = begins.to(ids.device)
+        begins, width = begins.to(ids.device), count + first
         states = self.hidden_norm(self.fc((batch.layers[:, :-1] / self.state_scale).to(dtype)))
-        first = int(not self.from_anchor)
-        masks = ids.new_full((rows, length, count + first - 1), self.mask_token)
-        tokens = torch.cat((ids[:, :, None], masks), -1).flatten(1)
+        masks = ids.new_full((rows, len(begins), width - 1), self.mask_token)
+        tokens = torch.cat((ids[:, begins, None], masks), -1).flatten(1)
         x = F.embedding(tokens, self.shared_embedding).to(dtype)
-        blocks = Blocks(length, count + first, ids.device)
+        blocks = Blocks(begins, length, width)
         for layer in self.blocks:
             x = layer(x, states, blocks)
-        slots = self.norm(x).view(rows, length, count + first, -1)
+        slots = self.norm(x).view(rows, len(begins), width, -1)
         for step in range(count):
-            yield shift_rows(slots[:, :, first + step], step)
+            yield shift_rows(slots[:, :, first + step], 0 if self.begins is not None else step)
 
     def export(self) -> Export:
         """Return tensors and config as published DFlash checkpoints have them."""
@@ -202,10 +208,16 @@ class DFlash(Head):
         return Export(tensors, config)
 
 
-def block_length(token_ids: Tensor, most: int) -> int:
-    """Return a length that the tokens decide, so that a resumed run draws the same."""
-    draw = int(token_ids.sum()) % (2 * most)
-    return most if draw >= most else draw + 1
+def draw_blocks(draw: int, length: int, most: int, first: int) -> tuple[Tensor, int]:
+    """Return the rows after which a step's blocks begin, rising, and how many tokens they guess.
+
+    Half of the steps have the longest blocks, `most`, the rest those of a half or a quarter, which
+    a round may want. All have about as many tokens, so short blocks begin at more of the rows.
+    """
+    generator = torch.Generator().manual_seed(draw)
+    count = max(1, most >> max(0, int(torch.randint(4, (1,), generator=generator)) - 1))
+    num_blocks = min(length, max(1, _TOKENS_PER_ROW * length // (count + first)))
+    return torch.randperm(length, generator=generator)[:num_blocks].sort().values, count
 
 
 def mask_token(pad_token: Any, embedding: Tensor) -> int:

@@ -54,12 +54,14 @@ class DSpark(DFlash):
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
         """Yield guesses as `DFlash`, and set `acceptance` to the logits of each."""
-        # In every step the row that guesses token p + 2 has token p + 1 before it.
-        before = self.markov_head.markov_w1(batch.token_ids[:, 1:])
+        ids = batch.token_ids[:, 1:]
         table = self.shared_head if self.draft_ids is None else self.lm_head.weight
         bias = self.markov_head.markov_w2.weight
         head = torch.cat((table.to(bias.dtype), bias), -1)
-        for slot in self._slots(batch, num_steps):
+        for step, slot in enumerate(self._slots(batch, num_steps)):
+            # The row that guesses token p + 2 has token p + 1 before it.
+            known = ids if self.begins is None else ids[:, self.guessing(step, ids.shape[1])]
+            before = self.markov_head.markov_w1(known)
             both = torch.cat((slot, before.to(slot.dtype)), -1)
             self.acceptance = self.confidence_head.proj(both.detach())[..., 0]
             yield F.linear(both, head.to(both.dtype))

@@ -35,6 +35,10 @@ class Head(nn.Module):
     """Parts of the names of embeddings and head matrices, which learn by AdamW."""
     acceptance: Tensor | None = None
     """Logits [rows, length] that the last guess is right; None: the head foresees none."""
+    draw: int = 0
+    """What a head that trains a part of its chains draws that part by: the step of the run."""
+    begins: Tensor | None = None
+    """The rows [n] at which the chains of the last `unroll` begin; None: every row."""
 
     def __init__(self, draft_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -46,8 +50,16 @@ class Head(nn.Module):
         Step k yields logits `[rows, length, draft vocabulary]`. In them row p guesses token p + 2
         as the (k + 1)-th drafted token of the chain that began at row p - k, where tokens up to
         p - k + 1 and states up to p - k were known. The first k rows mean nothing.
+
+        A head that sets `begins` yields `[rows, n, draft vocabulary]`: chain i guesses as row
+        begins[i] + k.
         """
         raise NotImplementedError
+
+    def guessing(self, step: int, length: int) -> Tensor:
+        """Return the rows [n] as which chains guess in a step, the last for those beyond."""
+        assert self.begins is not None
+        return (self.begins + step).clamp(max=length - 1)
 
     def export(self) -> Export:
         """Return the checkpoint."""

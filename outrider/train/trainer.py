@@ -80,7 +80,7 @@ class Trainer:
         self._progress = Progress()
         self._stopped = False
         device = target.device
-        self._loss = torch.compile(_guess_loss, disable=device.type == "cpu", dynamic=False)
+        self._loss = torch.compile(_guess_loss, disable=device.type == "cpu")
 
     def resume(self) -> None:
         """Go on from `state_file`. Raises `ConfigError` if it is missing or another head's."""
@@ -112,6 +112,7 @@ class Trainer:
             if share >= 1:
                 break
             step = self._progress.step
+            self._head.draw = step
             token_ids = self._windows.batch(step, processes.rank, processes.world_size)
             loss, matches = self._backward(token_ids.to(self._target.device))
             processes.average_gradients(self._head)
@@ -160,36 +161,42 @@ class Trainer:
     def _forward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, and by step how often a guess is the target's first choice."""
         batch = self._target.read(token_ids, self._head.layers)
-        wanted, first, known = self._wanted(batch)
+        whole = self._wanted(batch)
         num_rows, length = token_ids.shape[0], token_ids.shape[1] - 1
-        column = torch.arange(length, device=token_ids.device)
+        every_row = torch.arange(length, device=token_ids.device)
         loss = torch.zeros((), device=token_ids.device)
         matches, scale = [], 0.0
         on_gpu = token_ids.device.type == "cuda"
         with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=on_gpu):
             for step, logits in enumerate(self._head.unroll(batch, self._config.unroll_steps)):
-                inside = (column >= step).float().repeat(num_rows)  # earlier rows have no chain
+                begins, of_rows = self._head.begins, whole
+                inside = every_row >= step  # earlier rows have no chain
+                if begins is not None:
+                    rows, inside = self._head.guessing(step, length), begins + step < length
+                    of_rows = tuple(each[:, rows] for each in whole)
+                wanted, first, known = (each.flatten(0, 1) for each in of_rows)
+                weight = inside.float().repeat(num_rows)
                 guess = logits.flatten(0, 1)
-                loss = loss + _STEP_DECAY**step * self._loss(guess, wanted, first, inside * known)
+                loss = loss + _STEP_DECAY**step * self._loss(guess, wanted, first, weight * known)
                 scale += _STEP_DECAY**step
-                right = (guess.detach().argmax(-1) == first) * known * inside
+                right = (guess.detach().argmax(-1) == first) * known * weight
                 if self._head.acceptance is not None:
                     sure = F.binary_cross_entropy_with_logits(
-                        self._head.acceptance.flatten().float(), right, inside
+                        self._head.acceptance.flatten().float(), right, weight
                     )
                     loss = loss + _STEP_DECAY**step * sure
-                matches.append(right.sum() / inside.sum())
+                matches.append(right.sum() / weight.sum())
         return loss / scale, matches
 
     @torch.no_grad()
-    def _wanted(self, batch: TargetBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _wanted(self, batch: TargetBatch) -> tuple[Tensor, ...]:
         """Return the rows' wanted logits, their first choices, and which can be drafted."""
-        logits = batch.logits[:, 1:].flatten(0, 1)
+        logits = batch.logits[:, 1:]
         first, ids = logits.argmax(-1), self._head.draft_ids
         if ids is None:
             return logits, first, torch.ones_like(first, dtype=torch.float32)
         place = torch.searchsorted(ids, first).clamp(max=len(ids) - 1)
-        return logits[:, ids], place, (ids[place] == first).float()
+        return logits[..., ids], place, (ids[place] == first).float()
 
 
 def _guess_loss(guess: Tensor, wanted: Tensor, first: Tensor, weight: Tensor) -> Tensor:
