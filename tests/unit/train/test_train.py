@@ -216,6 +216,30 @@ def test_trained_head_when_loaded_computes_the_same_logits(
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("case", ["dflash", "dspark"])
+def test_blocks_of_a_training_step_guess_as_those_of_every_row(case: str, folder: Path) -> None:
+    out = folder / f"some {case}"
+    if not out.exists():
+        assert main(flags(case, folder, "--steps", "20", "--out", str(out))) == 0
+    head, target = written_head(case, folder, out)
+    text = torch.from_numpy(np.load(folder / "text.npy")[:80].reshape(2, 40)).long()
+    batch, lengths = target.read(text, head.layers), set()
+    for head.draw in range(8):
+        some = list(head.unroll(batch, STEPS))
+        lengths.add(len(some))
+        begins = head.begins.tolist()
+        assert begins == sorted(set(begins))
+        assert begins[-1] < 39
+        assert len(begins) == min(39, 4 * 39 // (len(some) + (case == "dflash")))
+        with torch.no_grad():
+            every = list(head.unroll(batch, len(some)))
+        for step, guesses in enumerate(some):
+            inside = [row for row in begins if row + step < 39]
+            expected = every[step][:, [row + step for row in inside]]
+            torch.testing.assert_close(guesses[:, : len(inside)], expected, rtol=1e-4, atol=1e-4)
+    assert lengths == {STEPS, STEPS // 2, STEPS // 4 or 1}
+
+
 def test_trained_dspark_when_loaded_is_as_sure_of_its_first_token(folder: Path) -> None:
     out = folder / "sure"
     assert main(flags("dspark", folder, "--steps", "20", "--out", str(out))) == 0
