@@ -11,7 +11,7 @@ from outrider.models.download import download
 from outrider.models.weight_files import check_is_folder
 
 EMBEDDED = "embedded"
-EMBEDDED_HEADS: Final = frozenset({"eagle3", "mtp", "medusa", "mlp_speculator"})
+EMBEDDED_HEADS: Final = frozenset({"dspark", "eagle3", "mtp", "medusa", "mlp_speculator"})
 """Methods whose module for the embedded target ships with Outrider."""
 
 

@@ -18,7 +18,7 @@ SAMPLINGS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp --in-process"])
+@pytest.fixture(scope="module", params=["eagle3", "dspark", "mtp --in-process"])
 def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
     method, *within = request.param.split()
     with running("--method", method, *EVERY_ROUND, beside=not within) as up:

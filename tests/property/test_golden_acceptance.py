@@ -29,6 +29,8 @@ GOLDEN = {
     ("draft_model", "chain"): (3.395, 2.228),
     ("eagle3", "chain"): (3.639, 2.304),
     ("eagle3", "tree"): (3.775, 2.586),
+    ("dspark", "chain"): (3.620, 2.560),
+    ("dspark", "tree"): (3.750, 2.592),
     ("mtp", "chain"): (3.300, 2.456),
     ("mtp", "tree"): (3.595, 2.495),
     ("medusa", "chain"): (1.457, 1.203),
@@ -52,7 +54,7 @@ def one_thread() -> Iterator[None]:
 def recordings() -> dict[float, list[Capture]]:
     """Held-out texts of the embedded target, and all states that heads read, by temperature."""
     target = resolve_model(None, "target")
-    specs = [proposer(method, "chain").traits.features for method in ("eagle3", "mtp")]
+    specs = [proposer(method, "chain").traits.features for method in ("dspark", "eagle3", "mtp")]
     bench = Bench(target, [spec for spec in specs if spec], K)
     file = target.parent / "heldout_prompts.jsonl"
     known = prompts.load(file, target, count=48, max_prompt_tokens=96).token_ids
