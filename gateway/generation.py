@@ -65,6 +65,80 @@ class Chunk(NamedTuple):  # one per round: a frozen dataclass takes three times 
         return tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
 
 
+class Writer:
+    """Makes the chunks of one completion from its rounds.
+
+    Who gives it rounds keeps its `account`, and calls `end` after the account's last segment.
+    """
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.account = Account(request.speculation.verification.rule)
+        self._request = request
+        spelled = tuple(filter(tokenizer.names_special, request.stop_strings))
+        self._output = OutputAssembler(
+            tokenizer.detokenizer(),
+            tuple(stop for stop in request.stop_strings if stop not in spelled),
+            request.stop.min_tokens,
+            spelled_stops=spelled,
+            spell_special=tokenizer.spell_special,
+            shown=tokenizer.special_ids(request.marks) if request.marks else {},
+        )
+        self._began = time.perf_counter()
+        self._first_token: float | None = None
+        self._cost_s = 0.0
+        self._reason: FinishReason | None = None
+        self._stop_token_id: int | None = None
+        self._tokens: list[OutputToken] = []  # not in a chunk yet, nor are the drafts
+        self._drafts: list[VerifiedDraft] = []
+        self._prompt: PromptLogprobs | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no round may follow."""
+        return self._reason is not None
+
+    def add(self, round_: Round) -> Chunk | None:
+        """Return what has become certain, if anything; after the last round `end` returns it.
+
+        Raises `InternalError` if requested logprobs are missing.
+        """
+        request, output = self._request, self._output
+        if self._first_token is None and round_.token_ids:
+            self._first_token = time.perf_counter()
+        self._prompt = round_.prompt_logprobs or self._prompt
+        self._tokens = output.push(_new_tokens(request, round_))
+        if round_.drafts:
+            self._drafts += _drafts(request, round_)
+        self._reason = FinishReason.STOP if output.stopped else round_.finish_reason
+        self._stop_token_id = round_.stop_token_id
+        if self._reason is not None or not self._tokens:
+            return None
+        drafts, self._drafts = tuple(self._drafts), []
+        return Chunk(tuple(self._tokens), None, drafts)
+
+    def end(self) -> Chunk:
+        """Return the last chunk. Raises `InternalError` if requested logprobs are missing."""
+        request, output, reason = self._request, self._output, self._reason
+        assert reason is not None, "a stream of rounds ends with a reason or an error"
+        self._tokens += output.finish()
+        if output.stopped:
+            reason = FinishReason.STOP
+        stop = output.stop_string if output.stopped else self._stop_token_id
+        self._cost_s = time.perf_counter() - self._began
+        ending = _ending(request, (reason, stop), output.released, self.account, self._cost_s)
+        if request.prompt_logprobs is not None:
+            if self._prompt is None:
+                raise InternalError("The scorer did not send the prompt's logprobs.")
+            ending = replace(ending, prompt_logprobs=self._prompt.tokens())
+        return Chunk(tuple(self._tokens), ending, tuple(self._drafts))
+
+    def times(self) -> RequestTimes:
+        """Return how long the completion took, once it has ended."""
+        first = self._first_token
+        first_s = None if first is None else first - self._began
+        return RequestTimes(self._cost_s, first_s, self._output.released)
+
+
 class Generator:
     """Admits and runs completions; `intake` makes its requests."""
 
@@ -116,30 +190,14 @@ class Generator:
         `deadline` is loop time; `metadata` may carry the caller's trace context. Closing the
         generator cancels the scorer's RPC. Raises `OutriderError`.
         """
-        begun = time.perf_counter()
-        first_token: float | None = None
-        account = Account(request.speculation.verification.rule)
-        spelled = tuple(filter(self.tokenizer.names_special, request.stop_strings))
-        output = OutputAssembler(
-            self.tokenizer.detokenizer(),
-            tuple(stop for stop in request.stop_strings if stop not in spelled),
-            request.stop.min_tokens,
-            spelled_stops=spelled,
-            spell_special=self.tokenizer.spell_special,
-            shown=self.tokenizer.special_ids(request.marks) if request.marks else {},
-        )
-        model = self.config.served_model_name
+        writer = Writer(request, self.tokenizer)
+        model, account = self.config.served_model_name, writer.account
         with (
             self._metrics.outcome(request.operation, lambda: self.admission.cancelled_by(deadline)),
             self.telemetry.server_span(
                 f"{request.operation} {model}", metadata, _span_attributes(request, model)
             ) as span,
         ):
-            reason: FinishReason | None = None
-            stop_token_id: int | None = None
-            tokens: list[OutputToken] = []
-            drafts: list[VerifiedDraft] = []
-            prompt: PromptLogprobs | None = None
             rounds = self._replayer.stream(request, account, span, deadline)
             if request.thinking is not None:
                 rounds = within_budget(
@@ -149,40 +207,22 @@ class Generator:
                 )
             async with aclosing(rounds):
                 async for round_ in rounds:
-                    if first_token is None and round_.token_ids:
-                        first_token = time.perf_counter()
-                    prompt = round_.prompt_logprobs or prompt
-                    tokens = output.push(_new_tokens(request, round_))
-                    drafts += _drafts(request, round_)
-                    reason = FinishReason.STOP if output.stopped else round_.finish_reason
-                    stop_token_id = round_.stop_token_id
-                    if reason is not None:
+                    chunk = writer.add(round_)
+                    if writer.ended:
                         break
-                    if tokens:
-                        yield Chunk(tuple(tokens), None, tuple(drafts))
-                        drafts.clear()
-            assert reason is not None, "a stream of rounds ends with a reason or an error"
-            tokens += output.finish()
-            if output.stopped:
-                reason = FinishReason.STOP
-            stop = output.stop_string if output.stopped else stop_token_id
-            cost_s = time.perf_counter() - begun
-            first_s = None if first_token is None else first_token - begun
-            ending = _ending(request, (reason, stop), output.released, account, cost_s)
-            self._record(request, ending, span, cost_s, first_s)
-            if request.prompt_logprobs is not None:
-                if prompt is None:
-                    raise InternalError("The scorer did not send the prompt's logprobs.")
-                ending = replace(ending, prompt_logprobs=prompt.tokens())
-            yield Chunk(tuple(tokens), ending, tuple(drafts))
+                    if chunk is not None:
+                        yield chunk
+            last = writer.end()
+            assert last.ending is not None
+            self._record(request, last.ending, span, writer.times())
+            yield last
 
     def _record(
         self,
         request: GenerationRequest,
         ending: Ending,
         span: Span,
-        cost_s: float,
-        time_to_first_token_s: float | None,
+        times: RequestTimes,
     ) -> None:
         usage = ending.usage
         span.set_attributes(
@@ -194,7 +234,6 @@ class Generator:
                 "outrider.retries": ending.aux_info.retries,
             }
         )
-        times = RequestTimes(cost_s, time_to_first_token_s, usage.completion_tokens)
         self.telemetry.latency.record(request.operation, self.config.served_model_name, times, span)
         self._metrics.completed(usage)
 

@@ -35,6 +35,9 @@ _ADAPTERS = (
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 
+_STOP_STRING_INTERVAL = 8
+"""Tokens at a time at most where a stop string may end the text: those behind it are for nothing.
+"""
 _CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' choices stay apart
 
 
@@ -89,6 +92,12 @@ class GenerationRequest(Settings):
     stop: StopParams
     stop_strings: tuple[str, ...]
     num_resumed: int = 0  # tokens at the prompt's end that are output already
+
+    @property
+    def interval(self) -> int:
+        """Return how many tokens to ask a scorer for at a time, after the first."""
+        most = _STOP_STRING_INTERVAL if self.stop_strings else self.stream_interval
+        return min(self.stream_interval, most)
 
     def choice(self, index: int, request_id: str) -> GenerationRequest:
         """Return this request for choice `index` of several, with a seed of its own.

@@ -32,9 +32,6 @@ from outrider.v1 import scorer_pb2
 _MAX_FAILURES = 4
 """Scorers in a row that may die under a request without adding a token: it might be the cause."""
 _FULL_RETRY_S = 0.1
-_STOP_STRING_INTERVAL = 8
-"""Tokens at a time at most where a stop string may end the text: those behind it are for nothing.
-"""
 _log = logging.getLogger(__name__)
 
 
@@ -145,7 +142,6 @@ def _continuation(
     request: GenerationRequest, committed: list[int]
 ) -> scorer_pb2.ScorerServiceGenerateRequest:
     done = len(committed)
-    most = _STOP_STRING_INTERVAL if request.stop_strings else request.stream_interval
     stop = StopParams(
         max_tokens=request.stop.max_tokens - done,
         stop_token_ids=request.stop.stop_token_ids,
@@ -164,7 +160,7 @@ def _continuation(
         prompt_logprobs=None if request.num_resumed + done else request.prompt_logprobs,
         num_resumed_tokens=request.num_resumed + done,
         tenant=request.tenant,
-        stream_interval=min(request.stream_interval, most),
+        stream_interval=request.interval,
         adapter=request.adapter,
         draft_trees=request.draft_trees,
     )

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator
 from typing import Any, Self
 
 from outrider.errors import InvalidRequestError
-from outrider.offline.engine import Run
 from outrider.offline.feed import Feed
 from outrider.offline.llm import Model, Prompt
 from outrider.offline.outputs import RequestOutput
 from outrider.offline.params import SamplingParams
+from outrider.offline.run import Run
 
 
 class AsyncLLM:

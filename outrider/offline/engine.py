@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -19,83 +17,21 @@ import uvloop
 
 from gateway.config import GeneratorConfig
 from gateway.generation import Generator
-from gateway.openai.job import gather, make_job, num_completions, run_job
-from gateway.openai.requests import ChatRequest, Request
+from gateway.openai.requests import Request
 from outrider.config import MAX_WAITING
 from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
+from outrider.offline.answers import Answers
 from outrider.offline.feed import Feed
 from outrider.offline.local_scorer import LocalPool
-from outrider.offline.outputs import ABORTED, CompletionOutput, RequestOutput, Tracker
-from outrider.offline.params import RequestOutputKind
 from outrider.offline.places import Places
+from outrider.offline.run import Call, Run
 from outrider.offline.switching import switching
 from outrider.rpc.telemetry import configure
 from scorer_service.config import ScorerOptions
 from scorer_service.core import ScorerCore
-from scorer_service.servicer import ScorerServicer
 
 _STOP_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request and how its outputs come."""
-
-    body: Request
-    request_id: str
-    prompt: str | None
-    kind: RequestOutputKind
-
-    def aborted(self, number: int) -> RequestOutput:
-        """Return the output of a request that was aborted before it began."""
-        given = getattr(self.body, "prompt", "")  # a chat's is not tokenised yet
-        outputs = [
-            CompletionOutput(index, "", [], finish_reason=ABORTED)
-            for index in range(self.body.n or 1)
-        ]
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            [] if isinstance(given, str) else list(given),
-            outputs,
-            finished=True,
-            index=number,
-        )
-
-
-class Run:
-    """Requests under way."""
-
-    def __init__(self, engine: LocalEngine, calls: Sequence[Call], feed: Feed) -> None:
-        self._engine = engine
-        self._ended = threading.Event()
-        self.calls = calls
-        self.feed = feed
-        self.task: asyncio.Task[None] | None = None
-        self.cancelled = False
-        self.aborted = False
-        self.begun: set[int] = set()  # numbers of the calls that have outputs of their own
-
-    def cancel(self, *, abort: bool = False) -> None:
-        """End the requests; with `abort`, their last outputs say so. On any thread."""
-        if not self._ended.is_set():
-            self._engine.call(self._cancel, abort)
-
-    def wait(self) -> None:
-        """Return when nothing of the requests is left."""
-        self._ended.wait(_STOP_S)
-
-    def end(self, error: BaseException | None) -> None:
-        """Nothing more comes. On the event loop."""
-        self._ended.set()
-        self.feed.end(error)
-
-    def _cancel(self, abort: bool) -> None:
-        self.cancelled = True
-        self.aborted |= abort
-        if self.task is not None:
-            self.task.cancel()
 
 
 class LocalEngine:
@@ -114,7 +50,7 @@ class LocalEngine:
         self._loop.set_default_executor(self._executor)
         self._telemetry = configure("outrider-llm")
         self._core = ScorerCore(options, self._telemetry)
-        self._generator: Generator
+        self._answers: Answers
         self._watching: asyncio.Task[None] | None = None
         self._runs: set[Run] = set()
         self._closing = threading.Lock()
@@ -140,13 +76,13 @@ class LocalEngine:
         """Begin requests, whose outputs go to `feed`. Raises `UnavailableError` after `close`."""
         if self._closed:
             raise UnavailableError("This LLM is closed. Make another one.")
-        run = Run(self, calls, feed)
+        run = Run(calls, feed, self.call)
         self.call(self._begin, run)
         return run
 
     def answer(self, body: Request) -> Future[dict[str, Any]]:
         """Return the body that the HTTP API would answer with. The future raises its errors."""
-        return asyncio.run_coroutine_threadsafe(self._whole(body), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._answers.whole(body), self._loop)
 
     def __enter__(self) -> Self:
         return self
@@ -193,8 +129,8 @@ class LocalEngine:
 
     def _give_back_memory(self) -> None:
         del self._core
-        if hasattr(self, "_generator"):
-            del self._generator
+        if hasattr(self, "_answers"):
+            del self._answers
         gc.unfreeze()  # what the start has frozen
         gc.collect()
         torch.cuda.empty_cache()
@@ -209,14 +145,13 @@ class LocalEngine:
                 f"The tokenizer has {self.tokenizer.needed_vocab_size} tokens, the model knows "
                 f"{serving.served.vocab_size}: give the model's own tokenizer."
             )
-        servicer = ScorerServicer(self._telemetry)
-        servicer.begin(serving)
-        pool = LocalPool(servicer, serving)
         config = replace(self._config, max_in_flight=MAX_WAITING)
-        self._generator = Generator(config, self.tokenizer, pool, self._telemetry)
+        generator = Generator(config, self.tokenizer, LocalPool(serving), self._telemetry)
+        self._places = Places(self._options.max_num_seqs)
+        step = self._options.max_num_batched_tokens
+        self._answers = Answers(generator, serving, self._places, step)
         # Ends requests that hang, also after failed steps.
         self._watching = asyncio.create_task(serving.engine.until_hung())
-        self._places = Places(self._options.max_num_seqs)
 
     async def _stop(self) -> None:
         if self._watching is not None:
@@ -231,7 +166,7 @@ class LocalEngine:
             run.end(UnavailableError("This LLM was closed."))
             return
         self._runs.add(run)
-        run.task = asyncio.create_task(self._run(run))
+        run.task = asyncio.create_task(self._answers.run(run))
         run.task.add_done_callback(lambda task: self._finish(run, task))
         if run.cancelled:
             run.task.cancel()
@@ -254,52 +189,3 @@ class LocalEngine:
             wrapped.__cause__ = error
             error = wrapped
         run.end(error)
-
-    async def _run(self, run: Run) -> None:
-        async with asyncio.TaskGroup() as group:
-            for number, call in enumerate(run.calls):
-                completions = num_completions(call.body, self._generator)
-                await self._places.take(completions)
-                answering = group.create_task(self._answer(number, call, run))
-                answering.add_done_callback(partial(self._places.give_back, completions))
-
-    async def _answer(self, number: int, call: Call, run: Run) -> None:
-        generator = self._generator
-        job = await make_job(call.body, generator, tenant="", request_id=call.request_id)
-        prompt = call.prompt
-        if isinstance(call.body, ChatRequest):
-            spelled = map(self.tokenizer.token_bytes, job.work[0].prompt_token_ids)
-            prompt = b"".join(spelled).decode(errors="replace")
-        tracker = Tracker(
-            job,
-            self.tokenizer,
-            request_id=call.request_id,
-            prompt=prompt,
-            kind=call.kind,
-            index=number,
-        )
-        run.begun.add(number)
-        try:
-            async with aclosing(run_job(job, generator, math.inf)) as chunks:
-                async for index, chunk in chunks:
-                    run.feed.add(tracker, index, chunk)
-        except OutriderError as error:
-            raise job.renamed(error) from error
-        except asyncio.CancelledError:
-            if run.aborted and not tracker.finished:
-                run.feed.abort(tracker)
-            raise
-
-    async def _whole(self, body: Request) -> dict[str, Any]:
-        generator = self._generator
-        completions = num_completions(body, generator)
-        await self._places.take(completions)
-        try:
-            job = await make_job(body, generator, tenant="")
-            try:
-                async with aclosing(run_job(job, generator, math.inf)) as chunks:
-                    return job.shaper.whole(await gather(job, chunks))
-            except OutriderError as error:
-                raise job.renamed(error) from error
-        finally:
-            self._places.give_back(completions)

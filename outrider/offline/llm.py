@@ -20,10 +20,11 @@ from outrider.offline.arguments import (
     scorer_options,
     take_old_speculation,
 )
-from outrider.offline.engine import Call, LocalEngine
+from outrider.offline.engine import LocalEngine
 from outrider.offline.feed import Feed
 from outrider.offline.outputs import RequestOutput
 from outrider.offline.params import RequestOutputKind, SamplingParams
+from outrider.offline.run import Call
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids}, or token ids."""

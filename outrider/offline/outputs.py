@@ -121,7 +121,7 @@ class Tracker:
         kind: RequestOutputKind,
         index: int,
     ) -> None:
-        self._index = index
+        self.index = index
         self._job = job
         self._tokenizer = tokenizer
         self._request_id = request_id
@@ -176,7 +176,7 @@ class Tracker:
             outputs,
             self.finished,
             endings[0].usage.cached_prompt_tokens if 0 in endings else None,
-            self._index,
+            self.index,
             self._prompt_logprobs(),
         )
 

@@ -17,6 +17,11 @@ class Places:
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
+    def free(self, places: int) -> bool:
+        """Return whether `take` would not wait."""
+        waits = self._taken and self._taken + places > self._limit
+        return not waits and not self._turn.locked()
+
     async def take(self, places: int) -> None:
         """Wait until there is room; more than the limit take all of it."""
         async with self._turn:
@@ -25,6 +30,6 @@ class Places:
                 await self._freed.wait()
             self._taken += places
 
-    def give_back(self, places: int, _ended: object = None) -> None:
+    def give_back(self, places: int) -> None:
         self._taken -= places
         self._freed.set()
