@@ -16,7 +16,6 @@ _SUMMED = (
     "hits_after_miss",
 )
 _SUMMED_LISTS = ("accepted_per_pos", "k_histogram", "drafts_per_context", "accepted_per_context")
-_ONE_PLAIN = (TokenKind.PLAIN,)
 
 
 class Account:
@@ -39,9 +38,10 @@ class Account:
 
     def observe(self, kinds: Sequence[TokenKind]) -> None:
         """One message of the scorer, with the kinds of its tokens: one round or several."""
-        if kinds == _ONE_PLAIN:  # a round without a draft
-            self._positions.append(-1)
-            self._plain_rounds += 1
+        count = len(kinds)
+        if kinds.count(TokenKind.PLAIN) == count:  # rounds without a draft
+            self._positions += [-1] * count
+            self._plain_rounds += count
             return
         position = rounds = drafted = 0
         accepted_per_pos: list[int] = []

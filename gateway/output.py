@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ class OutputToken(NamedTuple):  # one per token: a frozen dataclass takes three 
     kind: TokenKind
     text: str
     logprobs: TokenLogprobs | None = None  # if the request asks for them
+
+
+_new_output_token = partial(tuple.__new__, OutputToken)  # four times as fast as its own
 
 
 @dataclass(slots=True)
@@ -78,6 +82,9 @@ class OutputAssembler:
         Sets `stop_string` once one has appeared; the tokens behind it are left.
         """
         assert not self.stopped
+        tokens = tuple(tokens)
+        if (whole := self._push_whole(tokens)) is not None:
+            return whole
         released: list[OutputToken] = []
         detokenizer, held = self._detokenizer, self._held
         for token_id, kind, logprobs in tokens:
@@ -91,7 +98,7 @@ class OutputAssembler:
                 text = detokenizer.push(token_id)
             complete = detokenizer.complete
             token = OutputToken(token_id, kind, text, logprobs)
-            if complete and not self._stops and not held:  # by far the most common case
+            if complete and not self._stops and not held:
                 released.append(token)
                 continue
             spelled = text or self._spell_special(token_id)
@@ -105,6 +112,17 @@ class OutputAssembler:
                 released += self._release(self._certain())
         self.released += len(released)
         return released
+
+    def _push_whole(self, tokens: tuple[NewToken, ...]) -> list[OutputToken] | None:
+        """Do the same where each token is text of its own, by far the most common case; or None."""
+        if self._stops or self._held or self._shown or not tokens:
+            return None
+        ids, kinds, logprobs = zip(*tokens, strict=True)
+        if (texts := self._detokenizer.push_whole(ids)) is None:
+            return None
+        self._seen += len(ids)
+        self.released += len(ids)
+        return list(map(_new_output_token, zip(ids, kinds, texts, logprobs, strict=True)))
 
     def finish(self) -> list[OutputToken]:
         """Return the tokens that are left when the scorer has ended the completion."""

@@ -147,7 +147,7 @@ class Request(BaseModel):
 
         Raises `InvalidRequestError` for an unknown method or a value out of range.
         """
-        return (self.speculation or Speculation()).params()
+        return SpeculationParams() if self.speculation is None else self.speculation.params()
 
     def constraint(self) -> tuple[Constraint | None, str]:
         """Return what the output must look like, and the name of the parameter that says so.

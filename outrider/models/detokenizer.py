@@ -18,6 +18,12 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` made certain; empty while a character is incomplete."""
 
+    def push_whole(self, token_ids: Sequence[int]) -> list[str] | None:
+        """Push tokens that are text by themselves, and return their texts.
+
+        None, with nothing pushed, unless it is known that all are.
+        """
+
     def flush(self) -> str:
         """Return the text that was held back; broken bytes become U+FFFD."""
 
@@ -31,6 +37,9 @@ class Detokenizer(Protocol):
 
         None stands for tokens that decode to nothing.
         """
+
+
+_ONLY_TEXT = {str}
 
 
 class ByteLevelDetokenizer:
@@ -64,6 +73,12 @@ class ByteLevelDetokenizer:
         text = self._utf8.decode(piece)
         self.complete = not self._utf8.getstate()[0]
         return text
+
+    def push_whole(self, token_ids: Sequence[int]) -> list[str] | None:
+        get = self._pieces.get
+        texts = [get(token_id) for token_id in token_ids]
+        known = self.complete and set(map(type, texts)) == _ONLY_TEXT
+        return texts if known else None  # type: ignore[return-value]
 
     def flush(self) -> str:
         self.complete = True
@@ -105,6 +120,9 @@ class WindowDetokenizer:
             return ""
         self._pending.append(token_id)
         return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
+
+    def push_whole(self, token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        """Return None: the text of a token depends on those before it."""
 
     def flush(self) -> str:
         return self._emit(last=True) if self._pending else ""

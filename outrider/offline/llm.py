@@ -6,12 +6,14 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
 from tqdm.auto import tqdm
 
 from gateway.config import GeneratorConfig
+from gateway.openai.requests import CompletionRequest
 from outrider.errors import InvalidRequestError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
@@ -55,15 +57,28 @@ class Model:
         self, prompt: Prompt, params: SamplingParams | None, kind: RequestOutputKind, id_: str = ""
     ) -> Call:
         """Return a request to continue a prompt. Raises `InvalidRequestError`."""
-        given = _text_or_ids(prompt)
+        [call] = self.completions([prompt], [params], kind)
+        return replace(call, request_id=id_) if id_ else call
+
+    def completions(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        kind: RequestOutputKind,
+    ) -> list[Call]:
+        """Return a request to continue each of the prompts. Raises `InvalidRequestError`."""
         stream = kind is not RequestOutputKind.FINAL_ONLY
-        body = (params or SamplingParams()).completion_request(given, self._seed(), stream=stream)
-        return Call(
-            body,
-            id_ or str(next(self._ids)),
-            given if isinstance(given, str) else None,
-            kind,
-        )
+        bodies: dict[int, CompletionRequest] = {}  # by the parameters, which most prompts share
+        calls: list[Call] = []
+        for prompt, each in zip(prompts, params, strict=True):
+            if (body := bodies.get(id(each))) is None:
+                body = (each or SamplingParams()).completion_request(stream=stream)
+                bodies[id(each)] = body
+            given, seed = _text_or_ids(prompt), self._seed()
+            own = {"prompt": given, "seed": seed if body.seed is None else body.seed}
+            text = given if isinstance(given, str) else None
+            calls.append(Call(body.model_copy(update=own), str(next(self._ids)), text, kind))
+        return calls
 
     def chat(
         self,
@@ -174,10 +189,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: Params, kind: RequestOutputKind
     ) -> list[Call]:
         several: Sequence[Any] = [prompts] if _is_one(prompts) else prompts  # type: ignore[assignment]
-        return [
-            self._model.completion(prompt, each, kind)
-            for prompt, each in zip(several, _spread(params, len(several)), strict=True)
-        ]
+        return self._model.completions(several, _spread(params, len(several)), kind)
 
     def _chats(
         self,

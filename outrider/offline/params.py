@@ -89,13 +89,11 @@ class SamplingParams:
                     f"{each.name}={value!r} is not supported: {_REFUSED[each.name]}.",
                     param=each.name,
                 )
-        self.completion_request("", 0)
+        self.completion_request()
 
-    def completion_request(
-        self, prompt: str | list[int], seed: int, *, stream: bool = False
-    ) -> CompletionRequest:
-        """Return a request to continue `prompt`; `seed` stands in for an unset one."""
-        body = {**self._body(seed, stream=stream), "prompt": prompt, "logprobs": self.logprobs}
+    def completion_request(self, *, stream: bool = False) -> CompletionRequest:
+        """Return a request to continue an empty prompt, which copies of it replace."""
+        body = {**self._body(stream=stream), "prompt": "", "logprobs": self.logprobs}
         return _checked(parse(CompletionRequest, body))
 
     def chat_request(
@@ -107,13 +105,14 @@ class SamplingParams:
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> ChatRequest:
         """Return a request to answer `messages`; `options` are more fields of its body."""
-        body = self._body(seed, stream=stream) | {"messages": [dict(each) for each in messages]}
+        body = self._body(stream=stream) | {"messages": [dict(each) for each in messages]}
+        body.setdefault("seed", seed)
         body |= {name: value for name, value in options.items() if value is not None}
         if self.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": self.logprobs}
         return _checked(parse(ChatRequest, body))
 
-    def _body(self, seed: int, *, stream: bool) -> dict[str, Any]:
+    def _body(self, *, stream: bool) -> dict[str, Any]:
         """Return the parameters that both kinds of request share, where they differ from theirs."""
         body = {
             each.name: value
@@ -121,7 +120,6 @@ class SamplingParams:
             if each.name not in _NOT_IN_BODY and (value := getattr(self, each.name)) != each.default
         }
         body |= {"max_tokens": self.max_tokens, "stream": stream}
-        body.setdefault("seed", seed)
         for name in ("stop", "stop_token_ids"):
             if name in body and not isinstance(body[name], str):
                 body[name] = list(body[name])
