@@ -169,7 +169,7 @@ class VerifiedDraft(NamedTuple):
 
 
 class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long
-    """Tokens that one engine step committed to one session."""
+    """Tokens that an engine committed to one session in a step, or since the last such report."""
 
     session_id: int
     base_len: int  # committed tokens before these, with the prompt

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from outrider.engine_port import ServedEngine
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
-from outrider.types import Commit, Request, StepEvents
+from outrider.types import Commit, Request, StepEvents, TokenKind
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.registry import ProposerRegistry
@@ -156,7 +156,7 @@ class Hub:
     def _advance(self, session: Session, commit: Commit, step_us: int) -> None:
         proposer = session.proposer
         if proposer is not None and session.drafted and session.num_draft_tokens:
-            proposer.round_done(session, max(0, len(commit.token_ids) - 1))
+            proposer.round_done(session, commit.kinds.count(TokenKind.ACCEPTED))
         session.committed += commit.token_ids
         session.num_draft_tokens = commit.num_draft_tokens
         session.stats = commit.stats or session.stats

@@ -17,7 +17,14 @@ from outrider.params import TokenIds
 from outrider.policy.base import StepDone
 from outrider.policy.tracker import DraftTracker
 from outrider.rounds import Counters, Round, token_kinds
-from outrider.types import Commit, Failure, FinishReason, TokenLogprobs, VerifiedDraft
+from outrider.types import (
+    Commit,
+    Failure,
+    FinishReason,
+    TokenKind,
+    TokenLogprobs,
+    VerifiedDraft,
+)
 
 
 class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -68,12 +75,12 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     """Count a step's rounds, and let the policy learn from them."""
     rows, emitted, seconds = committed.step.rows, committed.emitted, committed.seconds
     _count_rounds(tracker, emitted, seconds)
-    commits = tuple([_finalize_row(tracker, row) for row in emitted])
+    commits = tuple([_finalize_row(tracker, row) for row in emitted if not _waits(row)])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
-        tokens=sum([len(commit.token_ids) for commit in commits]),
+        tokens=sum([len(row.output) for row in emitted]),
         at=committed.now,
         drafted=sum([bool(row.draft) for row in rows]),
         # Rows' first steps, however short, may follow on any time without work.
@@ -100,9 +107,25 @@ def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: flo
     tracker.account.undrafted_rounds(undrafted, step_s)
 
 
+def _waits(row: Emitted) -> bool:
+    """Return whether a row's tokens are reported later, with others that follow.
+
+    A proposer hears of each round.
+    """
+    seq, length = row.seq, row.base_len + len(row.output)
+    if row.finish_reason or row.proposer_id or row.round.drafted:
+        return False
+    return length - seq.num_reported < seq.report_interval and row.base_len > seq.num_prompt_tokens
+
+
 def _finalize_row(tracker: DraftTracker, row: Emitted) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
     first = row.base_len == seq.num_prompt_tokens
+    base_len, kinds = row.base_len, token_kinds(round_.tried, round_.accepted, len(output))
+    if (waited := base_len - seq.num_reported) > 0:
+        base_len, kinds = seq.num_reported, (TokenKind.PLAIN,) * waited + kinds
+        output = (*seq.token_ids[base_len : row.base_len], *output)
+    seq.num_reported = base_len + len(output)
     if row.finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None
@@ -111,9 +134,9 @@ def _finalize_row(tracker: DraftTracker, row: Emitted) -> Commit:
         seq.prompt_logprobs = []
     return Commit(  # by position: that is much faster
         seq.session_id,
-        row.base_len,
+        base_len,
         output,
-        token_kinds(round_.tried, round_.accepted, len(output)),
+        kinds,
         0 if row.finish_reason else seq.drafting.num_draft_tokens,
         row.finish_reason,
         seq.stats() if row.finish_reason or seq.request.running_stats else None,

@@ -40,6 +40,10 @@ class Sequence(DraftedRow):
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
         self.prompt_logprobs: list[list[float]] = []  # of computed tokens, until they are reported
+        self.num_reported = len(self.token_ids)  # tokens that a `Commit` has told of
+        shown = request.draft_trees or request.top_logprobs is not None
+        self.report_interval = 0 if shown else request.stream_interval
+        """How many plain tokens a `Commit` has at least, but for the first and the last."""
         self.submitted_at = submitted_at
         self.queued_at = submitted_at  # again, when it is preempted
         self.admitted = False
