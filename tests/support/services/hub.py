@@ -139,9 +139,9 @@ class Bench:
 def commit(
     session: Session, *tokens: int, finish: FinishReason | None = None, k: int = 3
 ) -> Commit:
-    return Commit(
-        session.id, len(session.committed), tokens, (TokenKind.PLAIN,) * len(tokens), k, finish
-    )
+    """Return a round whose tokens but the last were drafted."""
+    kinds = (*[TokenKind.ACCEPTED] * (len(tokens) - 1), TokenKind.PLAIN)
+    return Commit(session.id, len(session.committed), tokens, kinds, k, finish)
 
 
 async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:

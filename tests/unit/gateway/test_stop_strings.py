@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -34,6 +35,11 @@ class Pieces:
         whole = text.rstrip("~")
         self._held = text[len(whole) :]
         return whole
+
+    def push_whole(self, token_ids: Sequence[int]) -> list[str] | None:
+        texts = [self._pieces[token_id] for token_id in token_ids]
+        whole = not self._held and not any(text.endswith("~") for text in texts)
+        return texts if whole else None
 
     def flush(self) -> str:
         held, self._held = self._held, ""
