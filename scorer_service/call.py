@@ -77,11 +77,11 @@ class Call:
         if serving.constraints is not None and request.constraint is not None:
             constraint = await serving.constraints.editor(request)
             ready()  # compiling takes up to seconds
-        session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
+        traceparent = dict(inject(span)).get("traceparent", "")
+        session = hub.submit(request, traceparent, constraint, rounds)
         if rounds is not None:
             rounds.submitted()
-            session.rounds = self._rounds = rounds
-        self._session = session
+        self._rounds, self._session = rounds, session
         return session
 
     def response(self, commits: Sequence[Commit]) -> scorer_pb2.ScorerServiceGenerateResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from outrider.engine_port import ServedEngine
 from outrider.errors import InvalidRequestError, OutriderError
@@ -14,6 +15,7 @@ from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.mailbox import Deliveries
 from scorer_service.metrics import ScorerMetrics
+from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session
 
 _MAX_FAILED_STEPS = 8  # in a row
@@ -51,12 +53,20 @@ class Hub:
         self._last_id += 1
         return self._last_id
 
-    def submit(self, request: Request, traceparent: str, constraint: object = None) -> Session:
+    def submit(
+        self,
+        request: Request,
+        traceparent: str,
+        constraint: object = None,
+        rounds: RoundSpans | None = None,
+    ) -> Session:
         """Hand a request to the engine and, if there is one, to a proposer.
 
-        Raises the errors of `ServedEngine.submit`.
+        The engine reports each round if `rounds` are to be noted. Raises the errors of
+        `ServedEngine.submit`.
         """
-        self._engine.submit(request, constraint)
+        each = request if rounds is None else replace(request, stream_interval=0)
+        self._engine.submit(each, constraint)
         asked = request.speculation.num_speculative_tokens
         k = self._served.num_speculative_tokens if asked is None else asked
         prompt = request.prompt_token_ids
@@ -67,6 +77,7 @@ class Hub:
             num_speculative_tokens=k if self._drafts_for(request) else 0,
             committed=list(prompt),
             num_draft_tokens=k,
+            rounds=rounds,
         )
         self._sessions[session.id] = session
         self._idle.clear()
