@@ -10,6 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.openai.parse import parse
+from gateway.openai.requests import ChatRequest
+from outrider import LLM
 from outrider.models.tokenizer import Tokenizer
 from tests.support.checkpoints.tiny_pair import save_pair
 from tests.support.services.up import EVERY_ROUND, running
@@ -45,6 +48,12 @@ def client(target: Path) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def llm(target: Path) -> Iterator[LLM]:
+    with LLM(str(target), device="cpu", kv_cache_memory=16) as llm:
+        yield llm
+
+
 def answer_of(client: openai.OpenAI, request: dict[str, Any], *, stream: bool) -> Any:
     """The answer as a client sees it: reasoning, content, finish reason, usage."""
     if not stream:
@@ -67,6 +76,16 @@ def answer_of(client: openai.OpenAI, request: dict[str, Any], *, stream: bool) -
     return reasoning, content, reason, usage
 
 
+def offline_answer_of(llm: LLM, request: dict[str, Any]) -> Any:
+    """The same of a line of a batch."""
+    body = {**request, **request["extra_body"]}
+    del body["extra_body"]
+    whole = llm._model.engine.answer(parse(ChatRequest, body)).result(60)
+    [choice] = whole["choices"]
+    message, usage = choice["message"], whole["usage"]["completion_tokens"]
+    return message["reasoning"], message["content"], choice["finish_reason"], usage
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -77,8 +96,8 @@ def answer_of(client: openai.OpenAI, request: dict[str, Any], *, stream: bool) -
     ],
     ids=["ends by itself", "a format behind it", "greedy with a budget", "sampled with a budget"],
 )
-def test_reasoning_is_the_same_whole_streamed_and_with_any_draft(
-    client: openai.OpenAI, target: Path, asked: dict[str, Any]
+def test_reasoning_is_the_same_whole_streamed_offline_and_with_any_draft(
+    client: openai.OpenAI, llm: LLM, target: Path, asked: dict[str, Any]
 ) -> None:
     (close,) = Tokenizer.load(target).special_ids([CLOSE])
     answers = []
@@ -94,7 +113,8 @@ def test_reasoning_is_the_same_whole_streamed_and_with_any_draft(
         if "thinking_token_budget" not in asked:
             request["logit_bias"] = {str(close): 2}
         answers += [answer_of(client, request, stream=stream) for stream in (False, True)]
-    assert answers == answers[:1] * 4
+        answers.append(offline_answer_of(llm, request))
+    assert answers == answers[:1] * 6
     reasoning, content, reason, usage = answers[0]
     assert reasoning
     assert content

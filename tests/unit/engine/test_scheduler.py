@@ -77,6 +77,36 @@ def run(target: Engine) -> dict[int, list[Commit]]:
     raise AssertionError("does not end")
 
 
+def test_plain_tokens_are_reported_as_many_at_a_time_as_asked_for() -> None:
+    e = engine()
+    prompt, expected = (1, 2, 3), 20
+    request = Request(1, prompt, GREEDY, StopParams(max_tokens=expected), stream_interval=6)
+    e.submit(request)
+    commits = run(e)[1]
+    assert [len(commit.token_ids) for commit in commits] == [1, 6, 6, 6, 1]
+    assert [commit.base_len for commit in commits] == [3, 4, 10, 16, 22]
+    assert [len(commit.kinds) for commit in commits] == [1, 6, 6, 6, 1]
+    tokens = [token for commit in commits for token in commit.token_ids]
+    assert tokens == Sequential(HashModel(32)).tokens(prompt, GREEDY, expected)
+    assert commits[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_row_that_gets_a_proposer_reports_what_it_held_and_then_each_round() -> None:
+    e = engine()
+    request = Request(1, (1, 2, 3), GREEDY, StopParams(max_tokens=20), stream_interval=16)
+    e.submit(request)
+    commits = [commit for _ in range(4) for commit in step(e).commits]
+    assert [len(commit.token_ids) for commit in commits] == [1]
+    e.set_drafting(1, DraftOffer("a", 4))
+    text = [*request.prompt_token_ids, *Sequential(HashModel(32)).tokens((1, 2, 3), GREEDY, 20)]
+    e.post_block(PostedBlock(1, DraftTree.chain(7, tuple(text[7:10])), "a", 0))
+    commits += run(e)[1]
+    assert [commit.base_len for commit in commits[:3]] == [3, 4, 11]
+    assert commits[1].kinds == (*[TokenKind.PLAIN] * 3, *[TokenKind.ACCEPTED] * 3, TokenKind.BONUS)
+    assert all(len(commit.token_ids) == 1 for commit in commits[2:])
+    assert [token for commit in commits for token in commit.token_ids] == text[3:]
+
+
 def size(events: StepEvents) -> tuple[int, int]:
     assert events.timings is not None
     return events.timings.num_rows, events.timings.num_tokens
