@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from gateway.metrics import GatewayMetrics
 from gateway.workers.shared import SharedCounts
-from outrider.errors import CapacityError, DeadlineError, InvalidRequestError, UnavailableError
+from outrider.errors import CapacityError, DeadlineError, UnavailableError
 
 _TIMER_S = 0.01  # by which a timer may go off early
 
@@ -40,15 +40,6 @@ class Admission:
     @property
     def draining(self) -> bool:
         return self._grace_end is not None
-
-    def check_size(self, completions: int, param: str) -> None:
-        """Raise `InvalidRequestError` naming `param` for more completions than could ever run."""
-        if completions > self.max_in_flight:
-            raise InvalidRequestError(
-                f"{param} asks for {completions} completions; at most {self.max_in_flight} run "
-                "at once.",
-                param=param,
-            )
 
     @contextlib.contextmanager
     def admitted(self, completions: int) -> Iterator[None]:

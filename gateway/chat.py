@@ -10,7 +10,7 @@ from gateway.answers import harmony
 from gateway.answers.formats import Reading
 from gateway.answers.grammar import constraint_of
 from gateway.answers.tools import Choice
-from gateway.generation import Generator
+from gateway.generation import RequestMaker
 from gateway.intake import ThinkingBudget
 from outrider.errors import InvalidRequestError
 from outrider.models.chat_template import RESERVED, Conversation
@@ -61,9 +61,9 @@ def template_variables(
     return {"reasoning_effort": effort, **given}
 
 
-async def plan_chat(chat: Chat, generator: Generator) -> Plan:
+async def plan_chat(chat: Chat, maker: RequestMaker) -> Plan:
     """Render and tokenise a conversation. Raises `InvalidRequestError`."""
-    answers, tokenizer, choice = generator.answers, generator.tokenizer, chat.choice
+    answers, tokenizer, choice = maker.answers, maker.tokenizer, chat.choice
     if choice.forced and chat.answer is not None:
         raise InvalidRequestError(
             "An answer that must be a call has no format of its own: leave out "
@@ -77,7 +77,7 @@ async def plan_chat(chat: Chat, generator: Generator) -> Plan:
             "--tool-call-parser if the messages tell the model of the tools.",
             param="tools",
         )
-    token_ids, prompt = await generator.intake.encode_chat(chat.conversation, chat.prompt_param)
+    token_ids, prompt = await maker.intake.encode_chat(chat.conversation, chat.prompt_param)
     reading = answers.reading(prompt, choice.tools)
     if reading is not None:
         reading = replace(reading, one_call=choice.one)
@@ -90,18 +90,18 @@ async def plan_chat(chat: Chat, generator: Generator) -> Plan:
         shown = "tools" if error.param == "tools" else param
         message = error.message.removeprefix("tools: ")
         raise InvalidRequestError(f"{shown}: {message}", param=shown) from error
-    budget = await _budget(chat.budget, generator, reading)
+    budget = await _budget(chat.budget, maker, reading)
     return Plan(constraint, param, token_ids, reading, budget)
 
 
 async def _budget(
-    most: int | None, generator: Generator, reading: Reading | None
+    most: int | None, maker: RequestMaker, reading: Reading | None
 ) -> ThinkingBudget | None:
     """Raise `InvalidRequestError` where answers have no reasoning."""
     if most is None:
         return None
     require(most >= 0, "thinking_token_budget", "at least 0")
-    if generator.answers.is_harmony:
+    if maker.answers.is_harmony:
         begin, close, is_open = _ANALYSIS, harmony.MESSAGE_END, False
         end = f"{close}{harmony.START}assistant"
     elif reading is not None and reading.marks is not None:
@@ -124,5 +124,5 @@ async def _budget(
             return False
         return close.encode() not in text
 
-    end_ids = await generator.intake.encode_plain(end, "thinking_token_budget")
+    end_ids = await maker.intake.encode_plain(end, "thinking_token_budget")
     return ThinkingBudget(most, end_ids, goes_on)

@@ -18,11 +18,11 @@ from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import NewToken, OutputAssembler, OutputToken
 from gateway.replay import Replayer
-from gateway.routing.pool import Pool
+from gateway.routing.pool import ModelLimits, Pool
 from gateway.routing.rounds import Round
 from gateway.thinking_budget import within_budget
 from gateway.workers.shared import SharedCounts
-from outrider.errors import InternalError
+from outrider.errors import InternalError, InvalidRequestError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry
@@ -139,8 +139,29 @@ class Writer:
         return RequestTimes(self._cost_s, first_s, self._output.released)
 
 
-class Generator:
-    """Admits and runs completions; `intake` makes its requests."""
+class RequestMaker:
+    """Makes requests of what clients send; `intake` checks them."""
+
+    def __init__(self, config: GeneratorConfig, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.intake = Intake(config, tokenizer, limits)
+        self.answers = answer_format(
+            tokenizer.chat_template_source, config.tool_call_parser, config.reasoning_parser
+        )
+
+    def check_size(self, completions: int, param: str) -> None:
+        """Raise `InvalidRequestError` naming `param` for more completions than could ever run."""
+        most = self.config.max_in_flight
+        if completions > most:
+            raise InvalidRequestError(
+                f"{param} asks for {completions} completions; at most {most} run at once.",
+                param=param,
+            )
+
+
+class Generator(RequestMaker):
+    """Admits and runs completions."""
 
     def __init__(
         self,
@@ -151,18 +172,13 @@ class Generator:
         shared: SharedCounts | None = None,
     ) -> None:
         """Admit with other workers what is `shared` with them, if there are any."""
-        self.config = config
-        self.tokenizer = tokenizer
+        super().__init__(config, tokenizer, pool)
         self.pool = pool
-        self.intake = Intake(config, tokenizer, pool)
         self.telemetry = telemetry
         self._metrics = GatewayMetrics(telemetry.registry)
         held_s = config.hold_timeout_s
         self._metrics.hold.set(held_s or 0)
         self._hold_timeout_s = config.resume_timeout_s if held_s is None else held_s
-        self.answers = answer_format(
-            tokenizer.chat_template_source, config.tool_call_parser, config.reasoning_parser
-        )
         self._replayer = Replayer(
             pool,
             telemetry,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from gateway.config import GeneratorConfig
 from gateway.fill_in_middle import encode_infill
-from gateway.routing.pool import Pool
+from gateway.routing.pool import ModelLimits
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from outrider.models.chat_template import Conversation
 from outrider.models.tokenizer import Tokenizer
@@ -116,21 +116,21 @@ class GenerationRequest(Settings):
 class Intake:
     """Checks and tokenises what clients send."""
 
-    def __init__(self, config: GeneratorConfig, tokenizer: Tokenizer, pool: Pool) -> None:
+    def __init__(self, config: GeneratorConfig, tokenizer: Tokenizer, limits: ModelLimits) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._pool = pool
+        self._limits = limits
 
     def check_model(self, name: str | None) -> str:
         """Return the name that answers carry; no name, or "default", is the first one served.
 
         Raises `ModelNotFoundError`.
         """
-        names = (*self._config.model_names, *self._pool.adapters)
+        names = (*self._config.model_names, *self._limits.adapters)
         if name in names:
             return str(name)
         if name not in (None, "", "default"):
-            if not self._pool.max_model_len:  # nobody has told which adapters there are
+            if not self._limits.max_model_len:  # nobody has told which adapters there are
                 return str(name)
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {' and '.join(map(repr, names))} "
@@ -141,7 +141,7 @@ class Intake:
     def adapter_of(self, model: str) -> str:
         """Return the adapter that a served name stands for; empty: the model itself."""
         own = model in self._config.model_names
-        return "" if own or model not in self._pool.adapters else model
+        return "" if own or model not in self._limits.adapters else model
 
     def default_seed(self) -> int:
         """Return a seed for a request without one; 63 bits, so that any client can send it back."""
@@ -192,7 +192,7 @@ class Intake:
     def _check_chars(self, chars: int, param: str) -> None:
         """Refuse, without the work of encoding it, a text that cannot fit."""
         # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
-        if chars > 4 * self._pool.max_model_len * self._tokenizer.max_token_chars:
+        if chars > 4 * self._limits.max_model_len * self._tokenizer.max_token_chars:
             raise PromptTooLongError(
                 f"{self._context()}; {param} has {chars} characters.",
                 param=param,
@@ -240,7 +240,7 @@ class Intake:
         )
 
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
-        room = self._pool.max_model_len - prompt_len
+        room = self._limits.max_model_len - prompt_len
         wanted = limits.max_tokens
         if wanted is not None and (limits.ends_at_context or self._config.ends_at_context):
             wanted = min(wanted, max(room, 1))
@@ -258,11 +258,11 @@ class Intake:
 
     def _context(self) -> str:
         """Begin an error's text; clients find an overflow by these words."""
-        return f"This model's maximum context length is {self._pool.max_model_len} tokens"
+        return f"This model's maximum context length is {self._limits.max_model_len} tokens"
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Raise `InvalidRequestError` for an id outside the vocabulary."""
-        vocab_size = self._pool.vocab_size
+        vocab_size = self._limits.vocab_size
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise InvalidRequestError(
                 f"{param} holds a token id outside the vocabulary (0 to {vocab_size - 1}).",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.chat import Plan, plan_chat
-from gateway.generation import Chunk, Ending, Generator
+from gateway.generation import Chunk, Ending, Generator, RequestMaker
 from gateway.intake import GenerationRequest, Settings
 from gateway.merge import merged, one_ahead
 from gateway.openai.advice import read_advice
@@ -66,7 +66,7 @@ def admit(body: Request, generator: Generator) -> ExitStack:
     return places
 
 
-def num_completions(body: Request, generator: Generator) -> int:
+def num_completions(body: Request, maker: RequestMaker) -> int:
     """Return how many completions answer a request.
 
     Raises `InvalidRequestError` for more than could ever run at once.
@@ -74,25 +74,25 @@ def num_completions(body: Request, generator: Generator) -> int:
     prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
     n, per_prompt = body.num_choices()
     param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
-    generator.admission.check_size(prompts * per_prompt, param)
+    maker.check_size(prompts * per_prompt, param)
     return prompts * per_prompt
 
 
-async def make_job(body: Request, generator: Generator, tenant: str, request_id: str = "") -> Job:
+async def make_job(body: Request, maker: RequestMaker, tenant: str, request_id: str = "") -> Job:
     """Tokenise and check a request; without an id it gets one. Raises `InvalidRequestError`."""
-    model = generator.intake.check_model(body.model)
+    model = maker.intake.check_model(body.model)
     prompts: Sequence[Sequence[int]]
     echoes: tuple[str, ...] = ()
     if isinstance(body, ChatRequest):
-        plan = await plan_chat(body.chat(), generator)
+        plan = await plan_chat(body.chat(), maker)
         prompts = [plan.token_ids]
     else:
         assert isinstance(body, CompletionRequest)
-        prompts, echoes, ends = await _prompts(body, generator)
+        prompts, echoes, ends = await _prompts(body, maker)
         plan = Plan(*body.constraint(), ends=ends)
     _check_scores(body, prompts)
     request_id = request_id or uuid.uuid4().hex
-    work = await _work(body, prompts, generator, plan, (tenant, request_id))
+    work = await _work(body, prompts, maker, plan, (tenant, request_id))
     n, per_prompt = body.num_choices()
     shaper = Shaper(
         kind=body.operation,
@@ -103,17 +103,17 @@ async def make_job(body: Request, generator: Generator, tenant: str, request_id:
         per_prompt=per_prompt,
         aux_info=bool(body.aux_info),
         token_kinds=bool(body.token_kinds),
-        spell_drafts=generator.tokenizer.token_bytes if body.draft_trees else None,
+        spell_drafts=maker.tokenizer.token_bytes if body.draft_trees else None,
         include_usage=body.include_usage,
         prompt_lens=tuple(len(each.prompt_token_ids) for each in work)
         if body.continuous_usage
         else (),
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
-        spell=None if body.wanted_logprobs() is None else generator.tokenizer.token_bytes,
+        spell=None if body.wanted_logprobs() is None else maker.tokenizer.token_bytes,
         how=_reading(body, plan),
         top_prompt_logprobs=body.prompt_logprobs,
         echoes=echoes,
-        prompts=await _scored_prompts(body, work[::per_prompt], generator, echoed=bool(echoes)),
+        prompts=await _scored_prompts(body, work[::per_prompt], maker, echoed=bool(echoes)),
     )
     names = {} if plan.constraint is None else {plan.constraint.kind.value: plan.param}
     return Job(work=tuple(work), shaper=shaper, names=names, scores_only=body.scores_only)
@@ -173,7 +173,7 @@ def _check_scores(body: Request, prompts: Sequence[Sequence[int]]) -> None:
 
 
 async def _scored_prompts(
-    body: Request, firsts: Sequence[GenerationRequest], generator: Generator, *, echoed: bool
+    body: Request, firsts: Sequence[GenerationRequest], maker: RequestMaker, *, echoed: bool
 ) -> tuple[ScoredPrompt, ...]:
     """Return the tokens of prompts whose logprobs are told, or nothing.
 
@@ -181,7 +181,7 @@ async def _scored_prompts(
     """
     if body.wanted_prompt_logprobs() is None:
         return ()
-    tokenizer = generator.tokenizer
+    tokenizer = maker.tokenizer
     prompts = []
     for request in firsts:
         token_ids = request.prompt_token_ids
@@ -196,13 +196,13 @@ async def _scored_prompts(
 
 
 async def _prompts(
-    body: CompletionRequest, generator: Generator
+    body: CompletionRequest, maker: RequestMaker
 ) -> tuple[list[Sequence[int]], tuple[str, ...], frozenset[int]]:
     """Return the prompts' tokens, their texts if the answer repeats them, and what ends answers.
 
     Raises `InvalidRequestError`.
     """
-    prompts, intake = body.prompts(), generator.intake
+    prompts, intake = body.prompts(), maker.intake
     token_ids: list[Sequence[int]] = []
     ends: frozenset[int] = frozenset()
     for prompt in prompts:
@@ -217,7 +217,7 @@ async def _prompts(
     echoes: list[str] = []
     for prompt in prompts if body.echo else ():
         if not isinstance(prompt, str):
-            prompt = await asyncio.to_thread(generator.tokenizer.decode, prompt)
+            prompt = await asyncio.to_thread(maker.tokenizer.decode, prompt)
         echoes.append(prompt)
     return token_ids, tuple(echoes), ends
 
@@ -225,13 +225,13 @@ async def _prompts(
 async def _work(
     body: Request,
     prompts: Sequence[Sequence[int]],
-    generator: Generator,
+    maker: RequestMaker,
     plan: Plan,
     tenant_and_id: tuple[str, str],
 ) -> list[GenerationRequest]:
     """Return the completions to run, prompt by prompt. Raises `InvalidRequestError`."""
     tenant, request_id = tenant_and_id
-    intake = generator.intake
+    intake = maker.intake
     n, per_prompt = body.num_choices()
     top_logprobs = body.wanted_logprobs()
     advice = await read_advice(body, intake)

@@ -29,14 +29,8 @@ class ScorerClient(Protocol):
         """
 
 
-class Pool(Protocol):
-    """The scorers of one model."""
-
-    @property
-    def scorers(self) -> Sequence[ScorerClient]: ...
-
-    @property
-    def serving(self) -> Sequence[ScorerClient]: ...
+class ModelLimits(Protocol):
+    """What requests to one model must keep to."""
 
     @property
     def max_model_len(self) -> int:
@@ -48,6 +42,16 @@ class Pool(Protocol):
     @property
     def adapters(self) -> Sequence[str]:
         """Return the adapters that every scorer known so far has."""
+
+
+class Pool(ModelLimits, Protocol):
+    """The scorers of one model."""
+
+    @property
+    def scorers(self) -> Sequence[ScorerClient]: ...
+
+    @property
+    def serving(self) -> Sequence[ScorerClient]: ...
 
     async def known(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until `max_model_len` and `vocab_size` are known.

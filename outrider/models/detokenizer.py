@@ -121,7 +121,7 @@ class WindowDetokenizer:
         self._pending.append(token_id)
         return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
 
-    def push_whole(self, token_ids: Sequence[int]) -> None:  # noqa: ARG002
+    def push_whole(self, token_ids: Sequence[int]) -> None:
         """Return None: the text of a token depends on those before it."""
 
     def flush(self) -> str:

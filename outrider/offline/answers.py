@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final
 
-from gateway.generation import Chunk, Generator
+from gateway.generation import Chunk, RequestMaker
 from gateway.openai.job import Job, gather, make_job, num_completions
 from gateway.openai.requests import ChatRequest, Request
 from outrider.offline.completion import Answer, Deliveries
@@ -24,10 +24,10 @@ class Answers:
     """Answers calls. Used on the event loop."""
 
     def __init__(
-        self, generator: Generator, serving: Serving, places: Places, step_tokens: int
+        self, maker: RequestMaker, serving: Serving, places: Places, step_tokens: int
     ) -> None:
         """`step_tokens`: how many tokens a step has at most; 0: unknown."""
-        self._generator = generator
+        self._maker = maker
         self._serving = serving
         self._places = places
         self._step_tokens = step_tokens or _STEP_TOKENS
@@ -47,10 +47,10 @@ class Answers:
 
     async def whole(self, body: Request) -> dict[str, Any]:
         """Return the body that the HTTP API would answer with. Raises `OutriderError`s."""
-        completions = num_completions(body, self._generator)
+        completions = num_completions(body, self._maker)
         await self._places.take(completions)
         try:
-            job = await make_job(body, self._generator, tenant="")
+            job = await make_job(body, self._maker, tenant="")
             chunks: list[tuple[int, Chunk]] = []
             ended = asyncio.get_running_loop().create_future()
             answer = self._answer(job)
@@ -70,13 +70,13 @@ class Answers:
         together: list[Answer] = []
         tokens = 0
         for number, call in enumerate(run.calls):
-            completions = num_completions(call.body, self._generator)
+            completions = num_completions(call.body, self._maker)
             if tokens >= self._step_tokens or not self._places.free(completions):
                 self._begin_together(together)
                 together, tokens = [], 0
             await self._places.take(completions)
             try:
-                job = await make_job(call.body, self._generator, "", call.request_id)
+                job = await make_job(call.body, self._maker, "", call.request_id)
             except BaseException:
                 self._places.give_back(completions)
                 raise
@@ -92,10 +92,10 @@ class Answers:
                 answer.begin()
 
     def _answer(self, job: Job) -> Answer:
-        return Answer(job, self._serving, self._deliveries, self._generator.tokenizer)
+        return Answer(job, self._serving, self._deliveries, self._maker.tokenizer)
 
     def _tracker(self, call: Call, job: Job, number: int) -> Tracker:
-        tokenizer, prompt = self._generator.tokenizer, call.prompt
+        tokenizer, prompt = self._maker.tokenizer, call.prompt
         if isinstance(call.body, ChatRequest):
             spelled = map(tokenizer.token_bytes, job.work[0].prompt_token_ids)
             prompt = b"".join(spelled).decode(errors="replace")

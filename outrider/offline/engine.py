@@ -1,4 +1,4 @@
-"""A scorer and the gateway's pipeline in this process, on an event loop of their own."""
+"""A scorer's engine and the gateway's checks in this process, on an event loop of their own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import torch
 import uvloop
 
 from gateway.config import GeneratorConfig
-from gateway.generation import Generator
+from gateway.generation import RequestMaker
 from gateway.openai.requests import Request
 from outrider.config import MAX_WAITING
 from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.offline.answers import Answers
 from outrider.offline.feed import Feed
-from outrider.offline.local_scorer import LocalPool
 from outrider.offline.places import Places
 from outrider.offline.run import Call, Run
 from outrider.offline.switching import switching
@@ -146,10 +145,10 @@ class LocalEngine:
                 f"{serving.served.vocab_size}: give the model's own tokenizer."
             )
         config = replace(self._config, max_in_flight=MAX_WAITING)
-        generator = Generator(config, self.tokenizer, LocalPool(serving), self._telemetry)
+        maker = RequestMaker(config, self.tokenizer, serving.served)
         self._places = Places(self._options.max_num_seqs)
         step = self._options.max_num_batched_tokens
-        self._answers = Answers(generator, serving, self._places, step)
+        self._answers = Answers(maker, serving, self._places, step)
         # Ends requests that hang, also after failed steps.
         self._watching = asyncio.create_task(serving.engine.until_hung())
 
