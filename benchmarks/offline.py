@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import unittest.mock
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from outrider.params import SpeculationParams, StopParams
 from outrider.types import Request, StepEvents, StepTimings
 
 _OURS, _CONTEXT, _TIMEOUT_S = "LLM.generate", 2048, 10.0
+_INTERVAL = 48  # tokens at a time, as those of whole answers on average
 _FIRST_SESSION = 2**40  # the hub's own count from 1
 
 
@@ -106,8 +106,11 @@ def _noted(llm: LLM, run: _Run, prompts: Sequence[list[int]], max_tokens: int) -
 
     clock = time.pthread_getcpuclockid(engine._thread.ident or 0)
     cpu_s, began = time.clock_gettime(clock), time.perf_counter()
-    with unittest.mock.patch.object(worker, "_publish", note):
+    worker._publish = note  # type: ignore[method-assign]
+    try:
         tokens = run(prompts, max_tokens)
+    finally:
+        worker._publish = publish  # type: ignore[method-assign]
     ended, cpu_s = time.perf_counter(), time.clock_gettime(clock) - cpu_s
     apart = sorted((b - a) * 1e3 for (a, _), (b, _) in itertools.pairwise(steps))
     first, last = steps[0], steps[-1]
@@ -152,6 +155,7 @@ def _loop(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
                         sampling=EngineSampling(temperature=0.0),
                         stop=StopParams(max_tokens=max_tokens, ignore_eos=True),
                         speculation=SpeculationParams(enabled=False),
+                        stream_interval=_INTERVAL,
                     )
                 )
         done.wait()
