@@ -16,7 +16,7 @@ from gateway.answers.formats import answer_format
 from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
-from gateway.output import NewToken, OutputAssembler, OutputToken
+from gateway.output import OutputAssembler, OutputToken
 from gateway.replay import Replayer
 from gateway.routing.pool import ModelLimits, Pool
 from gateway.routing.rounds import Round
@@ -106,7 +106,7 @@ class Writer:
         if self._first_token is None and round_.token_ids:
             self._first_token = time.perf_counter()
         self._prompt = round_.prompt_logprobs or self._prompt
-        self._tokens = output.push(_new_tokens(request, round_))
+        self._tokens = output.push(round_.token_ids, round_.kinds, _logprobs(request, round_))
         if round_.drafts:
             self._drafts += _drafts(request, round_)
         self._reason = FinishReason.STOP if output.stopped else round_.finish_reason
@@ -254,14 +254,13 @@ class Generator(RequestMaker):
         self._metrics.completed(usage)
 
 
-def _new_tokens(request: GenerationRequest, round_: Round) -> Iterator[NewToken]:
-    """Return a round's tokens. Raises `InternalError` if requested logprobs are missing."""
-    logprobs: Sequence[TokenLogprobs | None] = round_.logprobs
+def _logprobs(request: GenerationRequest, round_: Round) -> Sequence[TokenLogprobs]:
+    """Return a round's logprobs if they are wanted. Raises `InternalError` if they are missing."""
     if request.top_logprobs is None:
-        logprobs = (None,) * len(round_.token_ids)
-    elif len(logprobs) != len(round_.token_ids):
+        return ()
+    if len(round_.logprobs) != len(round_.token_ids):
         raise InternalError("The scorer did not send the logprobs that were asked for.")
-    return zip(round_.token_ids, round_.kinds, logprobs, strict=True)
+    return round_.logprobs
 
 
 def _drafts(request: GenerationRequest, round_: Round) -> Iterator[VerifiedDraft]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -12,9 +12,6 @@ from typing import NamedTuple
 from gateway.stop_strings import StopStringMatcher
 from outrider.models.detokenizer import Detokenizer
 from outrider.types import TokenKind, TokenLogprobs
-
-NewToken = tuple[int, TokenKind, TokenLogprobs | None]
-"""A token's id, its kind, and its logprobs if the request asks for them."""
 
 
 class OutputToken(NamedTuple):  # one per token: a frozen dataclass takes three times as long
@@ -76,18 +73,28 @@ class OutputAssembler:
     def stopped(self) -> bool:
         return self.stop_string is not None
 
-    def push(self, tokens: Iterable[NewToken]) -> list[OutputToken]:
-        """Return the tokens that became certain.
+    def push(
+        self,
+        token_ids: Sequence[int],
+        kinds: Sequence[TokenKind],
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> list[OutputToken]:
+        """Return the tokens that became certain; `logprobs` are one for each token, or none.
 
         Sets `stop_string` once one has appeared; the tokens behind it are left.
         """
         assert not self.stopped
-        tokens = tuple(tokens)
-        if (whole := self._push_whole(tokens)) is not None:
-            return whole
+        scores: Sequence[TokenLogprobs | None] = logprobs or (None,) * len(token_ids)
+        if not (self._stops or self._held or self._shown):  # by far the most common case
+            texts = self._detokenizer.push_whole(token_ids)
+            if texts is not None:
+                self._seen += len(texts)
+                self.released += len(texts)
+                columns = zip(token_ids, kinds, texts, scores, strict=True)
+                return list(map(_new_output_token, columns))
         released: list[OutputToken] = []
         detokenizer, held = self._detokenizer, self._held
-        for token_id, kind, logprobs in tokens:
+        for token_id, kind, score in zip(token_ids, kinds, scores, strict=True):
             self._seen += 1
             if token_id in self._shown:
                 if self._end_character():
@@ -97,7 +104,7 @@ class OutputAssembler:
             else:
                 text = detokenizer.push(token_id)
             complete = detokenizer.complete
-            token = OutputToken(token_id, kind, text, logprobs)
+            token = OutputToken(token_id, kind, text, score)
             if complete and not self._stops and not held:
                 released.append(token)
                 continue
@@ -112,17 +119,6 @@ class OutputAssembler:
                 released += self._release(self._certain())
         self.released += len(released)
         return released
-
-    def _push_whole(self, tokens: tuple[NewToken, ...]) -> list[OutputToken] | None:
-        """Do the same where each token is text of its own, by far the most common case; or None."""
-        if self._stops or self._held or self._shown or not tokens:
-            return None
-        ids, kinds, logprobs = zip(*tokens, strict=True)
-        if (texts := self._detokenizer.push_whole(ids)) is None:
-            return None
-        self._seen += len(ids)
-        self.released += len(ids)
-        return list(map(_new_output_token, zip(ids, kinds, texts, logprobs, strict=True)))
 
     def finish(self) -> list[OutputToken]:
         """Return the tokens that are left when the scorer has ended the completion."""

@@ -202,7 +202,8 @@ class Completion:
             prompt_logprobs=None if part.num_resumed else part.prompt_logprobs,
             num_resumed_tokens=part.num_resumed,
             tenant=part.tenant,
-            stream_interval=part.interval,
+            # A server takes fewer at a time: it loses them if it dies.
+            stream_interval=part.interval if part.stop_strings else 2 * part.interval,
             adapter=part.adapter,
             draft_trees=part.draft_trees,
         )

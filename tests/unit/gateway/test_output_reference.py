@@ -67,9 +67,8 @@ def assembled(of: Tokenizer, token_ids: list[int], stops: list[str], min_tokens:
     at_once = 1 + len(token_ids) % 3  # tokens of a message
     for start in range(0, len(token_ids), at_once):
         message = token_ids[start : start + at_once]
-        kept += assembler.push(
-            (token, TokenKind.PLAIN, TokenLogprobs(-1.0, ())) for token in message
-        )
+        logprobs = [TokenLogprobs(-1.0, ())] * len(message)
+        kept += assembler.push(message, _plain(message), logprobs)
         if assembler.stopped:
             break
     kept += assembler.finish()
@@ -125,7 +124,7 @@ def test_marks_of_a_format_stay_in_the_text_and_other_special_tokens_do_not(
         "".join(
             [
                 token.text
-                for part in (output.push(_new(token_ids)), output.finish())
+                for part in (output.push(token_ids, _plain(token_ids)), output.finish())
                 for token in part
             ]
         )
@@ -140,11 +139,12 @@ def test_mark_within_a_character_ends_it() -> None:
     (mark_id,) = of.special_ids(["</s>"])
     horse = of.encode("🐎", add_special_tokens=False)
     output = OutputAssembler(of.detokenizer(), ("zz",), shown={mark_id: "</s>"})
-    tokens = output.push(_new([horse[0], mark_id, *of.encode("ab", add_special_tokens=False)]))
+    token_ids = [horse[0], mark_id, *of.encode("ab", add_special_tokens=False)]
+    tokens = output.push(token_ids, _plain(token_ids))
     tokens += output.finish()
     assert len(horse) > 1
     assert "".join([token.text for token in tokens]) == "\ufffd</s>ab"
 
 
-def _new(token_ids: list[int]) -> list[tuple[int, TokenKind, None]]:
-    return [(token, TokenKind.PLAIN, None) for token in token_ids]
+def _plain(token_ids: list[int]) -> list[TokenKind]:
+    return [TokenKind.PLAIN] * len(token_ids)

@@ -70,7 +70,7 @@ def run(
     assembler = OutputAssembler(Pieces(pieces), stops, min_tokens)
     chunks = []
     for number in range(len(pieces)):
-        chunks.append(assembler.push([(number, TokenKind.PLAIN, None)]))
+        chunks.append(assembler.push([number], [TokenKind.PLAIN]))
         if assembler.stopped:
             break
     chunks.append(assembler.finish())
@@ -115,7 +115,7 @@ def test_stop_strings_in_any_text_never_retract_nor_delay_it_too_long(
     shown, fed = "", ""
     for number, piece in enumerate(pieces):
         fed += piece
-        shown += "".join(token.text for token in assembler.push([(number, TokenKind.PLAIN, None)]))
+        shown += "".join(token.text for token in assembler.push([number], [TokenKind.PLAIN]))
         assert search(text, stops).startswith(shown)
         if assembler.stopped:
             break
@@ -225,7 +225,7 @@ def test_output_of_characters_in_several_tokens_drops_whole_characters(
     assembler = OutputAssembler(ByteLevelDetokenizer(names.get, lambda _: ""), stops)
     kept: list[OutputToken] = []
     for index in range(len(tokens)):
-        kept += assembler.push([(index, TokenKind.PLAIN, None)])
+        kept += assembler.push([index], [TokenKind.PLAIN])
         if assembler.stopped:
             break
     kept += assembler.finish()
@@ -260,7 +260,7 @@ def test_output_with_special_tokens_in_a_stop_string_stops_at_them(
     )
     tokens: list[OutputToken] = []
     for token in range(5):
-        tokens += assembler.push([(token, TokenKind.PLAIN, None)])
+        tokens += assembler.push([token], [TokenKind.PLAIN])
         if assembler.stopped:
             break
     tokens += assembler.finish()
