@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import grpc
 
@@ -15,6 +16,7 @@ from gateway.answers.parser import AnswerParser
 from gateway.api_keys import ApiKeys
 from gateway.chat import Plan, plan_chat
 from gateway.generation import Chunk, Generator
+from gateway.grpc_writes import Writes
 from gateway.grpc_chat import chat_from_proto, parts_of
 from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
@@ -34,6 +36,19 @@ from outrider.rpc.telemetry import Metadata
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+SERVICE_NAME: Final = "outrider.v1.GenerationService"
+_TOKENS_CACHED: Final = 8192
+
+
+def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+    """Register the service; messages of Generate are bytes already."""
+    generate = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate,
+        request_deserializer=generation_pb2.GenerateRequest.FromString,
+    )
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    # In the place of the generated one.
+    server.add_registered_method_handlers(SERVICE_NAME, {"Generate": generate})
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -58,20 +73,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 with self._generator.admission.admitted(1):
                     await self._generator.ready()
                     work, reading = await self._prepare(request, tenant)
-                    parser = None if reading is None else AnswerParser(reading)
-                    scores_only = _scores_only(request)
+                    encode = _encoder(request, work, reading)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
-                    async with aclosing(chunks):
+                    async with aclosing(chunks), Writes(context.write) as writes:
                         async for chunk in chunks:
-                            if scores_only:
-                                chunk = _of_prompt(chunk)
-                            response = _response(work, chunk, aux_info=request.aux_info)
-                            if reading is not None and parser is not None:
-                                events = parser.feed(chunk.text)
-                                if chunk.ending is not None:
-                                    events += parser.finish()
-                                response.parts.extend(parts_of(events, reading))
-                            await context.write(response)
+                            await writes.add(encode(chunk))
         except Exception as error:
             await abort(context, error)
 
@@ -185,13 +191,41 @@ def _token(token: OutputToken) -> generation_pb2.OutputToken:
     )
 
 
-def _response(
-    request: GenerationRequest, chunk: Chunk, *, aux_info: bool
-) -> generation_pb2.GenerateResponse:
+def _encoder(
+    request: generation_pb2.GenerateRequest, work: GenerationRequest, reading: Reading | None
+) -> Callable[[Chunk], bytes]:
+    """Return what makes the messages of one answer."""
+    # Messages one behind the other are the message of all their fields.
+    head = generation_pb2.GenerateResponse(request_id=work.request_id).SerializeToString()
+    parser = None if reading is None else AnswerParser(reading)
+    scores_only, aux_info = _scores_only(request), request.aux_info
+
+    def encode(chunk: Chunk) -> bytes:
+        if scores_only:
+            chunk = _of_prompt(chunk)
+        tokens, ending = chunk.tokens, chunk.ending
+        if len(tokens) == 1 and ending is None and parser is None and tokens[0].logprobs is None:
+            return head + _one_token(tokens[0])  # by far the most common case
+        response = _response(chunk, aux_info=aux_info)
+        if reading is not None and parser is not None:
+            events = parser.feed(chunk.text)
+            if ending is not None:
+                events += parser.finish()
+            response.parts.extend(parts_of(events, reading))
+        return head + response.SerializeToString()
+
+    return encode
+
+
+@lru_cache(_TOKENS_CACHED)
+def _one_token(token: OutputToken) -> bytes:
+    response = generation_pb2.GenerateResponse(text=token.text, tokens=[_token(token)])
+    return response.SerializeToString()
+
+
+def _response(chunk: Chunk, *, aux_info: bool) -> generation_pb2.GenerateResponse:
     response = generation_pb2.GenerateResponse(
-        request_id=request.request_id,
-        text=chunk.text,
-        tokens=[_token(token) for token in chunk.tokens],
+        text=chunk.text, tokens=[_token(token) for token in chunk.tokens]
     )
     if chunk.ending is not None:
         response.finish_reason = FINISH_TO_PROTO[chunk.ending.reason]

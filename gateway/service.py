@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.api_keys import ApiKeys
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
-from gateway.grpc_service import GenerationServicer
+from gateway.grpc_service import SERVICE_NAME, GenerationServicer, add_to_server
 from gateway.http_api import create_app
 from gateway.http_connection import PatientProtocol
 from gateway.ports import allow_connections, bind, readable
@@ -30,11 +30,10 @@ from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.tasks import in_thread
 from outrider.rpc.telemetry import METRIC_PREFIX, Telemetry
-from outrider.v1 import generation_pb2_grpc, scorer_pb2
+from outrider.v1 import scorer_pb2
 
 _BACKLOG = 4096  # what Linux allows by default
 _FORCE_S = 1  # for what the grace's end has ended to be sent; whole seconds: uvicorn's type
-_GRPC_SERVICE = "outrider.v1.GenerationService"
 
 
 class Gateway:
@@ -85,10 +84,8 @@ class Gateway:
         servicer = GenerationServicer(generator, api_keys)
         self._grpc = GrpcServer(
             join_address(config.host, config.grpc_port),
-            lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-                servicer, server
-            ),
-            [_GRPC_SERVICE],
+            lambda server: add_to_server(servicer, server),
+            [SERVICE_NAME],
             health_address=config.deployment.health_address(config.host),
             limits=ClientLimits(config.max_body_bytes, config.request_timeout_s),
             share_port=shares,

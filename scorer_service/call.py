@@ -54,6 +54,7 @@ class Call:
         self._started = time.perf_counter()
         self._telemetry = telemetry
         self._message = message
+        self.tells_drafts = message.draft_trees  # that were verified
         self._serving: Serving | None = None
         self._session: Session | None = None
         self._rounds: RoundSpans | None = None

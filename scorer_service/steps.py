@@ -210,7 +210,7 @@ class StepsStream:
             assert row.call is not None
             last = commits[-1]
             told = last.stats or last.finish_reason or last.logprobs or commits[0].prompt_logprobs
-            if told or any(commit.draft for commit in commits):
+            if told or (row.call.tells_drafts and any(commit.draft for commit in commits)):
                 response = row.call.details(commits)
             else:
                 row.call.note_tokens(commits)
