@@ -16,8 +16,8 @@ from gateway.answers.parser import AnswerParser
 from gateway.api_keys import ApiKeys
 from gateway.chat import Plan, plan_chat
 from gateway.generation import Chunk, Generator
-from gateway.grpc_writes import Writes
 from gateway.grpc_chat import chat_from_proto, parts_of
+from gateway.grpc_writes import Burst, Writes
 from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError
@@ -42,7 +42,7 @@ _TOKENS_CACHED: Final = 8192
 
 def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
     """Register the service; messages of Generate are bytes already."""
-    generate = grpc.unary_stream_rpc_method_handler(
+    generate: grpc.RpcMethodHandler[Any, bytes] = grpc.unary_stream_rpc_method_handler(
         servicer.Generate,
         request_deserializer=generation_pb2.GenerateRequest.FromString,
     )
@@ -57,6 +57,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, generator: Generator, api_keys: ApiKeys) -> None:
         self._generator = generator
         self._api_keys = api_keys
+        self._burst = Burst()
 
     # Written with context.write, not as a generator: the deadline must also end a write that a
     # client who does not read has blocked.
@@ -75,7 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     work, reading = await self._prepare(request, tenant)
                     encode = _encoder(request, work, reading)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
-                    async with aclosing(chunks), Writes(context.write) as writes:
+                    async with aclosing(chunks), Writes(context.write, self._burst) as writes:
                         async for chunk in chunks:
                             await writes.add(encode(chunk))
         except Exception as error:
