@@ -37,7 +37,7 @@ from gateway.openai.translation import named, read, renamed
 from gateway.playground import playground
 from gateway.responses_api.rendering import ResponseRendering
 from gateway.responses_api.requests import ALLOWED, NAMES, ResponseRequest
-from outrider.errors import InvalidRequestError, OutriderError
+from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.rpc.exposition import encode
 
 _T = TypeVar("_T")
@@ -184,12 +184,15 @@ class _OpenAI:
         return (*self._config.model_names, *self._generator.pool.adapters)
 
     def _model_card(self, name: str) -> dict[str, object]:
+        pool = self._generator.pool
+        if not (pool.max_model_len or self._generator.accepting):
+            raise UnavailableError("The model is not loaded yet. Try again soon.")
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "outrider",
-            "max_model_len": self._generator.pool.max_model_len,
+            "max_model_len": pool.max_model_len,
         }
 
 

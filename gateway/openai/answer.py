@@ -83,7 +83,10 @@ class Answer(Response):
 
         try:
             async with self._generator.admission.until(self._deadline):
-                job, rendering = made = await _beating(self._make(), beat)
+                making = self._make()
+                if self._generator.config.hold_timeout_s is not None:  # else it is short enough
+                    making = _beating(making, beat)
+                job, rendering = made = await making
                 headers = Request(scope).headers.items()
                 chunks = run_job(job, self._generator, self._deadline, headers)
                 async with aclosing(chunks):

@@ -28,7 +28,10 @@ from tests.support.waiting import until
 TEXT = "hello world"
 
 
-async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_metrics() -> None:
+async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answer, "_SILENCE_S", 0.05)
     http, metrics, health, scorer = (free_port() for _ in range(4))
     gateway = Gateway(
         GatewayConfig(
@@ -36,6 +39,7 @@ async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_met
             model=str(model_folder()),
             http_port=http,
             metrics_port=metrics,
+            resume_timeout_s=3.0,
             deployment=Deployment(drain_grace_s=0.1, health_port=health),
         ),
         configure("test"),
@@ -57,6 +61,13 @@ async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_met
                 process = await stub.Check(health_pb2.HealthCheckRequest())
             assert process.status == health_pb2.HealthCheckResponse.SERVING
             assert not starting.done()
+            body = {"prompt": "x", "stream": True}
+            for refused in (
+                await client.get("/v1/models"),
+                await client.post("/v1/completions", json=body),  # with its status, no event
+            ):
+                assert refused.status_code == 503
+                assert refused.headers["Retry-After"]
             asked = asyncio.create_task(
                 client.post("/v1/completions", json={"prompt": "x"}, timeout=20)
             )
