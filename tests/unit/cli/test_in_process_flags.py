@@ -41,7 +41,8 @@ def test_module_in_process_reads_the_scorers_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "states"), [("eagle3", "2,4,7"), ("dspark", "2,4,5,7"), ("mtp", "final"), ("medusa", "final")]
+    ("method", "states"),
+    [("eagle3", "2,4,7"), ("dspark", "2,4,5,7"), ("mtp", "final"), ("medusa", "final")],
 )
 def test_embedded_module_in_process_says_what_it_reads(method: str, states: str) -> None:
     flags = resolve([f"--in-process-proposer=--method {method}"])
