@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.proposer import NO_PACE, Proposer, SessionKey, SessionStart
+from outrider.drafting.proposer import NO_PACE, Pace, Proposer, SessionKey, SessionStart
 from outrider.errors import CapacityError, InternalError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc import codec
@@ -134,7 +134,7 @@ class Cycle:
     def draft(self) -> None:
         """Draft for every session that wants it, and hand the blocks over."""
         asked = [*self._routes.queue.wanting, *self._proposals]
-        round_ = self._proposer.draft(asked, self._routes.pace.pace)
+        round_ = self._proposer.draft(asked, self._pace())
         draft_us = self._elapsed_us()
         blocks = _Blocks(self._links, draft_us, round_.methods)
         answered: list[SessionKey] = []
@@ -174,7 +174,7 @@ class Cycle:
             self._proposer.ahead((), NO_PACE)
             return False
         self._started = time.perf_counter()
-        round_ = self._proposer.ahead(keys, self._routes.pace.pace)
+        round_ = self._proposer.ahead(keys, self._pace())
         blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
         for key, tree in round_.trees:
             blocks.add(self._routes.route(key), tree)
@@ -185,6 +185,9 @@ class Cycle:
             self._metrics.ahead.observe(time.perf_counter() - self._started)
             self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
         return bool(round_.trees)
+
+    def _pace(self) -> Pace:
+        return self._routes.pace.after(time.perf_counter())
 
     def give_up(self) -> None:
         """Lose the sessions of a cycle that failed; scorers may open them again."""

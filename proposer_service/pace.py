@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from outrider.drafting.proposer import Pace, SessionKey
@@ -24,6 +25,7 @@ class PaceMeter:
     def __init__(self) -> None:
         self._step = Average()
         self._network_s: float | None = None
+        self._arrived = 0.0  # time of the last commits
         # Times of hand-over:
         self._drafts: dict[SessionKey, float] = {}
         self._branches: dict[SessionKey, float] = {}  # for the outcomes of the current round
@@ -32,6 +34,10 @@ class PaceMeter:
     @property
     def pace(self) -> Pace:
         return Pace(self._step.mean, self._network_s or 0.0)
+
+    def after(self, now: float) -> Pace:
+        """Return the pace, and the time since the last commits came."""
+        return replace(self.pace, spent_s=now - self._arrived) if self._arrived else self.pace
 
     def handed_over(self, key: SessionKey, now: float) -> None:
         """Note that a draft for a session that had none is on its way."""
@@ -48,6 +54,7 @@ class PaceMeter:
 
     def committed(self, key: SessionKey, arrived: float, step_s: float, *, verified: bool) -> None:
         """Note the commit of a step that took `step_s`, and `verified` a draft or not."""
+        self._arrived = arrived
         draft, chosen = self._drafts.pop(key, None), self._chosen.pop(key, None)
         if key in self._branches:
             self._chosen[key] = self._branches.pop(key)

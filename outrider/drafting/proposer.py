@@ -28,6 +28,7 @@ class Pace:
 
     step_s: float = 0.0  # the scorer's step
     network_s: float = 0.0  # the way to the scorer and back
+    spent_s: float = 0.0  # since the last commits came
 
 
 NO_PACE: Final = Pace()

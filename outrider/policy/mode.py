@@ -143,7 +143,11 @@ class ModeTrials:
         self.mode, self.decided = self.incumbent, True
         longer = min(max(MOST_STEPS, 2 * self._interval), self._trial_steps / MOST_LOST)
         self._interval = self._trial_steps if won else longer
-        self._steps_left = max(self._interval, lost_steps / MOST_LOST)
+        others = [speed for mode, speed in self._speeds.items() if mode is not self._last_tried]
+        if all([speed.rate for speed in others]):
+            self._steps_left = max(self._interval, lost_steps / MOST_LOST)
+        else:  # what was never tried may be far better
+            self._steps_left = float(self._trial_steps)
         self.settle()
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import ForkDrafter, Forks
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -55,6 +56,7 @@ class DraftedBranch:
     guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
     candidates: NDArray[np.int32]  # [K + 1, F]
     gaps: NDArray[np.float32]  # [K + 1, F]
+    told: bytes  # the confidences of `guess`
 
     @property
     def tokens(self) -> list[int]:
@@ -106,6 +108,7 @@ def draft_branches(
             pool.release(pages)
         raise
     first, guesses = len(joined), forks.candidates[:, :, 0].tolist()
+    told, width = confidences_of(forks.gaps[first:, :, 1]), num_tokens + 1
     drafted = [
         DraftedBranch(
             branch=branch,
@@ -115,6 +118,7 @@ def draft_branches(
             guess=guesses[i],
             candidates=forks.candidates[i],
             gaps=forks.gaps[i],
+            told=told[(i - first) * width : (i - first + 1) * width],
         )
         for i, (branch, row, pages) in enumerate(rows, start=first)
     ]

@@ -1,16 +1,20 @@
 """The number of outcomes to draft for, and of tokens for each, for all sessions at once.
 
 With T the scorer's step, R the way there and back, f(M) a forward of M branches, h(M) the sum of
-their chances and C the time of a draft made on demand, branches of k tokens are there
-A = k * f(M) + R after the last output. One more forward finds the candidates at their ends. What
-comes late delays the next output, too, which gives the branches after that a start: in the long run
-a round is longer by half of A - T. So it takes
+their chances, C the time of a draft made on demand and S what the round has taken so far, branches
+of k tokens are there A = S + k * f(M) + R after the last output. One more forward finds the
+candidates at their ends. What comes late delays the next output, too, which gives the branches
+after that a start: in the long run a round is longer by half of A - T. So it takes
 
-    max(T, (T + A) / 2, (k + 1) * f(M)) + (1 - h(M)) * (C + R)
+    max(T, (T + A) / 2, S + (k + 1) * f(M)) + (1 - h(M)) * (C + R)
 
 and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that come in time often
 bring more per second than long ones that are waited for. M = 0 is drafting on demand. The shortest
 of nearly equal choices is taken: what comes late may be waited for in vain.
+
+Where some sessions m miss, their drafts come before the branches, which have C(m) = K * f(m) less
+time. Or one batch has both: the drafts take K * f(m + M), and the branches start at once. Both ways
+are estimated by the same formula.
 
 The loops are compiled, because NumPy takes longer to begin than these few numbers take. They share
 this file, because Numba notices a changed file, not a changed callee elsewhere.
@@ -57,10 +61,11 @@ class Plans:
 
 
 class Budget(NamedTuple):
-    """The branches per session to draft ahead, and their tokens."""
+    """The branches per session to draft ahead, their tokens, and the tokens per second expected."""
 
     branches: int
     tokens: int
+    rate: float = 0.0
 
 
 def plan_branches(
@@ -89,10 +94,12 @@ def choose_budget(
     *,
     wanted: int,
     acceptance: float,
+    joined: int = 0,
 ) -> Budget:
     """Return the budget of most tokens per second; without branches to draft on demand.
 
     A forward of n branches takes `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
+    With branches in one batch with `joined` drafts on demand, all are of `wanted` tokens.
     """
     rows = (plans.chances > 0.0).sum(axis=0)
     most = int(np.count_nonzero(rows))
@@ -101,15 +108,18 @@ def choose_budget(
     # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
     chances = np.ascontiguousarray(plans.chances.T[:most])
     hits = chances.sum(axis=1).cumsum() / len(plans.chances)
-    forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])
+    forward = np.array([forward_s(n + joined) for n in rows[:most].cumsum().tolist()])
     tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
-    on_demand = draft_s + pace.network_s
-    slack = _SLACK * pace.step_s
-    rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, on_demand, slack)
+    on_demand = np.full(most + 1, draft_s + pace.network_s)
+    if joined:
+        on_demand[1:] = wanted * forward + pace.network_s
+    spent = pace.spent_s + _SLACK * pace.step_s
+    shortest = wanted if joined else 1
+    rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, on_demand, spent, shortest)
     best: list[float] = rates.max(axis=0).tolist()
     enough = _NEARLY * max(best)
     shortest = next(i for i, rate in enumerate(best) if rate >= enough)
-    return Budget(int(rates[:, shortest].argmax()), shortest + 1)
+    return Budget(int(rates[:, shortest].argmax()), shortest + 1, best[shortest])
 
 
 @compiled
@@ -162,19 +172,20 @@ def _rates(
     tokens: Floats,
     step_s: float,
     network_s: float,
-    on_demand_s: float,
-    slack_s: float,
+    on_demand_s: Floats,
+    spent_s: float,
+    shortest: int,
 ) -> Floats:
     """Return tokens per second [M, k] of M branches, from 0 on, and k tokens, from 1 on."""
     wanted = len(tokens) - 1
     found = np.zeros((len(hits) + 1, wanted))
-    found[0, wanted - 1] = tokens[wanted] / (step_s + on_demand_s)
+    found[0, wanted - 1] = tokens[wanted] / (step_s + on_demand_s[0])
     for i in range(len(hits)):
         misses = 1.0 - hits[i]
-        for k in range(1, wanted + 1):
-            ahead = k * forward_s[i] + (network_s + slack_s)
-            busy = (k + 1) * forward_s[i] + slack_s
+        for k in range(shortest, wanted + 1):
+            ahead = k * forward_s[i] + (network_s + spent_s)
+            busy = (k + 1) * forward_s[i] + spent_s
             round_s = max(max((step_s + ahead) / 2, step_s), busy)
             gain = hits[i] * tokens[k] + misses * tokens[wanted]
-            found[i + 1, k - 1] = gain / (round_s + misses * on_demand_s)
+            found[i + 1, k - 1] = gain / (round_s + misses * on_demand_s[i + 1])
     return found

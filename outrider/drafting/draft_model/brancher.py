@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft_branches, lengthen
-from outrider.drafting.ahead.budget import choose_budget, plan_branches
+from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
 from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.drafters import ForkDrafter, Forks
@@ -57,10 +58,7 @@ class Brancher:
         """
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
-        branches, _ = self._choose(states, pace)
-        alone = self._rows_s.estimate(len(rows))
-        if self._rows_s.estimate(len(rows) + len(branches)) > _FREE * alone:
-            branches = []
+        branches = self._choose_joined(states, pace, len(rows), num_tokens) if states else []
         started = self._clock()
         joined = [(row, state.follower.sampling) for state, row in rows]
         drafted, forks = self._run(states, branches, num_tokens, joined)
@@ -77,7 +75,13 @@ class Brancher:
         """Draft branches for those of `states` that they are worth it for; return these."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
-        branches, num_tokens = self._choose(branching, pace)
+        if not branching:
+            return []
+        # Who waited for a draft is verified since it came.
+        spent_s = pace.spent_s * sum([state.hit for state in branching]) / len(branching)
+        plans = self._plan(branching)
+        budget = self._budget(plans, branching, replace(pace, spent_s=spent_s))
+        branches, num_tokens = self._best(plans, branching, budget), budget.tokens
         if not branches:
             return []
         started = self._clock()
@@ -111,36 +115,53 @@ class Brancher:
         room = self._max_model_len - num_tokens
         return [state for state in states if state.can_branch(room)]
 
-    def _choose(self, states: Sequence[DraftState], pace: Pace) -> tuple[list[Branch], int]:
-        """Return the outcomes that are worth a branch, likeliest first, and their tokens."""
-        if not states:
-            return [], 0
+    def _choose_joined(
+        self, states: Sequence[DraftState], pace: Pace, num_rows: int, num_tokens: int
+    ) -> list[Branch]:
+        """Return the branches to draft together with `num_rows` drafts; none: they come later."""
+        plans = self._plan(states)
+        alone_s = self._rows_s.estimate(num_rows)
+        drafted_s = pace.spent_s + num_tokens * alone_s
+        later = self._budget(plans, states, replace(pace, spent_s=drafted_s))
+        joined = self._budget(plans, states, pace, num_rows)
+        branches = self._best(plans, states, joined)
+        free = self._rows_s.estimate(num_rows + len(branches)) <= _FREE * alone_s
+        return branches if free or joined.rate > later.rate else []
+
+    def _plan(self, states: Sequence[DraftState]) -> Plans:
+        """Return the outcomes of sessions that are worth a branch."""
         outcomes = self._outcomes
-        gaps = [s.ahead.gaps for s in states if s.ahead.gaps is not None]
-        candidates = [s.ahead.candidates for s in states if s.ahead.candidates is not None]
         undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
-        sizes = np.array([len(each) for each in gaps])
-        plans = plan_branches(
+        gaps = [s.ahead.gaps for s in states if s.ahead.gaps is not None]
+        return plan_branches(
             outcomes.chances(np.concatenate(gaps)),
-            sizes,
+            np.array([len(each) for each in gaps]),
             np.array([len(state.held) for state in states]),
             self._max_branches,
             np.array([undrafted[state.hit] for state in states]),
         )
-        count, num_tokens = choose_budget(
+
+    def _budget(
+        self, plans: Plans, states: Sequence[DraftState], pace: Pace, joined: int = 0
+    ) -> Budget:
+        return choose_budget(
             plans,
             self._rows_s.estimate,
             self._draft_s.mean,
             pace,
             wanted=max([state.follower.wanted for state in states]),
-            acceptance=outcomes.acceptance,
+            acceptance=self._outcomes.acceptance,
+            joined=joined,
         )
-        trunks, chosen = plans.best(count)
-        firsts = (sizes.cumsum() - sizes) * NUM_RANKS  # of the sessions' candidates
+
+    def _best(self, plans: Plans, states: Sequence[DraftState], budget: Budget) -> list[Branch]:
+        """Return the likeliest outcomes within a budget, the likeliest first."""
+        trunks, chosen = plans.best(budget.branches)
+        candidates = [s.ahead.candidates for s in states if s.ahead.candidates is not None]
+        firsts = np.array([0, *map(len, candidates)]).cumsum() * NUM_RANKS  # of the sessions
         tokens = np.concatenate(candidates).take(firsts[trunks] + chosen)
         accepted = chosen // NUM_RANKS
-        branches = map(Branch, trunks.tolist(), accepted.tolist(), tokens.tolist())
-        return list(branches), num_tokens
+        return list(map(Branch, trunks.tolist(), accepted.tolist(), tokens.tolist()))
 
     def _run(
         self,

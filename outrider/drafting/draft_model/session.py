@@ -11,7 +11,6 @@ from outrider.drafting.ahead.branches import Trunk
 from outrider.drafting.ahead.lookahead import Lookahead
 from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.async_drafts import AsyncRow
-from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.masks import DraftMask
 from outrider.drafting.proposer import Follower, SessionKey, SessionStart
@@ -155,8 +154,7 @@ class DraftState(PageCache):
         ]
         told = [self.ahead.draft(len(guess))[1]]
         for (_, tokens), b in zip(branches, self.ahead.branches, strict=True):
-            own = confidences_of(b.gaps[: len(b.guess), 1])
-            told.append(own.rjust(len(tokens), b"\0"))  # a branch's own token is none of a draft
+            told.append(b.told.rjust(len(tokens), b"\0"))  # a branch's own token is none of a draft
         tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(told))
         self.follower.pushed = tree
         return tree
