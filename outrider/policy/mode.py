@@ -57,6 +57,7 @@ class ModeTrials:
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in modes}
         self._last_tried = incumbent
+        self._untried = {mode for mode in modes if mode is not incumbent}
         self._interval = self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
@@ -112,6 +113,7 @@ class ModeTrials:
         known = max(turn, key=lambda mode: self._speeds[mode].rate)
         is_faster = self._speeds[known].rate > WORTH * self._speeds[self.incumbent].rate
         self.mode = self._last_tried = known if is_faster else turn[0]
+        self._untried.discard(self.mode)
         self.catching_up = 0 if self.incumbent.drafts else 4 * MOST_STEPS
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.mode] = Speed(3.0 * self._trial_steps)
@@ -143,11 +145,10 @@ class ModeTrials:
         self.mode, self.decided = self.incumbent, True
         longer = min(max(MOST_STEPS, 2 * self._interval), self._trial_steps / MOST_LOST)
         self._interval = self._trial_steps if won else longer
-        others = [speed for mode, speed in self._speeds.items() if mode is not self._last_tried]
-        if all([speed.rate for speed in others]):
-            self._steps_left = max(self._interval, lost_steps / MOST_LOST)
-        else:  # what was never tried may be far better
+        if self._untried:  # one of them may be far better
             self._steps_left = float(self._trial_steps)
+        else:
+            self._steps_left = max(self._interval, lost_steps / MOST_LOST)
         self.settle()
 
 

@@ -94,12 +94,12 @@ def choose_budget(
     *,
     wanted: int,
     acceptance: float,
-    joined: int = 0,
+    joined: bool = False,
 ) -> Budget:
     """Return the budget of most tokens per second; without branches to draft on demand.
 
     A forward of n branches takes `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
-    With branches in one batch with `joined` drafts on demand, all are of `wanted` tokens.
+    Branches that are `joined` with drafts on demand have as many tokens, and take as long.
     """
     rows = (plans.chances > 0.0).sum(axis=0)
     most = int(np.count_nonzero(rows))
@@ -108,7 +108,7 @@ def choose_budget(
     # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
     chances = np.ascontiguousarray(plans.chances.T[:most])
     hits = chances.sum(axis=1).cumsum() / len(plans.chances)
-    forward = np.array([forward_s(n + joined) for n in rows[:most].cumsum().tolist()])
+    forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])
     tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
     on_demand = np.full(most + 1, draft_s + pace.network_s)
     if joined:

@@ -80,7 +80,8 @@ class Brancher:
         # Who waited for a draft is verified since it came.
         spent_s = pace.spent_s * sum([state.hit for state in branching]) / len(branching)
         plans = self._plan(branching)
-        budget = self._budget(plans, branching, replace(pace, spent_s=spent_s))
+        pace = replace(pace, spent_s=spent_s)
+        budget = self._budget(plans, branching, pace, self._rows_s.estimate)
         branches, num_tokens = self._best(plans, branching, budget), budget.tokens
         if not branches:
             return []
@@ -119,13 +120,14 @@ class Brancher:
         self, states: Sequence[DraftState], pace: Pace, num_rows: int, num_tokens: int
     ) -> list[Branch]:
         """Return the branches to draft together with `num_rows` drafts; none: they come later."""
-        plans = self._plan(states)
-        alone_s = self._rows_s.estimate(num_rows)
-        drafted_s = pace.spent_s + num_tokens * alone_s
-        later = self._budget(plans, states, replace(pace, spent_s=drafted_s))
-        joined = self._budget(plans, states, pace, num_rows)
+        plans, rows_s = self._plan(states), self._rows_s.estimate
+        alone_s = rows_s(num_rows)
+        then = replace(pace, spent_s=pace.spent_s + num_tokens * alone_s)
+        all_of_one = (len(states) + num_rows) / len(states)  # those that missed have some, too
+        later = self._budget(plans, states, then, lambda n: rows_s(n * all_of_one))
+        joined = self._budget(plans, states, pace, lambda n: rows_s(n + num_rows), joined=True)
         branches = self._best(plans, states, joined)
-        free = self._rows_s.estimate(num_rows + len(branches)) <= _FREE * alone_s
+        free = rows_s(num_rows + len(branches)) <= _FREE * alone_s
         return branches if free or joined.rate > later.rate else []
 
     def _plan(self, states: Sequence[DraftState]) -> Plans:
@@ -142,11 +144,17 @@ class Brancher:
         )
 
     def _budget(
-        self, plans: Plans, states: Sequence[DraftState], pace: Pace, joined: int = 0
+        self,
+        plans: Plans,
+        states: Sequence[DraftState],
+        pace: Pace,
+        rows_s: Callable[[int], float],
+        *,
+        joined: bool = False,
     ) -> Budget:
         return choose_budget(
             plans,
-            self._rows_s.estimate,
+            rows_s,
             self._draft_s.mean,
             pace,
             wanted=max([state.follower.wanted for state in states]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -198,10 +199,19 @@ def budget(
     *,
     sessions: int = 1,
     acceptance: float = 0.86,
+    joined: bool = False,
 ) -> Budget:
     place = (acceptance, 0.7 * (1 - acceptance), 0.2 * (1 - acceptance), 0.05 * (1 - acceptance))
     plans = plan_all([(np.array([place] * 5), K, 0.0)] * sessions, 16)
-    return choose_budget(plans, forward_s, K * forward_s(1), pace, wanted=K, acceptance=acceptance)
+    return choose_budget(
+        plans,
+        forward_s,
+        K * forward_s(1),
+        pace,
+        wanted=K,
+        acceptance=acceptance,
+        joined=joined,
+    )
 
 
 def test_choose_budget_with_long_step_fills_it() -> None:
@@ -226,6 +236,23 @@ def test_choose_budget_with_costly_rows_wants_hits() -> None:
 def test_choose_budget_when_ahead_does_not_pay_is_on_demand() -> None:
     assert budget(lambda n: 0.02 * n).branches == 0
     assert budget(lambda n: 0.001 * n, sessions=32)[:2] == (0, K)
+
+
+def test_choose_budget_with_missed_drafts_joins_them_if_both_would_be_late() -> None:
+    def forward_s(rows: int) -> float:  # of a 1B draft on an H200
+        return float(np.interp(rows, (1, 8, 32, 128, 512), (0.0006, 0.0007, 0.001, 0.0017, 0.0038)))
+
+    for step_s, joins in ((0.009, True), (0.05, False)):
+        pace = Pace(step_s, 0.0012)
+        later = replace(pace, spent_s=K * forward_s(6))
+        joined = budget(lambda n: forward_s(n + 6), pace, sessions=26, joined=True)
+        assert joined.tokens == K
+        assert (joined.rate > budget(forward_s, later, sessions=32).rate) == joins
+
+
+def test_choose_budget_late_in_a_round_drafts_less() -> None:
+    late = Pace(H200.step_s, H200.network_s, spent_s=0.002)
+    assert budget(lambda _: 0.0009, late).tokens < budget(lambda _: 0.0009).tokens
 
 
 def test_choose_budget_before_measurement_tries_all() -> None:

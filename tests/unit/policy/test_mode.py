@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from outrider.policy.base import DraftMode, StepDone
-from outrider.policy.mode import MANY_ROWS, MOST_LOST, ModeSelector
+from outrider.policy.mode import FEWEST_STEPS, MANY_ROWS, MOST_LOST, ModeSelector
 
 MODES = tuple(DraftMode)
 OFF, ON_DEMAND, AHEAD = MODES
@@ -96,6 +96,13 @@ def test_trials_of_equal_modes_do_not_alternate() -> None:
     assert changes <= 2
 
 
+def test_mode_that_was_never_tried_is_tried_soon() -> None:
+    """After the gain of the first trial, the next one would come after thousands of steps."""
+    load = Load(32, {OFF: 0.010, ON_DEMAND: 0.0105, AHEAD: 0.009})
+    load.play(200)
+    assert load.incumbent is AHEAD
+
+
 def test_trials_after_a_change_find_the_new_best_mode() -> None:
     load = Load()
     load.play(3000)
@@ -149,7 +156,7 @@ def test_kinds_of_texts_have_their_own_modes() -> None:
     load.play(200)
     assert load.incumbent is OFF
     load.temperature, load.step_s = 0.0, greedy
-    assert load.play(200)[OFF] <= 1, "it is remembered"
+    assert load.play(200)[OFF] < FEWEST_STEPS, "it is remembered, but for a trial"
 
 
 def test_prompts_do_not_count_as_steps_of_a_mode() -> None:

@@ -18,6 +18,13 @@ def test_pace_meter_takes_the_rest_of_the_shortest_round_for_network() -> None:
     assert 0.001 <= meter.pace.network_s < 0.002
 
 
+def test_pace_meter_tells_the_time_since_the_last_commits() -> None:
+    meter = PaceMeter()
+    assert meter.after(7.0).spent_s == 0.0, "none came"
+    meter.committed(1, 5.0, 0.005, verified=True)
+    assert meter.after(5.003).spent_s == pytest.approx(0.003)
+
+
 def test_pace_meter_when_draft_was_not_waited_for_measures_nothing() -> None:
     meter = PaceMeter()
     meter.committed(1, 5.0, 0.005, verified=True)  # its draft was at hand
