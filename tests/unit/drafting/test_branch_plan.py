@@ -238,16 +238,20 @@ def test_choose_budget_when_ahead_does_not_pay_is_on_demand() -> None:
     assert budget(lambda n: 0.001 * n, sessions=32)[:2] == (0, K)
 
 
-def test_choose_budget_with_missed_drafts_joins_them_if_both_would_be_late() -> None:
-    def forward_s(rows: int) -> float:  # of a 1B draft on an H200
-        return float(np.interp(rows, (1, 8, 32, 128, 512), (0.0006, 0.0007, 0.001, 0.0017, 0.0038)))
-
-    for step_s, joins in ((0.009, True), (0.05, False)):
-        pace = Pace(step_s, 0.0012)
-        later = replace(pace, spent_s=K * forward_s(6))
-        joined = budget(lambda n: forward_s(n + 6), pace, sessions=26, joined=True)
-        assert joined.tokens == K
-        assert (joined.rate > budget(forward_s, later, sessions=32).rate) == joins
+@pytest.mark.parametrize(
+    ("row_s", "joins"),
+    [
+        pytest.param(0.00001, True, id="a device that is hardly slower with more rows"),
+        pytest.param(0.001, False, id="one where each row counts"),
+    ],
+)
+def test_choose_budget_with_missed_drafts_joins_them_where_rows_are_cheap(
+    row_s: float, joins: bool
+) -> None:
+    later = replace(H200, spent_s=K * (0.0006 + row_s))
+    joined = budget(lambda n: 0.0006 + row_s * (n + 1), sessions=7, joined=True)
+    assert joined.tokens == K
+    assert (joined.rate > budget(lambda n: 0.0006 + row_s * n, later, sessions=8).rate) == joins
 
 
 def test_choose_budget_late_in_a_round_drafts_less() -> None:
