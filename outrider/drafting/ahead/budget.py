@@ -12,9 +12,9 @@ and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that c
 bring more per second than long ones that are waited for. M = 0 is drafting on demand. The shortest
 of nearly equal choices is taken: what comes late may be waited for in vain.
 
-Where some sessions m miss, their drafts come before the branches, which have C(m) = K * f(m) less
-time. Or one batch has both: the drafts take K * f(m + M), and the branches start at once. Both ways
-are estimated by the same formula.
+Where m sessions miss, their drafts come before the branches, which have C(m) = K * f(m) less time.
+Or one batch has both: then drafts have k tokens, too, and take k * f(m + M), and branches start at
+once. Both ways are estimated by the same formula.
 
 The loops are compiled, because NumPy takes longer to begin than these few numbers take. They share
 this file, because Numba notices a changed file, not a changed callee elsewhere.
@@ -99,7 +99,7 @@ def choose_budget(
     """Return the budget of most tokens per second; without branches to draft on demand.
 
     A forward of n branches takes `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
-    Branches that are `joined` with drafts on demand have as many tokens, and take as long.
+    Drafts on demand that are `joined` with branches have as many tokens, and take as long.
     """
     rows = (plans.chances > 0.0).sum(axis=0)
     most = int(np.count_nonzero(rows))
@@ -110,12 +110,8 @@ def choose_budget(
     hits = chances.sum(axis=1).cumsum() / len(plans.chances)
     forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])
     tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
-    on_demand = np.full(most + 1, draft_s + pace.network_s)
-    if joined:
-        on_demand[1:] = wanted * forward + pace.network_s
     spent = pace.spent_s + _SLACK * pace.step_s
-    shortest = wanted if joined else 1
-    rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, on_demand, spent, shortest)
+    rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, draft_s, spent, joined)
     best: list[float] = rates.max(axis=0).tolist()
     enough = _NEARLY * max(best)
     shortest = next(i for i, rate in enumerate(best) if rate >= enough)
@@ -172,20 +168,22 @@ def _rates(
     tokens: Floats,
     step_s: float,
     network_s: float,
-    on_demand_s: Floats,
+    draft_s: float,
     spent_s: float,
-    shortest: int,
+    joined: bool,
 ) -> Floats:
     """Return tokens per second [M, k] of M branches, from 0 on, and k tokens, from 1 on."""
     wanted = len(tokens) - 1
     found = np.zeros((len(hits) + 1, wanted))
-    found[0, wanted - 1] = tokens[wanted] / (step_s + on_demand_s[0])
+    found[0, wanted - 1] = tokens[wanted] / (step_s + draft_s + network_s)
     for i in range(len(hits)):
         misses = 1.0 - hits[i]
-        for k in range(shortest, wanted + 1):
-            ahead = k * forward_s[i] + (network_s + spent_s)
+        for k in range(1, wanted + 1):
+            drafting = k * forward_s[i]
+            ahead = drafting + (network_s + spent_s)
             busy = (k + 1) * forward_s[i] + spent_s
             round_s = max(max((step_s + ahead) / 2, step_s), busy)
-            gain = hits[i] * tokens[k] + misses * tokens[wanted]
-            found[i + 1, k - 1] = gain / (round_s + misses * on_demand_s[i + 1])
+            missed_s, missed = (drafting, tokens[k]) if joined else (draft_s, tokens[wanted])
+            gain = hits[i] * tokens[k] + misses * missed
+            found[i + 1, k - 1] = gain / (round_s + misses * (missed_s + network_s))
     return found

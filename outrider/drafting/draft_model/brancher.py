@@ -53,13 +53,16 @@ class Brancher:
         others: Sequence[DraftState],
         pace: Pace,
     ) -> list[DraftState]:
-        """Draft `num_tokens` after `rows`, which are left with lines and candidates.
+        """Draft at most `num_tokens` after `rows`, which are left with lines and candidates.
 
         `others` have their drafts. Those of them that got branches in the same batch are returned.
+        With these, drafts may be shorter.
         """
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
-        branches = self._choose_joined(states, pace, len(rows), num_tokens) if states else []
+        branches: list[Branch] = []
+        if states:
+            branches, num_tokens = self._choose_joined(states, pace, len(rows), num_tokens)
         started = self._clock()
         joined = [(row, state.follower.sampling) for state, row in rows]
         drafted, forks = self._run(states, branches, num_tokens, joined)
@@ -119,15 +122,19 @@ class Brancher:
 
     def _choose_joined(
         self, states: Sequence[DraftState], pace: Pace, num_rows: int, num_tokens: int
-    ) -> list[Branch]:
-        """Return the branches to draft together with `num_rows` drafts; none: they come later."""
+    ) -> tuple[list[Branch], int]:
+        """Return the branches to draft together with `num_rows` drafts, and the tokens of all.
+
+        Without branches, which come later, the drafts have `num_tokens`.
+        """
         plans, rows_s = self._plan(states), self._rows_s.estimate
         then = replace(pace, spent_s=pace.spent_s + num_tokens * rows_s(num_rows))
         all_of_one = (len(states) + num_rows) / len(states)  # those that missed have some, too
         later = self._budget(plans, states, then, lambda n: rows_s(n * all_of_one))
         joined = self._budget(plans, states, pace, lambda n: rows_s(n + num_rows), joined=True)
         as_good = joined.rate >= _AS_GOOD * later.rate
-        return self._best(plans, states, joined) if as_good else []
+        branches = self._best(plans, states, joined) if as_good else []
+        return branches, joined.tokens if branches else num_tokens
 
     def _plan(self, states: Sequence[DraftState]) -> Plans:
         """Return the outcomes of sessions that are worth a branch."""

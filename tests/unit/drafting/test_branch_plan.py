@@ -250,7 +250,6 @@ def test_choose_budget_with_missed_drafts_joins_them_where_rows_are_cheap(
 ) -> None:
     later = replace(H200, spent_s=K * (0.0006 + row_s))
     joined = budget(lambda n: 0.0006 + row_s * (n + 1), sessions=7, joined=True)
-    assert joined.tokens == K
     assert (joined.rate > budget(lambda n: 0.0006 + row_s * n, later, sessions=8).rate) == joins
 
 
