@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from torch import Tensor
 from outrider.engine.batch import RowSlice
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.params import SamplingParams
+
+CATCH_UP: Final = 2
+"""Tokens that a session feeds at most after most rounds. Large batches are fast with no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from outrider import start_times
 from outrider.drafting.ahead.outcomes import NUM_RANKS
 from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
+from outrider.drafting.drafters import CATCH_UP
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.engine.graphs.capture import CudaGraphs, Work, replay_seconds
@@ -26,8 +27,8 @@ _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a loop; padding costs little, as long as the weights are what takes the time."""
 _FEW_ROWS = (4, 32, 128)
 """Rows of loops that are seldom needed: long catch-ups, and rows with cuts."""
-_CATCH_UP, _LONG_CATCH_UP = 2, 16
-"""Tokens after most rounds, and after rounds without a draft."""
+_LONG_CATCH_UP = 16
+"""Tokens after rounds without a draft."""
 _BLOCKS = (4, 8)
 """Draft tokens of loops that feed fewer slots than a whole block."""
 _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
@@ -37,9 +38,9 @@ _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
 def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) -> list[LoopShape]:
     """Return a draft model's loops: chains, and ahead chains with candidates and branches."""
     lengths = _lengths(max_draft_tokens)
-    kinds = [(max_sessions, _CATCH_UP, 0)]
+    kinds = [(max_sessions, CATCH_UP, 0)]
     if max_branches:
-        kinds.append((max_sessions, _CATCH_UP, NUM_RANKS))
+        kinds.append((max_sessions, CATCH_UP, NUM_RANKS))
         kinds.append((max_sessions * max_branches, 1, NUM_RANKS))
     # One session often lacks but one token, and products of one row are the fastest by far.
     shapes = make_shapes(rows=(1,), query_lens=(1,), num_tokens=lengths)

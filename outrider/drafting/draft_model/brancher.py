@@ -11,7 +11,7 @@ from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
 from outrider.drafting.draft_model.session import DraftState
-from outrider.drafting.drafters import ForkDrafter, Forks
+from outrider.drafting.drafters import CATCH_UP, ForkDrafter, Forks
 from outrider.drafting.proposer import Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -61,7 +61,7 @@ class Brancher:
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
         branches: list[Branch] = []
-        if states:
+        if states and max([len(row.token_ids) for _, row in rows]) <= CATCH_UP:
             branches, num_tokens = self._choose_joined(states, pace, len(rows), num_tokens)
         started = self._clock()
         joined = [(row, state.follower.sampling) for state, row in rows]
