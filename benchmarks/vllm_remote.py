@@ -3,12 +3,11 @@
     python -m benchmarks.vllm_remote --model TARGET --draft-model DRAFT --vllm FOLDER|PYTHON
         [--gpus 0 1] [--eagle3 HEAD]
 
-TARGET and DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py). vLLM without
-speculation and with Outrider's drafts lies on the first GPU, and Outrider's proposer on the last:
-with two GPUs it drafts ahead. vLLM with its own methods is on the last GPU too; with `--eagle3`, it
-also speculates with that module. All engines are loaded at once, with KV caches of a fixed size,
-and measured in turns. A system that fails is left out, and told of in the results, which are
-written after each concurrency.
+TARGET and DRAFT are folders, of inflated models too (benchmarks/inflate.py). vLLM without drafts
+and with Outrider's lies on the first GPU, and Outrider's proposer on the last: with two GPUs it
+drafts ahead. vLLM with its own methods is on the last GPU too; with `--eagle3`, it also speculates
+with that module. All are loaded at once, with KV caches of a fixed size, and measured in turns.
+What fails is left out, and told of in the results, which are written after each concurrency.
 """
 
 from __future__ import annotations
@@ -86,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add_vllm_flags(p)
     p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.1)
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
+    p.add_argument("--their-tokens", type=int, default=4, help="K of vLLM's own methods")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
@@ -158,10 +158,10 @@ def _start(
     speculations = {
         _BASE: None,
         _OURS: speculative_config("custom_class", "outrider.vllm.proposer.RemoteProposer", k),
-        _DRAFT_MODEL: speculative_config("draft_model", draft, k),
+        _DRAFT_MODEL: speculative_config("draft_model", draft, args.their_tokens),
     }
     if args.eagle3:
-        speculations[_EAGLE3] = speculative_config("eagle3", args.eagle3, k)
+        speculations[_EAGLE3] = speculative_config("eagle3", args.eagle3, args.their_tokens)
     on_cpu = args.device == "cpu"
     fitting = {"enforce_eager": True} if on_cpu else {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
 
