@@ -12,9 +12,8 @@ and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that c
 bring more per second than long ones that are waited for. M = 0 is drafting on demand. The shortest
 of nearly equal choices is taken: what comes late may be waited for in vain.
 
-Where m sessions miss, their drafts come before the branches, which have C(m) = K * f(m) less time.
-Or one batch has both: then drafts have k tokens, too, and take k * f(m + M), and branches start at
-once. Both ways are estimated by the same formula.
+Where the scorer goes on without the drafts of m sessions that miss, one batch has these and the
+branches: then they have k tokens, too, and take k * f(m + M).
 
 The loops are compiled, because NumPy takes longer to begin than these few numbers take. They share
 this file, because Numba notices a changed file, not a changed callee elsewhere.
@@ -61,11 +60,10 @@ class Plans:
 
 
 class Budget(NamedTuple):
-    """The branches per session to draft ahead, their tokens, and the tokens per second expected."""
+    """The branches per session to draft ahead, and their tokens."""
 
     branches: int
     tokens: int
-    rate: float = 0.0
 
 
 def plan_branches(
@@ -115,7 +113,7 @@ def choose_budget(
     best: list[float] = rates.max(axis=0).tolist()
     enough = _NEARLY * max(best)
     shortest = next(i for i, rate in enumerate(best) if rate >= enough)
-    return Budget(int(rates[:, shortest].argmax()), shortest + 1, best[shortest])
+    return Budget(int(rates[:, shortest].argmax()), shortest + 1)
 
 
 @compiled

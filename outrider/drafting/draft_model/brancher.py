@@ -19,9 +19,11 @@ from outrider.params import SamplingParams
 from outrider.policy.averages import Average
 from outrider.policy.measurements import StepTimes
 
-_AS_GOOD = 0.98
-"""Branches join drafts that are waited for if the tokens per second are so much of those with
-branches of their own: one batch takes less Python, which the estimate leaves out."""
+_FREE = 1.25
+"""Branches join drafts that are waited for if they make the batch this much slower at most."""
+
+_AWAITED = 0.5
+"""Share of rounds after a miss that verify no draft, from which on the scorer goes on without."""
 
 
 class Brancher:
@@ -81,11 +83,8 @@ class Brancher:
         branching = self._branching(states, num_tokens)
         if not branching:
             return []
-        # Who waited for a draft is verified since it came.
-        spent_s = pace.spent_s * sum([state.hit for state in branching]) / len(branching)
         plans = self._plan(branching)
-        pace = replace(pace, spent_s=spent_s)
-        budget = self._budget(plans, branching, pace, self._rows_s.estimate)
+        budget = self._budget(plans, branching, pace)
         branches, num_tokens = self._best(plans, branching, budget), budget.tokens
         if not branches:
             return []
@@ -127,14 +126,22 @@ class Brancher:
 
         Without branches, which come later, the drafts have `num_tokens`.
         """
-        plans, rows_s = self._plan(states), self._rows_s.estimate
-        then = replace(pace, spent_s=pace.spent_s + num_tokens * rows_s(num_rows))
-        all_of_one = (len(states) + num_rows) / len(states)  # those that missed have some, too
-        later = self._budget(plans, states, then, lambda n: rows_s(n * all_of_one))
-        joined = self._budget(plans, states, pace, lambda n: rows_s(n + num_rows), joined=True)
-        as_good = joined.rate >= _AS_GOOD * later.rate
-        branches = self._best(plans, states, joined) if as_good else []
-        return branches, joined.tokens if branches else num_tokens
+        plans = self._plan(states)
+        if not self._awaited:
+            budget = self._budget(plans, states, pace, joined=num_rows)
+            return self._best(plans, states, budget), budget.tokens
+        branches = self._best(plans, states, self._budget(plans, states, pace))
+        with_them_s = self._rows_s.estimate(num_rows + len(branches))
+        is_free = with_them_s <= _FREE * self._rows_s.estimate(num_rows)
+        return branches if is_free else [], num_tokens
+
+    @property
+    def _awaited(self) -> bool:
+        """The scorer waits for the draft of a session that missed.
+
+        Otherwise such a draft is not urgent, and steps follow each other whatever comes.
+        """
+        return self._outcomes.undrafted(hit=False) < _AWAITED
 
     def _plan(self, states: Sequence[DraftState]) -> Plans:
         """Return the outcomes of sessions that are worth a branch."""
@@ -150,22 +157,16 @@ class Brancher:
         )
 
     def _budget(
-        self,
-        plans: Plans,
-        states: Sequence[DraftState],
-        pace: Pace,
-        rows_s: Callable[[int], float],
-        *,
-        joined: bool = False,
+        self, plans: Plans, states: Sequence[DraftState], pace: Pace, joined: int = 0
     ) -> Budget:
         return choose_budget(
             plans,
-            rows_s,
+            lambda n: self._rows_s.estimate(n + joined),
             self._draft_s.mean,
-            pace,
+            replace(pace, spent_s=0.0) if self._awaited else pace,
             wanted=max([state.follower.wanted for state in states]),
             acceptance=self._outcomes.acceptance,
-            joined=joined,
+            joined=joined > 0,
         )
 
     def _best(self, plans: Plans, states: Sequence[DraftState], budget: Budget) -> list[Branch]:

@@ -416,7 +416,8 @@ class World:
             message()
         if player.wanting:
             round_ = self._timed(
-                player, lambda: player.method.draft(list(player.wanting), player.meter.pace)
+                player,
+                lambda: player.method.draft(list(player.wanting), player.meter.after(self.now)),
             )
             for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
                 del player.wanting[key]
@@ -436,7 +437,9 @@ class World:
             self.at(player.busy_until, handed_over)
         elif player.drafted and player.method.traits.runs_ahead:
             keys = list(player.drafted)
-            round_ = self._timed(player, lambda: player.method.ahead(keys, player.meter.pace))
+            round_ = self._timed(
+                player, lambda: player.method.ahead(keys, player.meter.after(self.now))
+            )
             if not round_.trees:
                 player.drafted.clear()
             incarnation = player.incarnation

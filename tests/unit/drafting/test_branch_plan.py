@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,23 +233,19 @@ def test_choose_budget_with_costly_rows_wants_hits() -> None:
 
 
 def test_choose_budget_when_ahead_does_not_pay_is_on_demand() -> None:
-    assert budget(lambda n: 0.02 * n).branches == 0
-    assert budget(lambda n: 0.001 * n, sessions=32)[:2] == (0, K)
+    on_demand = Budget(0, K)
+    assert budget(lambda n: 0.02 * n) == on_demand
+    assert budget(lambda n: 0.001 * n, sessions=32) == on_demand
 
 
-@pytest.mark.parametrize(
-    ("row_s", "joins"),
-    [
-        pytest.param(0.00001, True, id="a device that is hardly slower with more rows"),
-        pytest.param(0.001, False, id="one where each row counts"),
-    ],
-)
-def test_choose_budget_with_missed_drafts_joins_them_where_rows_are_cheap(
-    row_s: float, joins: bool
-) -> None:
-    later = replace(H200, spent_s=K * (0.0006 + row_s))
-    joined = budget(lambda n: 0.0006 + row_s * (n + 1), sessions=7, joined=True)
-    assert (joined.rate > budget(lambda n: 0.0006 + row_s * n, later, sessions=8).rate) == joins
+def test_choose_budget_joined_with_drafts_shortens_both() -> None:
+    def forward_s(rows: int) -> float:
+        return 0.0006 + 0.00002 * (rows + 8)
+
+    joined = budget(forward_s, sessions=24, joined=True)
+    assert joined.branches > 0
+    assert joined.tokens < K
+    assert budget(forward_s, Pace(0.02), sessions=24, joined=True).tokens == K
 
 
 def test_choose_budget_late_in_a_round_drafts_less() -> None:
