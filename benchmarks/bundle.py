@@ -65,7 +65,7 @@ WHEELS = {
     "vllm": Wheels(
         ("vllm==0.23.0", "xgrammar==0.2.0", "openai<2.40", "mcp<2"),
         skip=(
-            *("flashinfer-cubin", "tilelang", "tokenspeed-*", "humming-kernels", "z3-solver"),
+            *("flashinfer-cubin", "tilelang", "tokenspeed-*", "z3-solver"),
             *("nvidia-c*", "nvidia-n*", "quack-kernels", "torch-c-dlpack-ext", "cuda-*"),
             *("opencv-*", "fastsafetensors", "opentelemetry-exporter-otlp*"),
             *("sentry-sdk", "supervisor"),
