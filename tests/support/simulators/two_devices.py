@@ -36,8 +36,8 @@ _ROWS = (1, 8, 32, 64, 128, 256)  # the last two are reckoned from the device's 
 _PLAIN_MS = (4.02, 4.39, 4.98, 5.6, 7.2, 10.5)
 _VERIFYING_MS = (4.29, 4.87, 6.08, 8.8, 16.0, 30.0)
 _HOST_S, _BLOCK_S = 0.35e-3, 25e-6  # of the scorer's Python: a step, and a block
-_DRAFT_ROWS = (1, 8, 16, 32, 128, 512, 1024)
-_DRAFT_MS = (0.61, 0.74, 0.84, 1.0, 1.67, 3.78, 7.5)
+DRAFT_ROWS = (1, 8, 16, 32, 128, 512, 1024)
+DRAFT_MS = (0.61, 0.74, 0.84, 1.0, 1.67, 3.78, 7.5)
 _PROMPT_S, _DRAFT_PROMPT_S = 0.015e-3, 0.0045e-3  # a token
 _WAY_S, _MESSAGE_S = 0.4e-3, 12e-6  # one way, and by session
 _DRAFT_S, _BRANCHES_S, _NODE_S = 15e-6, 30e-6, 1e-6  # of the proposer's Python
@@ -81,7 +81,7 @@ class _Draft(_ShortSighted):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         rows, tokens = len(batch.query_lens), len(batch.input_ids)
-        self._clock.now += 1e-3 * float(np.interp(rows, _DRAFT_ROWS, _DRAFT_MS))
+        self._clock.now += 1e-3 * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS))
         if tokens > rows + 64:  # with prompts
             self._clock.now += _DRAFT_PROMPT_S * tokens
         return super().forward(batch)
