@@ -84,7 +84,7 @@ class Brancher:
         if not branching:
             return []
         plans = self._plan(branching)
-        budget = self._budget(plans, branching, pace)
+        budget = self._budget(plans, num_tokens, pace)
         branches, num_tokens = self._best(plans, branching, budget), budget.tokens
         if not branches:
             return []
@@ -128,9 +128,10 @@ class Brancher:
         """
         plans = self._plan(states)
         if not self._awaited:
-            budget = self._budget(plans, states, pace, joined=num_rows)
-            return self._best(plans, states, budget), budget.tokens
-        branches = self._best(plans, states, self._budget(plans, states, pace))
+            budget = self._budget(plans, num_tokens, pace, joined=num_rows)
+            branches = self._best(plans, states, budget)
+            return branches, budget.tokens if branches else num_tokens
+        branches = self._best(plans, states, self._budget(plans, num_tokens, pace))
         with_them_s = self._rows_s.estimate(num_rows + len(branches))
         is_free = with_them_s <= _FREE * self._rows_s.estimate(num_rows)
         return branches if is_free else [], num_tokens
@@ -156,15 +157,13 @@ class Brancher:
             np.array([undrafted[state.hit] for state in states]),
         )
 
-    def _budget(
-        self, plans: Plans, states: Sequence[DraftState], pace: Pace, joined: int = 0
-    ) -> Budget:
+    def _budget(self, plans: Plans, wanted: int, pace: Pace, joined: int = 0) -> Budget:
         return choose_budget(
             plans,
             lambda n: self._rows_s.estimate(n + joined),
             self._draft_s.mean,
             replace(pace, spent_s=0.0) if self._awaited else pace,
-            wanted=max([state.follower.wanted for state in states]),
+            wanted=wanted,
             acceptance=self._outcomes.acceptance,
             joined=joined > 0,
         )
