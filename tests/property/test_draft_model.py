@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.draft_model.brancher import Brancher
 from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits, SessionStart
@@ -238,6 +240,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     max_sessions=st.integers(1, 5),
     prefill_budget=st.sampled_from([1, 5, 17, 256]),
     max_branches=st.sampled_from([0, 1, 3, 8]),
+    awaited=st.booleans(),
 )
 def test_draft_model_under_any_history_equals_generate(
     history: list[tuple[str, object, object, object]],
@@ -245,9 +248,15 @@ def test_draft_model_under_any_history_equals_generate(
     max_sessions: int,
     prefill_budget: int,
     max_branches: int,
+    awaited: bool,
 ) -> None:
     """Any outcomes, batches, re-opens, shared prefixes, evictions and chunked prompts."""
     bench = Bench(num_pages, max_sessions, prefill_budget, max_branches)
+    with patch.object(Brancher, "_awaited", awaited):
+        play(bench, history)
+
+
+def play(bench: Bench, history: list[tuple[str, object, object, object]]) -> None:
     for kind, a, b, c in history:
         match kind, a, b, c:
             case "open", list(prefix), (sampling, rule), int(k):
