@@ -126,17 +126,13 @@ class Completion:
         self._ended = False
 
     def begin(self) -> None:
-        """Hand the request to the engine."""
-        request, spell = self._request, self._tokenizer.token_bytes
-        self._writer = Writer(request, self._tokenizer)
-        if request.thinking is None:
-            self._submit(request)
+        """Hand the request to the engine, unless it was cancelled."""
+        if self._ended:
             return
-        self._reasoning = Reasoning(request, request.thinking, spell)
-        if self._reasoning.first is None:
-            self._go_on(self._reasoning)
-        else:
-            self._submit(self._reasoning.first)
+        try:
+            self._begin()
+        except Exception as error:
+            self._fail(error)
 
     def cancel(self) -> None:
         """End without a further call of `listen`."""
@@ -160,6 +156,18 @@ class Completion:
         except Exception as error:
             self._fail(error)
 
+    def _begin(self) -> None:
+        request, spell = self._request, self._tokenizer.token_bytes
+        self._writer = Writer(request, self._tokenizer)
+        if request.thinking is None:
+            self._submit(request)
+            return
+        self._reasoning = Reasoning(request, request.thinking, spell)
+        if self._reasoning.first is None:
+            self._go_on(self._reasoning)
+        else:
+            self._submit(self._reasoning.first)
+
     def _submit(self, part: GenerationRequest) -> None:
         """Hand over a part of the request, once its constraint is compiled."""
         if part.constraint is None or self._serving.constraints is None:
@@ -170,23 +178,17 @@ class Completion:
     async def _compile(self, request: Request) -> None:
         assert self._serving.constraints is not None
         try:
-            constraint = await self._serving.constraints.editor(request)
+            self._hand_over(request, await self._serving.constraints.editor(request))
         except Exception as error:
             self._fail(error)
-        else:
-            self._hand_over(request, constraint)
 
     def _hand_over(self, request: Request, constraint: object = None) -> None:
         serving = self._serving
+        if not serving.engine.running:
+            raise UnavailableError("The engine has broken down or stopped. Make another LLM.")
         self._submitted = time.perf_counter()
-        try:
-            if not serving.engine.running:
-                raise UnavailableError("The engine has broken down or stopped. Make another LLM.")
-            self._session = serving.hub.submit(request, "", constraint)
-        except Exception as error:
-            self._fail(error)
-        else:
-            self._session.mailbox.on_ready = lambda: self._deliveries.put(self)
+        self._session = serving.hub.submit(request, "", constraint)
+        self._session.mailbox.on_ready = lambda: self._deliveries.put(self)
 
     def _engine_request(self, part: GenerationRequest) -> Request:
         unseeded = _as_sent(replace(part.sampling, seed=0))

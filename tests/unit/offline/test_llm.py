@@ -16,9 +16,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import outrider
 from outrider import LLM, RequestOutput, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, InvalidRequestError, PromptTooLongError, UnavailableError
 from outrider.offline.engine import LocalEngine
 from outrider.offline.switching import Switching
+from outrider.types import StepEvents
 from scorer_service.config import ScorerOptions
 
 PROMPTS = ["def fib(n):", "The future of AI is", "x"]
@@ -151,6 +154,45 @@ def test_generate_at_the_context_length_ends(llm: LLM) -> None:
 def test_generate_more_prompts_than_rows_answers_each(llm: LLM) -> None:
     outputs = llm.generate([[n + 2] for n in range(40)], SamplingParams(max_tokens=2))
     assert [output.prompt_token_ids for output in outputs] == [[n + 2] for n in range(40)]
+
+
+def test_generate_begins_with_as_many_prompts_as_fit_a_step(
+    llm: LLM, shared_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = shared_engine._core._engine
+    assert isinstance(worker, EngineWorker)
+    sizes: list[int] = []
+    publish = worker._publish
+
+    def note(engine: Engine, events: StepEvents | None) -> None:
+        if events is not None and events.timings is not None:
+            sizes.append(events.timings.num_rows)
+        publish(engine, events)
+
+    monkeypatch.setattr(worker, "_publish", note)
+    llm.generate([[2, 3 + i] for i in range(8)], GREEDY, use_tqdm=False)
+    assert sizes[0] == 8
+
+
+def test_answer_whose_first_prompt_fails_submits_no_other(
+    llm: LLM, shared_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = shared_engine._core._hub
+    assert hub is not None
+    asked: list[object] = []
+
+    def refuse(request: object, *_: object) -> None:
+        asked.append(request)
+        raise InvalidRequestError("No.", param="json")
+
+    monkeypatch.setattr(hub, "submit", refuse)
+    request = SamplingParams(max_tokens=4).completion_request()
+    body = request.model_copy(update={"prompt": [[2], [3]]})
+    with pytest.raises(InvalidRequestError, match="No"):
+        shared_engine.answer(body).result(30)
+    assert len(asked) == 1
+    with pytest.raises(InvalidRequestError, match="No"):
+        llm.generate([[2], [3]], use_tqdm=False)
 
 
 def test_generate_several_choices_differ_and_the_best_is_likeliest(llm: LLM) -> None:
