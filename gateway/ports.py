@@ -14,7 +14,8 @@ from outrider.rpc.targets import join_address
 def bind(host: str, port: int, *, share: bool = False) -> socket.socket:
     """Bind a port; processes of this user may `share` it. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio switches Nagle's algorithm off only where the protocol is named.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if share:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+import uvicorn.server
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from gateway.config import GatewayConfig
@@ -65,6 +68,15 @@ def tokenizers_that_hang() -> Iterator[None]:
             over.set()
 
 
+@contextmanager
+def _hurried_uvicorn() -> Iterator[None]:
+    """Let uvicorn look for its end every 5 ms: each of hundreds of tests would wait for 0.2 s."""
+    looks = {**vars(asyncio), "sleep": lambda delay_s: asyncio.sleep(delay_s / 20)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**looks))
+        yield
+
+
 def fake_scorer(script: Script, name: str = "scorer-a", **info: Any) -> FakeScorer:
     fields = {
         "scorer_id": name,
@@ -110,6 +122,7 @@ async def running_gateway(
         for fake in fakes:
             if not fake.target:
                 await stack.enter_async_context(serving(fake))
+        stack.enter_context(_hurried_uvicorn())
         telemetry = configure("test", exporter=exporter)
         gateway = Gateway(
             GatewayConfig(
