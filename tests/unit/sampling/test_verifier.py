@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from itertools import product
 
 import torch
@@ -29,9 +30,19 @@ def test_verify_of_any_draft_accepts_the_longest_common_prefix() -> None:
                 assert accepted == length or draft[accepted] != choices[accepted]
 
 
+def test_verify_rows_of_all_short_rows_equals_verify_of_each() -> None:
+    rows = [
+        (draft, choices)
+        for length in range(5)
+        for draft in product(range(3), repeat=length)
+        for choices in product(range(3), repeat=length + 1)
+    ]
+    _check_rows(rows)
+
+
 tokens = st.integers(0, 2)
-rows = st.lists(
-    st.lists(tokens, max_size=8).flatmap(
+long_rows = st.lists(
+    st.lists(tokens, min_size=5, max_size=8).flatmap(
         lambda draft: st.tuples(
             st.just(draft), st.lists(tokens, min_size=len(draft) + 1, max_size=len(draft) + 1)
         )
@@ -41,14 +52,18 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
-@given(rows=rows)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rows=long_rows)
 def test_verify_rows_of_any_rows_equals_verify_of_each(
     rows: list[tuple[list[int], list[int]]],
 ) -> None:
+    _check_rows(rows)
+
+
+def _check_rows(rows: Rows[tuple[Rows[int], Rows[int]]]) -> None:
     width = max(len(choices) for _, choices in rows)
-    drafts = torch.tensor([(draft + [-1] * width)[: width - 1] for draft, _ in rows])
-    choices = torch.tensor([(chosen + [0] * width)[:width] for _, chosen in rows])
+    drafts = torch.tensor([([*draft] + [-1] * width)[: width - 1] for draft, _ in rows])
+    choices = torch.tensor([([*chosen] + [0] * width)[:width] for _, chosen in rows])
     fast = verify_rows(drafts.view(len(rows), width - 1).long(), choices)
     assert fast.tolist() == [verify(draft, chosen) for draft, chosen in rows]
 
@@ -100,18 +115,33 @@ trees = st.lists(
 )
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_verify_trees_of_all_small_trees_equals_verify_tree_of_each() -> None:
+    rows = [
+        (drafts, parents, choices)
+        for size in range(4)
+        for parents in product(*(range(-1, i) for i in range(size)))
+        for drafts in product(range(2), repeat=size)
+        for choices in product(range(3), repeat=size + 1)
+    ]
+    _check_trees(rows)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(rows=trees)
 def test_verify_trees_of_any_trees_equals_verify_tree_of_each(
     rows: list[tuple[list[int], tuple[int, ...], list[int]]],
 ) -> None:
+    _check_trees(rows)
+
+
+def _check_trees(rows: Rows[tuple[Rows[int], tuple[int, ...], Rows[int]]]) -> None:
     width = max(len(drafts) for drafts, _, _ in rows)
     depth = max(max(depths(parents), default=-1) for _, parents, _ in rows) + 1
     if depth == 0:
         return
-    padded = torch.tensor([(drafts + [-1] * width)[:width] for drafts, _, _ in rows])
+    padded = torch.tensor([([*drafts] + [-1] * width)[:width] for drafts, _, _ in rows])
     parents = torch.tensor([([*each] + [-1] * width)[:width] for _, each, _ in rows])
-    choices = torch.tensor([(chosen + [0] * width)[: width + 1] for _, _, chosen in rows])
+    choices = torch.tensor([([*chosen] + [0] * width)[: width + 1] for _, _, chosen in rows])
     walked = verify_trees(padded, parents, choices, depth).tolist()
     for path, row in zip(walked, rows, strict=True):
         expected = verify_tree(*row)
