@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import errors
+from outrider.policy.base import Row
+from outrider.policy.fixed import FixedPolicy
 from outrider.rpc import status
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2, scorer_pb2_grpc
@@ -302,6 +304,13 @@ FUZZED = st.lists(
 )
 
 
+class Impatient(FixedPolicy):
+    """Waits as long as a block takes, not much longer: most are of no use."""
+
+    def patience_s(self, _row: Row) -> float:
+        return 0.01
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(FUZZED, min_size=1, max_size=6))
 def test_scorer_with_fuzzed_blocks_loses_speed_only(rounds: list[list[dict[str, Any]]]) -> None:
@@ -313,7 +322,7 @@ def test_scorer_with_fuzzed_blocks_loses_speed_only(rounds: list[list[dict[str, 
 
     async def run() -> None:
         async with (
-            running_scorer() as scorer,
+            running_scorer(policy=Impatient) as scorer,
             proposing(ScriptedProposer(scorer.stub, garbage)),
         ):
             output = await scorer.generate(PROMPT, max_tokens=12)

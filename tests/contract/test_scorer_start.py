@@ -1,18 +1,21 @@
 """A scorer that cannot start says why."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
-from outrider.errors import ConfigError
-from outrider.models.resolve import resolve_model
+from outrider.errors import ConfigError, DeadlineError
 from scorer_service.__main__ import main, resolve
+from scorer_service.app import ScorerApp
 from scorer_service.config import ScorerOptions
 from scorer_service.loading import load
+from tests.support.checkpoints.broken import write_whole
 from tests.support.services.scorer import running_scorer
 
 
@@ -29,16 +32,25 @@ def _refused(flag: str) -> str:
     return done.stderr
 
 
-def test_scorer_start_beyond_its_timeout_fails() -> None:
-    assert "was not ready within" in _refused("--start-timeout=0.001")
+async def test_scorer_start_beyond_its_timeout_fails(tmp_path: Path) -> None:
+    flags = resolve([f"--model={write_whole(tmp_path)}", "--start-timeout=0.001"])
+    del flags["exit_with_parent"]
+    scorer = ScorerApp(ScorerOptions(**flags))
+    try:
+        with pytest.raises(DeadlineError, match="was not ready within 0 s"):
+            await scorer.start()
+    finally:
+        await scorer.stop()
+    loads = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    await asyncio.gather(*(asyncio.to_thread(thread.join, 60) for thread in loads))
 
 
 @pytest.mark.parametrize("mib", [10**8, 10**14])
-def test_scorer_start_with_cache_beyond_memory_is_refused_by_name(mib: int) -> None:
+def test_scorer_start_with_cache_beyond_memory_is_refused_by_name(mib: int, tmp_path: Path) -> None:
     flags = resolve([f"--kv-cache-memory={mib}"])
     del flags["exit_with_parent"]
     with pytest.raises(ConfigError, match=f"--kv-cache-memory {mib} do not fit"):
-        load(resolve_model("embedded", "target"), ScorerOptions(**flags))
+        load(write_whole(tmp_path), ScorerOptions(**flags))
 
 
 def test_scorer_start_with_broken_tokenizer_fails_before_weights_are_read(tmp_path: Path) -> None:

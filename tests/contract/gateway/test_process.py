@@ -11,14 +11,17 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
 from tests.support.services.fake_scorer import Script, serving
-from tests.support.services.gateway import fake_scorer, model_folder, tokens
+from tests.support.services.gateway import fake_scorer, model_folder, running_gateway, tokens
 from tests.support.waiting import until
 
 
@@ -67,7 +70,8 @@ async def test_process_with_open_stream_stops_quickly(signum: signal.Signals) ->
 
 
 async def test_process_when_draining_lets_open_stream_end() -> None:
-    script = Script(tokens("hello world, the quick brown fox"), per_round=1, delay_s=0.3)
+    held = asyncio.Event()
+    script = Script(tokens("hello world, the quick brown fox"), held=held)
     async with serving(fake_scorer(script)) as scorer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             health = free.getsockname()[1]
@@ -88,6 +92,9 @@ async def test_process_when_draining_lets_open_stream_end() -> None:
                     assert status == health_pb2.HealthCheckResponse.NOT_SERVING
                     assert not stream.done(), "at once"
                     watched.cancel()
+                while await takes_connections(ready["http"]):
+                    await asyncio.sleep(0.01)
+                held.set()
                 answer = await stream
                 assert answer.status_code == 200
                 assert answer.json()["choices"][0]["text"] == "hello world, the quick brown fox"
@@ -110,10 +117,11 @@ async def takes_connections(url: str) -> bool:
 
 
 async def test_metrics_port_when_draining_still_serves() -> None:
-    script = Script(tokens("hello world"), hang_after=2)
+    held = asyncio.Event()
+    script = Script(tokens("hello world, the quick brown fox"), held=held)
     async with serving(fake_scorer(script)) as scorer:
         flags = ("--scorer", scorer.target, "--model", str(model_folder()))
-        flags = (*flags, "--metrics-port", "0", "--drain-grace-seconds", "3")
+        flags = (*flags, "--metrics-port", "0", "--drain-grace-seconds", "60")
         async with gateway_process(*flags) as process:
             ready = await ready_line(process)
             async with httpx.AsyncClient(base_url=ready["http"]) as client:
@@ -127,7 +135,8 @@ async def test_metrics_port_when_draining_still_serves() -> None:
                     metrics = (await scraper.get(ready["metrics"])).text
                     assert not stream.done(), "the drain goes on"
                 assert "outrider:gateway_requests_in_flight 1.0\n" in metrics
-                assert (await stream).status_code == 503
+                held.set()
+                assert (await stream).status_code == 200
             await asyncio.wait_for(process.communicate(), 10)
             assert process.returncode == 0
 
@@ -144,18 +153,23 @@ async def refused(*flags: str) -> str:
     return lines[0]
 
 
-async def test_process_with_start_error_prints_one_line(tmp_path: object) -> None:
-    model = ("--model", str(model_folder()))
-    async with serving(fake_scorer(Script([]))) as scorer:
-        flags = ("--scorer", scorer.target)
-        assert "must be at least 1" in await refused(*flags, *model, "--max-in-flight", "0")
-        assert "no model folder" in await refused(*flags, "--model", f"{tmp_path}/none")
-        assert "API key file" in await refused(*flags, *model, "--api-key-file", f"{tmp_path}/none")
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = str(taken.getsockname()[1])
-            assert "cannot listen" in await refused(*flags, *model, "--http-port", port)
-            assert "cannot listen" in await refused(*flags, *model, "--grpc-port", port)
-    nobody = ("--scorer", "127.0.0.1:1", "--start-timeout", "0.3")
-    assert "no scorer served" in await refused(*nobody, *model)
+async def test_process_with_start_error_prints_one_line() -> None:
+    nobody = ("--scorer", "127.0.0.1:1", "--start-timeout", "0.3", "--model", str(model_folder()))
+    assert "must be at least 1" in await refused(*nobody, "--max-in-flight", "0")
+    assert "no scorer served" in await refused(*nobody)
+
+
+async def test_start_with_what_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    async def start(**config: Any) -> None:
+        async with running_gateway(Script([]), **config):
+            pass
+
+    missing = tmp_path / "none"
+    with pytest.raises(ConfigError, match="no model folder"):
+        await start(model=str(missing))
+    with pytest.raises(ConfigError, match="API key file"):
+        await start(api_key_file=str(missing))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in ("http_port", "grpc_port"):
+            with pytest.raises(ConfigError, match="cannot listen"):
+                await start(**{port: taken.getsockname()[1]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from contextlib import ExitStack
@@ -15,13 +14,12 @@ import pytest
 from gateway.routing import scorer as scorer_module
 from gateway.routing.steps import Answer, StepsStream
 from outrider.errors import DeadlineError, UnavailableError
-from outrider.models.resolve import resolve_model
 from outrider.rpc.channel import open_channel
 from outrider.types import FinishReason, TokenKind
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from tests.support.services.fake_scorer import FakeScorer, Script, logprobs_of
+from tests.support.services.fake_scorer_process import scorer_process
 from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
-from tests.support.services.up import addresses, service
 from tests.support.waiting import until
 
 TEXT = "hello world, the quick brown fox jumps over the lazy dog; naïve café 日本語 🎉"
@@ -66,44 +64,35 @@ async def test_gateway_whose_client_leaves_cancels_that_request() -> None:
         assert gateway.scorer.cancelled == gateway.scorer.streams == 1
 
 
-async def running_requests(target: str) -> int:
+async def is_busy(target: str) -> bool:
     async with open_channel(target) as channel:
         stub = scorer_pb2_grpc.ScorerServiceStub(channel)
         info = await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
-    return info.running_requests
+    return info.running_requests > 0
 
 
 async def test_gateway_leaves_a_stopped_scorer_and_goes_on_with_the_same_text() -> None:
     """Within 2 s on an idle machine: 6 ticks of 0.25 s."""
-    tokenizer = str(resolve_model(None, "target", tokenizer_only=True))
+    script = Script(tokens(TEXT * 2), prompt_len=2, per_round=1, delay_s=0.02)
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(service("benchmarks.lib.streaming_scorer", "--step-ms", 20))
-            for _ in range(2)
+        running = [
+            stack.enter_context(scorer_process(fake_scorer(script, name)))
+            for name in ("scorer-a", "scorer-b")
         ]
-        targets = [addresses(process)["grpc"] for process in processes]
-        async with running_gateway(scorers=tuple(targets), model=tokenizer) as gateway:
-
-            async def ask(stop_after: int) -> tuple[str, float]:
-                """The text, and its longest pause in seconds."""
-                stream = await gateway.client.completions.create(
-                    **{"model": "default", "prompt": [5, 6], "seed": 3, "max_tokens": 120},
-                    stream=True,
-                )
-                text, chunks, longest, last = "", 0, 0.0, time.monotonic()
-                async for chunk in stream:
-                    text += chunk.choices[0].text
-                    chunks += 1
-                    longest, last = max(longest, time.monotonic() - last), time.monotonic()
-                    if chunks == stop_after:
-                        at = [await running_requests(target) for target in targets].index(1)
-                        os.kill(processes[at].pid, signal.SIGSTOP)
-                return text, longest
-
-            expected, _ = await ask(0)
-            text, pause_s = await ask(20)
-            assert text == expected
-            assert 1.0 < pause_s < 4.0
+        async with running_gateway(scorers=tuple(target for _, target in running)) as gateway:
+            stream = await gateway.client.completions.create(
+                model="default", prompt=[5, 6], stream=True
+            )
+            text, chunks, longest_s, last = "", 0, 0.0, time.monotonic()
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                chunks += 1
+                longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
+                if chunks == 10:
+                    [process] = [each for each, target in running if await is_busy(target)]
+                    process.send_signal(signal.SIGSTOP)
+            assert text == TEXT * 2
+            assert 1.0 < longest_s < 4.0
             assert gateway.metric("gateway_retries_total") == 1
 
 
@@ -168,7 +157,7 @@ async def test_gateway_whose_scorer_sends_rows_that_do_not_add_up_goes_on_elsewh
     async with running_gateway(broken, sound) as gateway:
         texts = await asyncio.gather(*(complete(gateway) for _ in range(12)))
         assert texts == [TEXT] * 12
-        async with running_gateway(broken) as alone:
+        async with running_gateway(broken, resume_timeout_s=0.3) as alone:
             with pytest.raises(openai.APIStatusError) as refused:
                 await complete(alone)
         assert refused.value.status_code == 503

@@ -38,6 +38,7 @@ class Script:
     dies_as: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
     scores_prompts: bool = False
     hang_after: int | None = None  # tokens sent before nothing more comes
+    held: asyncio.Event | None = None  # nothing comes after the first tokens before it is set
 
 
 class Death(Exception):  # noqa: N818
@@ -63,7 +64,9 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     async def GetScorerInfo(  # noqa: N802
         self, _request: scorer_pb2.GetScorerInfoRequest, _context: Context
     ) -> scorer_pb2.GetScorerInfoResponse:
-        return self.info
+        info = scorer_pb2.GetScorerInfoResponse(running_requests=self.running)
+        info.MergeFrom(self.info)
+        return info
 
     async def Generate(  # noqa: N802
         self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
@@ -207,6 +210,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
                 raise script.refuse or Death
             if script.hang_after is not None and sent >= script.hang_after:
                 await asyncio.sleep(3600)
+            if script.held is not None:
+                await script.held.wait()
 
     def _step(self, left: list[int], sent: int) -> list[int]:
         step = left[sent : sent + self.script.per_round]
