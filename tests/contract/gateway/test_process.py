@@ -92,7 +92,7 @@ async def test_process_when_draining_lets_open_stream_end() -> None:
                     assert status == health_pb2.HealthCheckResponse.NOT_SERVING
                     assert not stream.done(), "at once"
                     watched.cancel()
-                while await takes_connections(ready["http"]):
+                while await takes_connections(ready["http"]):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 held.set()
                 answer = await stream
@@ -129,7 +129,7 @@ async def test_metrics_port_when_draining_still_serves() -> None:
                 await until(lambda: scorer.running == 1)
                 process.send_signal(signal.SIGTERM)
                 async with httpx.AsyncClient() as scraper:
-                    while await takes_connections(ready["http"]):
+                    while await takes_connections(ready["http"]):  # noqa: ASYNC110
                         metrics = (await scraper.get(ready["metrics"])).text
                         assert "outrider:gateway_requests_in_flight 1.0\n" in metrics
                     metrics = (await scraper.get(ready["metrics"])).text
