@@ -13,7 +13,6 @@ from outrider.types import Commit, Request, StepEvents, TokenKind
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.registry import ProposerRegistry
-from scorer_service.mailbox import Deliveries
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session
@@ -40,7 +39,6 @@ class Hub:
         self._sessions: dict[int, Session] = {}
         self.registry = ProposerRegistry(engine, served, limits, metrics, clock=clock)
         self.blocks = BlockReceiver(engine, self.registry, metrics)
-        self._deliveries = Deliveries()
         self._failed_steps = 0
         self.failed = asyncio.Event()
         """Set when the engine broke down, or fails step after step."""
@@ -113,7 +111,6 @@ class Hub:
 
     def on_events(self, events: StepEvents) -> None:
         """Pass on the results of one engine step."""
-        self._deliveries.finish()  # of the step before; a stream merges waiting commits
         timings = events.timings
         step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
         if timings is not None:
@@ -126,7 +123,6 @@ class Hub:
                 self._advance(session, commit, step_us)
                 if session.rounds is not None:
                     session.rounds.commit(commit, timings)
-        self._deliveries.deliver()
         for failure in events.failures:
             session = self._sessions.get(failure.session_id)
             if session is not None:
@@ -179,7 +175,7 @@ class Hub:
                 proposer.outbox.commit(session, step_us)
             else:
                 self.registry.reassign(session)
-        self._deliveries.put(session.mailbox, commit)
+        session.mailbox.put(commit)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.id]

@@ -129,7 +129,7 @@ async def test_metrics_port_when_draining_still_serves() -> None:
                 await until(lambda: scorer.running == 1)
                 process.send_signal(signal.SIGTERM)
                 async with httpx.AsyncClient() as scraper:
-                    while await takes_connections(ready["http"]):  # noqa: ASYNC110
+                    while await takes_connections(ready["http"]):
                         metrics = (await scraper.get(ready["metrics"])).text
                         assert "outrider:gateway_requests_in_flight 1.0\n" in metrics
                     metrics = (await scraper.get(ready["metrics"])).text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import pytest
 
@@ -71,25 +72,28 @@ async def test_hub_with_events_of_one_step_sends_one_message() -> None:
     assert [c.session for c in batch.commits] == [sessions[1].id]
 
 
-async def test_hub_with_many_clients_reads_drafts_before_all_are_written_to() -> None:
+async def test_hub_with_many_clients_tells_the_proposer_first() -> None:
     bench = Bench()
     proposer = bench.attach("a")
     sessions = [bench.submit() for _ in range(20)]
     await sent(proposer)
-    written_before_drafts: list[int] = []
+    order: list[str] = []
 
-    def draft_comes() -> None:
-        written_before_drafts.append(sum([got.done() for got in received]))
+    async def noted(name: str, taking: Awaitable[object]) -> object:
+        taken = await taking
+        order.append(name)
+        return taken
 
-    received = [asyncio.create_task(session.mailbox.take()) for session in sessions]
+    clients = [asyncio.create_task(noted("client", s.mailbox.take())) for s in sessions]
+    told = asyncio.create_task(noted("proposer", sent(proposer)))
     await asyncio.sleep(0)
     bench.step(*[commit(session, 5) for session in sessions])
-    assert len((await sent(proposer)).commits) == 20, "all at once: they are drafted for together"
-    asyncio.get_running_loop().call_soon(draft_comes)
     async with asyncio.timeout(5):
-        commits = await asyncio.gather(*received)
-    assert [[each.token_ids for each in got] for got in commits] == [[(5,)]] * 20
-    assert 0 < written_before_drafts[0] < 20
+        received = await asyncio.gather(*clients)
+        batch = await told
+    assert order == ["proposer", *["client"] * 20]
+    assert len(batch.commits) == 20, "all at once: they are drafted for together"
+    assert [[each.token_ids for each in got] for got in received] == [[(5,)]] * 20
 
 
 async def test_hub_with_several_steps_delivers_each_before_the_next() -> None:
