@@ -142,11 +142,6 @@ def device(text: str) -> str:
     return text
 
 
-def top_k(text: str) -> int:
-    """Read a top-k; 0 is off."""
-    return whole(text, 0)
-
-
 def seed(text: str) -> int:
     """Read a 64-bit seed."""
     return whole(text, 0, 2**64 - 1)

@@ -197,19 +197,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=flag_types.temperature, metavar="T", help="0 is greedy"
     )
-    parser.add_argument("--top-k", type=flag_types.top_k, metavar="N", help="0 is off")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--min-p", type=float, metavar="P")
     parser.add_argument("--seed", type=flag_types.seed, metavar="S")
-    parser.add_argument(
-        "--stop",
-        action="append",
-        type=flag_types.utf8,
-        default=[],
-        metavar="TEXT",
-        help="may be given several times",
-    )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
     parser.add_argument("--speculation", choices=("on", "off"), default="on")
     parser.add_argument(
         "--method",

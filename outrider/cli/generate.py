@@ -14,8 +14,6 @@ from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-
 
 def run_generate(args: argparse.Namespace) -> int:
     """Streams the completion to stdout; everything else goes to stderr."""
@@ -31,13 +29,11 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 async def _generate(args: argparse.Namespace) -> int:
-    sampling = {name: getattr(args, name) for name in _SAMPLING}
     request = generation_pb2.GenerateRequest(
         model=args.model,
         text=args.prompt,
-        sampling=common_pb2.SamplingParams(**sampling),
-        stop=common_pb2.StopParams(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos),
-        stop_strings=args.stop,
+        sampling=common_pb2.SamplingParams(temperature=args.temperature, seed=args.seed),
+        stop=common_pb2.StopParams(max_tokens=args.max_tokens),
         speculation=common_pb2.SpeculationParams(
             enabled=args.speculation == "on",
             methods=args.method.split(",") if args.method else (),

@@ -208,9 +208,9 @@ def test_generate_against_stack_prints_text(draft_model_stack: Up) -> None:
     assert drafted.stdout.removesuffix("\n") == plain.stdout.removesuffix("\n")
     assert "avg_tokens_per_iter" in drafted.stderr
 
-    wrong = run_outrider("generate", "hello", *flags, "--top-p", 7)
+    wrong = run_outrider("generate", "hello", *flags, "--method", "magic")
     assert wrong.returncode == 1
-    assert "top_p" in wrong.stderr
+    assert "method" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 
 
