@@ -54,7 +54,7 @@ def ngram_config(*scorers: str) -> ProposerConfig:
         methods=(NgramConfig(max_branches=0),),
         proposer_id="p",
         link=LINK,
-        deployment=Deployment(drain_grace_s=0.1),
+        deployment=Deployment(drain_grace_s=0.02),
     )
 
 

@@ -31,6 +31,7 @@ async def _watch(gateway: Running, status: int) -> None:
         assert process.status == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.usefixtures("quick_probes")
 async def test_gateway_when_its_scorer_leaves_and_returns_reports_its_health() -> None:
     async with (
         running_gateway(Script(tokens("x"))) as gateway,

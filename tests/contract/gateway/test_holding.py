@@ -88,6 +88,7 @@ async def _try(client: httpx.AsyncClient, path: str) -> httpx.Response | None:
         return None
 
 
+@pytest.mark.usefixtures("quick_probes")
 async def test_requests_when_scorers_are_at_zero_are_held_until_one_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,6 +189,7 @@ async def test_held_request_whose_client_goes_gives_its_place_back() -> None:
 LOAD = {"running_requests": 3, "waiting_requests": 2, "total_pages": 100, "free_pages": 25}
 
 
+@pytest.mark.usefixtures("quick_probes")
 async def test_gateway_shows_load_of_its_scorers_under_its_own_names_and_vllms() -> None:
     scorers = [fake_scorer(Script(tokens(TEXT)), name, page_size=16, **LOAD) for name in ("a", "b")]
     async with running_gateway(

@@ -75,6 +75,7 @@ async def test_request_when_scorer_dies_continues_on_another(
     assert aux_info["scorer_id"] == second.info.scorer_id
 
 
+@pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_request_when_only_scorer_returns_continues(stream: bool) -> None:
     scorer, port = fake_scorer(scripted(delay_s=0.02)), free_port()
@@ -137,6 +138,7 @@ async def test_request_that_progresses_outlives_any_number_of_scorers() -> None:
         assert answer.aux_info["retries"] == len(requests_of(scorers)) - 1 == 5
 
 
+@pytest.mark.usefixtures("quick_probes")
 async def test_request_resumed_at_full_scorer_waits() -> None:
     scorer = fake_scorer(scripted(die_after=6))
     async with running_gateway(scorer) as gateway:
@@ -149,6 +151,7 @@ async def test_request_resumed_at_full_scorer_waits() -> None:
         assert first.choices[0].text + "".join(rest) == TEXT
 
 
+@pytest.mark.usefixtures("quick_probes")
 async def test_request_whose_scorer_failed_before_a_token_waits_at_a_full_one() -> None:
     scorer = fake_scorer(scripted(refuse=UnavailableError("gone")))
     async with running_gateway(scorer) as gateway:
@@ -226,6 +229,7 @@ async def test_start_with_unfit_scorer_fails(info: Any, message: str) -> None:
             pass
 
 
+@pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize("fits_first", [False, True])
 async def test_start_with_fit_and_unfit_scorers_ignores_unfit(
     fits_first: bool, caplog: pytest.LogCaptureFixture

@@ -24,7 +24,7 @@ async def serving(
         methods=(NgramConfig(),),  # `method` is built instead
         proposer_id="reader",
         link=LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2),
-        deployment=Deployment(drain_grace_s=0.1, tls=tls),
+        deployment=Deployment(drain_grace_s=0.02, tls=tls),
     )
     service = ProposerService(config, lambda _: (method, TOKENIZER_HASH), configure("proposer"))
     try:
