@@ -21,7 +21,6 @@ from outrider.drafting.graphs import loop_inputs  # noqa: E402
 from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.graphs.loop_inputs import make_shapes  # noqa: E402
 from outrider.drafting.graphs.loops import (  # noqa: E402
-    TORCH_SAMPLER,
     LoopCapture,
     triton_sampler,
 )
@@ -32,6 +31,7 @@ from outrider.engine.model.paged_model import PagedModel  # noqa: E402
 from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from tests.support.models.clear_llama import clear_llama  # noqa: E402
+from tests.support.models.torch_sampler import TORCH_SAMPLER  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

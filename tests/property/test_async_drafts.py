@@ -19,7 +19,7 @@ from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import AsyncLoop
 from outrider.drafting.graphs.loop_inputs import make_shapes
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -32,6 +32,7 @@ from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 from tests.support.services.drafting_scorer import (
     EDITED,
     SAMPLINGS,

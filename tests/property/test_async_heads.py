@@ -23,7 +23,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.building.loops import block_shapes, recurrent_shapes
 from outrider.drafting.drafters import AsyncLoop
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, CapturedLoops, LoopCapture
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
@@ -47,6 +47,7 @@ from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.checkpoints.modules import LOADERS
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import rerun, tiny_llama_config
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 from tests.support.services.drafting_scorer import (
     DraftingScorer,
     DraftListener,

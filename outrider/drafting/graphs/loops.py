@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from outrider.drafting.drafters import AsyncLoop, DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.likeliest import cut_to_likeliest, noised, top_candidates
+from outrider.drafting.likeliest import cut_to_likeliest
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Precompile, Work, make_events
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
 Draft = TypeVar("Draft")
@@ -36,14 +36,10 @@ Draft = TypeVar("Draft")
 class DraftSampler:
     """The functions by which a loop samples from logits [n, vocab] of any dtype."""
 
-    choose: Callable[[Tensor, SamplingBatch], Tensor]  # as `sample`
+    choose: Callable[[Tensor, SamplingBatch], Tensor]  # as `coupled.sample`
     candidates: Callable[[Tensor, SamplingBatch, int], tuple[Tensor, Tensor]]
-    """As `top_candidates`."""
+    """As `likeliest.top_candidates`."""
     noised: Callable[[Tensor, SamplingBatch, int], Tensor]  # as `likeliest.noised`
-
-
-TORCH_SAMPLER: Final = DraftSampler(sample, top_candidates, noised)
-"""Not to be captured where rows have cuts, which wait for the device."""
 
 
 def triton_sampler() -> DraftSampler:

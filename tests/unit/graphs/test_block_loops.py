@@ -12,7 +12,7 @@ import torch
 
 from outrider.drafting.building.loops import block_shapes
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
@@ -32,6 +32,7 @@ from tests.support.models.recordable import (
     rerun_strictly,
     run_each,
 )
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 from tests.unit.graphs.test_recurrent_loops import MAX_LEN, PAGE_SIZE, SAMPLINGS, Said
 
 CPU = torch.device("cpu")

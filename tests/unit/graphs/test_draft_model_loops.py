@@ -16,7 +16,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
@@ -30,6 +30,7 @@ from tests.support.models.recordable import (
     rerun,
     run_each,
 )
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from outrider.drafting.building.loops import one_shot_shapes
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.one_shot import OneShotLoops
 from tests.support.checkpoints.one_shot_drafts import DEPTH, HEADS, drafts
 from tests.support.models.recordable import Counted, rerun_strictly
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import recurrent_shapes
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
@@ -37,6 +37,7 @@ from tests.support.models.recordable import (
     rerun_strictly,
     run_each,
 )
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
