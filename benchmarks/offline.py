@@ -11,7 +11,6 @@ takes as many prompts after them, without detokenisation.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import statistics
 import sys
@@ -26,12 +25,11 @@ from benchmarks.lib.processes import Child, stopping
 from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem
 from outrider import LLM, SamplingParams
-from outrider.engine.engine import Engine
 from outrider.engine.worker import EngineWorker
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams as EngineSampling
 from outrider.params import SpeculationParams, StopParams
-from outrider.types import Request, StepEvents, StepTimings
+from outrider.types import Request, StepEvents
 
 _OURS, _CONTEXT, _TIMEOUT_S = "LLM.generate", 2048, 10.0
 _INTERVAL = 48  # tokens at a time, as those of whole answers on average
@@ -48,10 +46,8 @@ def _run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         memory = {} if args.kv_cache_memory is None else {"kv_cache_memory": args.kv_cache_memory}
         with LLM(str(args.model), max_model_len=_CONTEXT, max_num_seqs=args.rows, **memory) as llm:
-            runs = {"loop": partial(_loop, llm), _OURS: partial(_generate, llm)}
-            rates = _rates(
-                args, rng, {name: partial(_noted, llm, run) for name, run in runs.items()}
-            )
+            runs: dict[str, _Run] = {"loop": partial(_loop, llm), _OURS: partial(_generate, llm)}
+            rates = _rates(args, rng, runs)
         with stopping([]) as children:
             if place := VllmPlace.find(args.vllm):
                 peer = _vllm(args, place, Path(scratch), children)
@@ -90,37 +86,6 @@ def _vllm(args: argparse.Namespace, place: VllmPlace, log_dir: Path, children: l
         return system.run([tuple(ids) for ids in prompts], max_tokens, len(prompts)).num_tokens
 
     return run
-
-
-def _noted(llm: LLM, run: _Run, prompts: Sequence[list[int]], max_tokens: int) -> int:
-    """Run, and say when the first step ended, how large it was, and how steps followed."""
-    engine = llm._model.engine
-    worker = engine._core._engine
-    assert isinstance(worker, EngineWorker)
-    publish, steps = worker._publish, list[tuple[float, StepTimings]]()
-
-    def note(engine: Engine, events: StepEvents | None) -> None:
-        if events is not None and events.timings is not None:
-            steps.append((time.perf_counter(), events.timings))
-        publish(engine, events)
-
-    clock = time.pthread_getcpuclockid(engine._thread.ident or 0)
-    cpu_s, began = time.clock_gettime(clock), time.perf_counter()
-    worker._publish = note  # type: ignore[method-assign]
-    try:
-        tokens = run(prompts, max_tokens)
-    finally:
-        worker._publish = publish  # type: ignore[method-assign]
-    ended, cpu_s = time.perf_counter(), time.clock_gettime(clock) - cpu_s
-    apart = sorted((b - a) * 1e3 for (a, _), (b, _) in itertools.pairwise(steps))
-    first, last = steps[0], steps[-1]
-    say(
-        f"  first step after {(first[0] - began) * 1e3:.0f} ms with {first[1].num_rows} prompts, "
-        f"{len(steps)} steps {statistics.median(apart):.1f} ms apart (p90 "
-        f"{apart[len(apart) * 9 // 10]:.1f}), {(ended - last[0]) * 1e3:.0f} ms after the last; "
-        f"event loop {cpu_s:.2f} s of CPU"
-    )
-    return tokens
 
 
 def _generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
