@@ -37,7 +37,9 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
 
 @pytest.mark.parametrize("inner", [8, 296])  # not a power of two
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("tiling", [Gemv(32, 1), Gemv(32, 1, reads="int8")])
+@pytest.mark.parametrize(
+    "tiling", [Gemv(32, 1), Gemv(32, 1, "int8"), Gemv(32, 1, "int8", apart=True)], ids=str
+)
 def test_gemv_with_few_rows_equals_torch(
     tiling: Gemv, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

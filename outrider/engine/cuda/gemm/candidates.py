@@ -24,7 +24,10 @@ CANDIDATES: dict[int, tuple[Tiling, ...]] = {
 }
 _GEMV: dict[Reads, dict[int, tuple[Tiling, ...]]] = {
     "int8": {
-        1: (Gemv(256, 4, "int8"), Gemv(512, 4, "int8"), Gemv(64, 8, "int8")),
+        1: (
+            *(Gemv(256, 4, "int8"), Gemv(512, 4, "int8"), Gemv(64, 8, "int8")),
+            *(Gemv(n, w, "int8", apart=True) for n, w in ((256, 4), (512, 4), (256, 8))),
+        ),
         2: (Gemv(128, 4, "int8"),),
     },
     "fp8": {1: (Gemv(64, 8, "fp8"), Gemv(128, 4, "fp8"), Gemv(128, 8, "fp8"))},
@@ -59,7 +62,7 @@ def small_candidates(
     if rounds and not few:
         if rows <= _MOST_ROUNDED_ROWS or not by_row:
             tilings += (replace(_HOPPER[0], reads=reads, rounds=True),)
-    elif rows <= _MOST_PARTS_ROWS and not (rows == 1 and by_row and reads == "int8"):
+    elif rows <= _MOST_PARTS_ROWS:
         tiles = (*_HOPPER, HopperTiles(128, 66)) if few else (_HOPPER[0], _HOPPER[2])
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)
     if reads == "int8" and by_row and not few:

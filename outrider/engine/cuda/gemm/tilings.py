@@ -49,6 +49,7 @@ class Gemv:
     per_thread: int  # numbers of the weight in registers
     warps: int
     reads: Reads = "bf16"
+    apart: bool = False  # x is made int8 in a launch before; else by each program
 
     norms: ClassVar[bool] = True
 
@@ -67,10 +68,16 @@ class Gemv:
         rows = triton.next_power_of_2(len(x))
         options = {"num_warps": self.warps, **launch_options()}
         if self.reads == "int8":
-            words = product.weight.view(torch.int32)
-            reads = (x, words, product.scales, norm, out, *out.shape, words.shape[1], product.eps)
+            words, units = product.weight.view(torch.int32), x
+            if self.apart:
+                x, units = split_inputs(product, torch.int8, planes=2)
+                x = x.view(torch.int32)
+                kinds = (False, *kinds[1:])
+            reads = (x, units, words, product.scales, norm, out, *out.shape, words.shape[1])
             int8_gemv_kernel[(out.shape[1] // outputs,)](
-                *reads, *kinds, rows, outputs, block // 4, x.is_cuda, **options
+                *(*reads, product.eps, *kinds, self.apart, rows, outputs, block // 4),
+                x.is_cuda,
+                **options,
             )
         else:
             reads = (x, product.weight, product.scales, norm, out, *out.shape, x.shape[1])

@@ -138,7 +138,8 @@ def _sum_int8(weight, high, low, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def int8_gemv_kernel(
-    x_ptr,  # [rows, 4 * K]
+    x_ptr,  # [rows, 4 * K]; if APART int32 [2, rows, K]: high, low, of four int8 each
+    unit_ptr,  # float32 [rows], read if APART
     weight_ptr,  # int32 [N, K], of four int8 each; if GATED [2 * N, K], the gates first
     scale_ptr,  # float32 [N] or [2 * N]
     norm_ptr,  # [4 * K], read if NORM
@@ -150,6 +151,7 @@ def int8_gemv_kernel(
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
     ADD: tl.constexpr,  # to the contents of out
+    APART: tl.constexpr,  # `split_kernel` has normed and split x
     ROWS: tl.constexpr,  # at least rows
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least K
@@ -173,31 +175,39 @@ def int8_gemv_kernel(
             eviction_policy="evict_first",
         )
         up_scale = tl.load(scale_ptr + N + n)[:, None]
-    byte = tl.arange(0, 4)
-    number = (4 * word[:, None] + byte[None, :])[None, :, :]
-    if NORM:
-        norm = tl.load(norm_ptr + number, mask=inside[None, :, None], other=0.0).to(tl.float32)
+    if not APART:
+        byte = tl.arange(0, 4)
+        number = (4 * word[:, None] + byte[None, :])[None, :, :]
+        if NORM:
+            norm = tl.load(norm_ptr + number, mask=inside[None, :, None], other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
     row = tl.arange(0, ROWS)
     present = row < rows
-    dtype = x_ptr.dtype.element_ty
-    x = tl.load(
-        x_ptr + row[:, None, None] * (4 * K) + number,
-        mask=inside[None, :, None] & present[:, None, None],
-        other=0.0,
-    ).to(tl.float32)  # [ROWS, BLOCK_K, 4]
-    if NORM:
-        squares = tl.sum(tl.sum(x * x, axis=2), axis=1)
-        inverse = tl.rsqrt(squares / (4 * K) + eps)[:, None, None]
-        x = normed(x, inverse, norm, dtype)
-    unit = unit_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
-    high, low = split(x, unit[:, None, None])
-    at = 8 * byte[None, None, :]
-    high = tl.sum((high.to(tl.int32) & 255) << at, axis=2)[None, :, :]  # [1, ROWS, BLOCK_K]
-    low = tl.sum((low.to(tl.int32) & 255) << at, axis=2)[None, :, :]
+    dtype = out_ptr.dtype.element_ty
+    if APART:
+        here = x_ptr + row[:, None] * K + word[None, :]
+        there = present[:, None] & inside[None, :]
+        high = tl.load(here, mask=there, other=0)[None, :, :]  # [1, ROWS, BLOCK_K]
+        low = tl.load(here + rows * K, mask=there, other=0)[None, :, :]
+        unit = tl.load(unit_ptr + row, mask=present, other=0.0)
+    else:
+        x = tl.load(
+            x_ptr + row[:, None, None] * (4 * K) + number,
+            mask=inside[None, :, None] & present[:, None, None],
+            other=0.0,
+        ).to(tl.float32)  # [ROWS, BLOCK_K, 4]
+        if NORM:
+            squares = tl.sum(tl.sum(x * x, axis=2), axis=1)
+            inverse = tl.rsqrt(squares / (4 * K) + eps)[:, None, None]
+            x = normed(x, inverse, norm, dtype)
+        unit = unit_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
+        high, low = split(x, unit[:, None, None])
+        at = 8 * byte[None, None, :]
+        high = tl.sum((high.to(tl.int32) & 255) << at, axis=2)[None, :, :]
+        low = tl.sum((low.to(tl.int32) & 255) << at, axis=2)[None, :, :]
 
     unit = unit[None, :]
     sums = _sum_int8(weight, high, low, ASM) * (scale * unit)  # [BLOCK_N, ROWS]
