@@ -153,14 +153,19 @@ def test_triton_attention_with_extras_equals_sdpa(
 
 @pytest.mark.parametrize("page_size", [16, 64])  # blocks of keys of several pages, and of one
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("float8", [False, True])
-def test_triton_attention_to_prompts_equals_sdpa(page_size: int, group: int, float8: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "float8"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
+)
+def test_triton_attention_to_prompts_equals_sdpa(
+    page_size: int, group: int, dtype: torch.dtype, float8: bool
+) -> None:
     rows = [(9, 1), (130, 5), (200, 90), (0, 70), (64, 33), (63, 9), (5, 0)]
     shape = (2, 32, 32)
-    batch, pool, query = _paged(rows, page_size, shape, group, torch.float32, float8=float8)
+    batch, pool, query = _paged(rows, page_size, shape, group, dtype, float8=float8)
     params = AttentionParams(32**-0.5)
     expected = _reference(_without_empty(batch), pool, query, params)
-    close(TritonPagedAttention(batch, 132).attend(query, pool, params), expected, torch.float32)
+    close(TritonPagedAttention(batch, 132).attend(query, pool, params), expected, dtype)
 
 
 def _without_empty(batch: PackedBatch) -> PackedBatch:

@@ -23,6 +23,7 @@ from outrider.engine.tree_mask import MAX_TREE_NODES
 
 _MAX_SPLITS = 16
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
+_FLOAT8_QUERIES = 128  # likewise in tiles of prompts, which convert all keys and values
 SHORT_QUERIES = 32  # likewise of a row that is no prompt where others may be
 _MAX_JOINED = 16  # likewise in a tile of rows that share pages
 _SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
@@ -55,6 +56,8 @@ def _float8_tiling(block_m: int, *, many: bool) -> _Tiling:
 
     `many`: there is a program for every multiprocessor without splits.
     """
+    if block_m == _FLOAT8_QUERIES:
+        return _Tiling(64, 8, 1)
     return _Tiling(64, 2, 4) if many and block_m <= 16 else _Tiling(128, 4, 2)
 
 
@@ -157,20 +160,21 @@ class TritonPagedAttention:
         value_dim = pool.shape[2]
         prompts = self.has_prompts(group)
         joined = 1 if prompts else self._joined(group, params)
+        narrow = max(dim, value_dim) <= 128 and query.element_size() == 2 and joined == 1
         queries = joined * self._max_query_len * group
         if prompts:
-            queries = _MAX_QUERIES if tiled else SHORT_QUERIES
+            most = _FLOAT8_QUERIES if narrow and pool.scales is not None else _MAX_QUERIES
+            queries = most if tiled else SHORT_QUERIES
         block_m = max(16, triton.next_power_of_2(queries))
-        least = 16 if pool.scales is None else 32  # tensor cores take 16 columns, even or odd ones
+        pairs = pool.scales is not None and not tiled  # whose tiles wait for conversions alone
+        least = 32 if pairs else 16  # tensor cores take 16 columns, even or odd ones
         block_dim = max(least, triton.next_power_of_2(dim))
         block_value_dim = max(least, triton.next_power_of_2(value_dim))
         programs = triton.cdiv(self._rows, joined) * kv_heads
         alone = programs * _MAX_SPLITS <= self._multiprocessors and not prompts
-        widest = max(dim, value_dim)
-        tiling = _tiling(block_m, widest, alone=alone, joined=joined > 1)
-        # Longer tiles, prompts' and those of float32 are not among what was measured.
-        small = block_m <= 32 and widest <= 128 and query.element_size() == 2 and joined == 1
-        if pool.scales is not None and small:
+        tiling = _tiling(block_m, max(dim, value_dim), alone=alone, joined=joined > 1)
+        # The others are not among what was measured.
+        if pool.scales is not None and narrow and block_m in (16, 32, _FLOAT8_QUERIES):
             tiling = _float8_tiling(block_m, many=programs >= self._multiprocessors)
         most = tiling.programs * self._multiprocessors
         splits = 1 if prompts else _splits(programs, most)
@@ -212,7 +216,7 @@ class TritonPagedAttention:
             *numbers,
             *shape,
             *(extra is not None for extra in extras),
-            *(query.is_cuda, rope is not None),
+            *(pairs, query.is_cuda, rope is not None),
             min(16, block_m // triton.next_power_of_2(group)),
             *(joined, SHORT_QUERIES if tiled else 0, splits > 1),
             *(block_m, tiling.keys, block_dim, block_value_dim),

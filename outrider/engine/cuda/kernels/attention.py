@@ -84,38 +84,21 @@ def _rounded(vectors, dtype: tl.constexpr):
 
 
 @triton.jit
+def _float16(pairs, bytes: tl.constexpr):
+    """Return as float16 those float8 of int16 pairs that are the `bytes` of two of them."""
+    code: tl.constexpr = (
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, "
+        + bytes
+        + "; mov.b32 {lo, hi}, t; cvt.rn.f16x2.e4m3x2 $0, lo; }"
+    )
+    return tl.inline_asm_elementwise(code, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def _halves(pairs, dtype: tl.constexpr, ASM: tl.constexpr):
     """Return the first and second of each two float8 in int16, as float16 or as `dtype`."""
     if ASM and dtype == tl.float16:
-        first = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            .reg .b16 lo, hi;
-            prmt.b32 t, $1, 0, 0x4420;
-            mov.b32 {lo, hi}, t;
-            cvt.rn.f16x2.e4m3x2 $0, lo;
-            }""",
-            "=r,r",
-            [pairs],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-        second = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            .reg .b16 lo, hi;
-            prmt.b32 t, $1, 0, 0x4431;
-            mov.b32 {lo, hi}, t;
-            cvt.rn.f16x2.e4m3x2 $0, lo;
-            }""",
-            "=r,r",
-            [pairs],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-        return first, second
+        return _float16(pairs, "0x4420"), _float16(pairs, "0x4431")
     first = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     second = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return first.to(dtype), second.to(dtype)
@@ -123,16 +106,16 @@ def _halves(pairs, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query,  # [BLOCK_M, BLOCK_DIM]; if FLOAT8 its even columns, over `query_size` [BLOCK_M]
-    odd_query,  # its odd columns, read if FLOAT8
+    query,  # [BLOCK_M, BLOCK_DIM]; if FLOAT8 over `query_size` [BLOCK_M], if PAIRS its even columns
+    odd_query,  # its odd columns, read if PAIRS
     query_size,
     slot,  # int64 [BLOCK_N]: of the keys
     written,  # bool [BLOCK_N], read if MASKED, as the next
     seen,  # bool [BLOCK_M, BLOCK_N]
     highest,  # [BLOCK_M], of the blocks before, as the next two
     total,
-    sums,  # if FLOAT8 of even columns, over `size`, which is the largest scale of values so far
-    odd_sums,  # of odd columns, if FLOAT8
+    sums,  # if FLOAT8 over `size`, the largest scale of values so far, if PAIRS of even columns
+    odd_sums,  # of odd columns, if PAIRS
     size,
     keys_ptr,
     values_ptr,
@@ -143,6 +126,7 @@ def _attend(
     softcap,
     MASKED: tl.constexpr,  # not all queries see all keys of the block
     FLOAT8: tl.constexpr,
+    PAIRS: tl.constexpr,
     ASM: tl.constexpr,  # on a device, not interpreted
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -152,14 +136,14 @@ def _attend(
 ):
     """Return `highest`, `total`, `sums`, `odd_sums` and `size` after a block of keys.
 
-    No instruction transposes numbers of 8 bits in shared memory. So float8 are read in twos, and
-    become a matrix of even columns and one of odd ones.
+    No instruction transposes numbers of 8 bits in shared memory. So with PAIRS float8 are read in
+    twos, and become a matrix of even columns and one of odd ones.
     """
-    per: tl.constexpr = 2 if FLOAT8 else 1  # numbers read as one
+    per: tl.constexpr = 2 if PAIRS else 1  # numbers read as one
     column = tl.arange(0, BLOCK_DIM // per)
     value_column = tl.arange(0, BLOCK_VALUE_DIM // per)
     slot = slot * kv_heads + kv_head
-    if FLOAT8:
+    if PAIRS:
         keys_ptr = keys_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         values_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     key_at = keys_ptr + slot[None, :] * (DIM // per) + column[:, None]
@@ -169,18 +153,22 @@ def _attend(
     if MASKED:
         key_there &= written[None, :]
         value_there &= written[:, None]
-    keys = tl.load(key_at, mask=key_there, other=0)
-    values = tl.load(value_at, mask=value_there, other=0)
+    keys = tl.load(key_at, mask=key_there, other=0.0)
+    values = tl.load(value_at, mask=value_there, other=0.0)
     if FLOAT8:
         if MASKED:
             scales = tl.load(scales_ptr + slot, mask=written, other=0)
         else:
             scales = tl.load(scales_ptr + slot)
+    if PAIRS:
         keys, odd_keys = _halves(keys, query.dtype, ASM)
         values, odd_values = _halves(values, query.dtype, ASM)
+    elif FLOAT8:
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
     scores = tl.dot(query, keys, input_precision="ieee")
-    if FLOAT8:
+    if PAIRS:
         scores = tl.dot(odd_query, odd_keys, scores, input_precision="ieee")
+    if FLOAT8:
         scores *= query_size[:, None] * (scales << 16).to(tl.float32, bitcast=True)[None, :]
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0)  # tanh
@@ -204,7 +192,7 @@ def _attend(
         size = new_size
     weights = weights.to(values.dtype)
     sums = tl.dot(weights, values, sums * fading[:, None], input_precision="ieee")
-    if FLOAT8:
+    if PAIRS:
         odd_sums = odd_sums * fading[:, None]
         odd_sums = tl.dot(weights, odd_values, odd_sums, input_precision="ieee")
     return new_highest, total, sums, odd_sums, size
@@ -311,8 +299,8 @@ def paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_TREES: tl.constexpr,
-    FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them, and even
-    # columns are multiplied apart from odd ones
+    FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them
+    PAIRS: tl.constexpr,  # of float8 are read as one: even columns are multiplied apart from odd ones
     ASM: tl.constexpr,  # on a device, not interpreted
     NEW: tl.constexpr,  # this step's keys and values are not in the pages yet. Then there is one
     # tile of queries, VALUE_DIM is DIM, and DIM is even
@@ -413,7 +401,7 @@ def paged_attention_kernel(
         visible = tl.load(visible_ptr + token, mask=in_row, other=0)
         if HAS_WINDOW:
             position = tl.load(positions_ptr + token, mask=in_row, other=0).to(tl.int32)
-    per: tl.constexpr = 2 if FLOAT8 else 1
+    per: tl.constexpr = 2 if PAIRS else 1
     column = tl.arange(0, BLOCK_DIM // per) * per
     if NEW:
         # The new keys in this split's blocks; those of joined rows are all in the last split.
@@ -445,7 +433,7 @@ def paged_attention_kernel(
     rope_here = rope_ptr + token * (2 * DIM)
     query = _load_query(query_here, rope_here, in_row, column, NEW, DIM)
     odd_query = query
-    if FLOAT8:
+    if PAIRS:
         odd_query = _load_query(query_here, rope_here, in_row, column + 1, NEW, DIM)
     if NEW:
         tl.debug_barrier()  # threads load what others have stored
@@ -457,7 +445,7 @@ def paged_attention_kernel(
         highest = tl.where(split == 0, sink * _LOG2E, highest)
         total = tl.where(split == 0, 1.0, total)
     sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM // per], tl.float32)
-    odd_sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM // per if FLOAT8 else 1], tl.float32)
+    odd_sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM // per if PAIRS else 1], tl.float32)
     size = tl.full([], 2.0**-126, tl.float32)
     query_size = tl.full([BLOCK_M], 1.0, tl.float32)
     if FLOAT8 and query.dtype == tl.bfloat16:
@@ -501,6 +489,7 @@ def paged_attention_kernel(
                 softcap,
                 False,
                 FLOAT8,
+                PAIRS,
                 ASM,
                 DIM,
                 VALUE_DIM,
@@ -543,6 +532,7 @@ def paged_attention_kernel(
             softcap,
             True,
             FLOAT8,
+            PAIRS,
             ASM,
             DIM,
             VALUE_DIM,
@@ -579,6 +569,7 @@ def paged_attention_kernel(
                 softcap,
                 True,
                 FLOAT8,
+                PAIRS,
                 ASM,
                 DIM,
                 VALUE_DIM,
@@ -594,6 +585,7 @@ def paged_attention_kernel(
     stored = in_row[:, None] & (value_column < VALUE_DIM)[None, :]
     if FLOAT8:
         sums *= size
+    if PAIRS:
         tl.store(to + 1, odd_sums * size / divisor, mask=stored)
     tl.store(to, sums / divisor, mask=stored)
     if SPLIT:
