@@ -300,7 +300,7 @@ def paged_attention_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_TREES: tl.constexpr,
     FLOAT8: tl.constexpr,  # keys and values are stored as `fp8.quantise` rounds them
-    PAIRS: tl.constexpr,  # of float8 are read as one: even columns are multiplied apart from odd ones
+    PAIRS: tl.constexpr,  # float8 are read in twos, and even columns multiplied apart from odd ones
     ASM: tl.constexpr,  # on a device, not interpreted
     NEW: tl.constexpr,  # this step's keys and values are not in the pages yet. Then there is one
     # tile of queries, VALUE_DIM is DIM, and DIM is even
