@@ -24,6 +24,7 @@ DTYPES: Final = dict(zip(QUANTIZATIONS, (torch.int8, torch.float8_e4m3fn), stric
 _LINEAR: Final = re.compile(
     r"(?:.*\.)?layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight"
 )
+_HEAD: Final = re.compile(r"(?:.*\.)?lm_head\.weight")
 _AT_ONCE: Final = 2**30  # bytes of 16-bit weights that are on the device at a time
 
 
@@ -52,22 +53,24 @@ def check_quantizable(config: Any, what: str, dtype: torch.dtype, device: torch.
 def read_rounded(
     folder: Path, config: Any, quantization: str, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Read a model whose linear layers of decoder layers are rounded as they come.
+    """Read a model whose linear layers are rounded as they come.
 
     Beside what has been rounded, the device holds `_AT_ONCE` bytes of weights at most. Embedding,
-    output layer, norms and biases keep `dtype`. Raises what `read_model` raises.
+    norms and biases keep `dtype`. An output layer of its own becomes int8, whose error is the
+    smaller. Raises what `read_model` raises.
     """
     stored = check_folder(folder)
     rounded: dict[str, QuantizedWeight] = {}
     others: dict[str, Tensor] = {}
     for names in _parts(stored):
         for name, tensor in DeviceReader(folder, device, names).tensors().items():
-            if not _LINEAR.fullmatch(name):
+            kind = _kind(name, config, quantization)
+            if kind is None:
                 others[name] = tensor
                 continue
             if not is_finite(tensor):
                 raise not_finite(folder, name)
-            rounded[name] = _rounded(tensor, quantization)
+            rounded[name] = _rounded(tensor, kind)
     return assemble(folder, config, dtype, others, rounded)
 
 
@@ -110,10 +113,18 @@ def quantized_weight(numbers: Tensor, scales: Tensor, stored: StoredFormat) -> Q
 def round_linears(model: nn.Module, quantization: str) -> None:
     """Round the weights of a loaded model's linear layers, as `read_rounded` does, in place."""
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and _LINEAR.fullmatch(f"{path}.weight"):
-            weight = _rounded(module.weight.detach(), quantization)
+        kind = _kind(f"{path}.weight", model.config, quantization)
+        if isinstance(module, nn.Linear) and kind is not None:
+            weight = _rounded(module.weight.detach(), kind)
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, QuantizedModule(weight, module.bias))
+
+
+def _kind(name: str, config: Any, quantization: str) -> str | None:
+    """Return to what the weight of this name is rounded; None: it stays."""
+    if _LINEAR.fullmatch(name):
+        return quantization
+    return "int8" if _HEAD.fullmatch(name) and not config.tie_word_embeddings else None
 
 
 def _rounded(weight: Tensor, quantization: str) -> QuantizedWeight:
@@ -172,10 +183,11 @@ def describe(model: nn.Module) -> str:
     held = [weight for weight in small if weight is not None]
     size = sum(weight.nbytes for weight in held)
     rest = sum(each.nbytes for each in {id(p): p for p in model.parameters()}.values())
-    kind = {torch.int8: "int8", torch.float8_e4m3fn: "float8 (e4m3)"}[held[0].numbers.dtype]
+    names = {torch.float8_e4m3fn: "float8 (e4m3)", torch.int8: "int8"}
+    kind = " and ".join(names[x] for x in dict.fromkeys(each.numbers.dtype for each in held))
     rows, columns = held[0].block
     per = "row" if held[0].by_row else f"{rows} x {columns} block"
     return (
         f"{len(held)} linear layers hold {size / 2**30:.2f} GiB of {kind} with a scale per {per}; "
-        f"embedding, output layer and norms {rest / 2**30:.2f} GiB"
+        f"all else {rest / 2**30:.2f} GiB"
     )

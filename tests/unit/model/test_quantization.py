@@ -60,17 +60,26 @@ def rounded(weight: Tensor, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(ARCHITECTURES[family] for family in FAMILIES),
+        build_model("LlamaConfig", "LlamaForCausalLM", tie_word_embeddings=True),
+    ],
+    ids=[*FAMILIES, "tied"],
+)
 def test_rounded_model_equals_reference_of_rounded_weights(
-    family: str, name: str, tmp_path: Path
+    build: Callable[[], nn.Module], name: str, tmp_path: Path
 ) -> None:
-    folder = folder_of(ARCHITECTURES[family], tmp_path)
+    folder = folder_of(build, tmp_path)
     found = logits(load(folder, quantization=name), TOKENS)
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         for path, module in reference.named_modules():
             if path.rpartition(".")[2] in PROJECTIONS:
                 module.weight.copy_(rounded(module.weight, name))
+        if not reference.config.tie_word_embeddings:
+            reference.lm_head.weight.copy_(rounded(reference.lm_head.weight, "int8"))
         reference.set_attn_implementation("eager")
         expected = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
@@ -105,8 +114,8 @@ def test_loading_says_what_was_rounded(tmp_path: Path, caplog: pytest.LogCapture
     folder = folder_of(ARCHITECTURES["llama"], tmp_path)
     with caplog.at_level(logging.INFO):
         load(folder, quantization="fp8")
-    assert "21 linear layers hold" in caplog.text
-    assert "float8 (e4m3) with a scale per row" in caplog.text
+    assert "22 linear layers hold" in caplog.text  # with the output layer
+    assert "float8 (e4m3) and int8 with a scale per row" in caplog.text
 
 
 def test_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
