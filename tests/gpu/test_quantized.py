@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.models.kernels import DEVICE, ON_GPU, randn  # isort: skip - before what needs Triton
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.cuda.gemm import hopper
-from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS
+from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS, small_candidates
 from outrider.engine.cuda.gemm.hopper import Reads
 from outrider.engine.cuda.gemm.linear import Kind
 from outrider.engine.cuda.gemm.quantized import QuantizedLinear
@@ -137,6 +137,16 @@ def test_gated_inputs_are_rounded_as_if_computed_before(dtype: torch.dtype) -> N
         (mine, units), (wanted, old) = (split_inputs(p, dtype, planes) for p in (at_once, before))
         assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(units, old)
+
+
+@pytest.mark.parametrize("reads", ["int8", "fp8"])
+def test_one_row_of_float8_has_no_gemv_on_hopper(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "available", lambda: True)
+    tilings = small_candidates(1, reads, by_row=True, rounds_inputs=True)
+    kinds = {type(tiling) for tiling in tilings}
+    assert kinds == ({Gemv, HopperTiles} if reads == "int8" else {HopperTiles})
 
 
 @needs_gpu

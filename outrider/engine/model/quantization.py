@@ -56,21 +56,19 @@ def read_rounded(
     """Read a model whose linear layers are rounded as they come.
 
     Beside what has been rounded, the device holds `_AT_ONCE` bytes of weights at most. Embedding,
-    norms and biases keep `dtype`. An output layer of its own becomes int8, whose error is the
-    smaller. Raises what `read_model` raises.
+    norms and biases keep `dtype`, and for fp8 the output layer. Raises what `read_model` raises.
     """
     stored = check_folder(folder)
     rounded: dict[str, QuantizedWeight] = {}
     others: dict[str, Tensor] = {}
     for names in _parts(stored):
         for name, tensor in DeviceReader(folder, device, names).tensors().items():
-            kind = _kind(name, config, quantization)
-            if kind is None:
+            if not _rounds(name, config, quantization):
                 others[name] = tensor
                 continue
             if not is_finite(tensor):
                 raise not_finite(folder, name)
-            rounded[name] = _rounded(tensor, kind)
+            rounded[name] = _rounded(tensor, quantization)
     return assemble(folder, config, dtype, others, rounded)
 
 
@@ -113,18 +111,21 @@ def quantized_weight(numbers: Tensor, scales: Tensor, stored: StoredFormat) -> Q
 def round_linears(model: nn.Module, quantization: str) -> None:
     """Round the weights of a loaded model's linear layers, as `read_rounded` does, in place."""
     for path, module in list(model.named_modules()):
-        kind = _kind(f"{path}.weight", model.config, quantization)
-        if isinstance(module, nn.Linear) and kind is not None:
-            weight = _rounded(module.weight.detach(), kind)
+        rounds = _rounds(f"{path}.weight", model.config, quantization)
+        if isinstance(module, nn.Linear) and rounds:
+            weight = _rounded(module.weight.detach(), quantization)
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, QuantizedModule(weight, module.bias))
 
 
-def _kind(name: str, config: Any, quantization: str) -> str | None:
-    """Return to what the weight of this name is rounded; None: it stays."""
-    if _LINEAR.fullmatch(name):
-        return quantization
-    return "int8" if _HEAD.fullmatch(name) and not config.tie_word_embeddings else None
+def _rounds(name: str, config: Any, quantization: str) -> bool:
+    """Return whether the weight of this name is rounded.
+
+    An output layer of its own is where few rows are multiplied, which int8 is for.
+    """
+    if _HEAD.fullmatch(name):
+        return quantization == "int8" and not config.tie_word_embeddings
+    return _LINEAR.fullmatch(name) is not None
 
 
 def _rounded(weight: Tensor, quantization: str) -> QuantizedWeight:
@@ -183,8 +184,7 @@ def describe(model: nn.Module) -> str:
     held = [weight for weight in small if weight is not None]
     size = sum(weight.nbytes for weight in held)
     rest = sum(each.nbytes for each in {id(p): p for p in model.parameters()}.values())
-    names = {torch.float8_e4m3fn: "float8 (e4m3)", torch.int8: "int8"}
-    kind = " and ".join(names[x] for x in dict.fromkeys(each.numbers.dtype for each in held))
+    kind = {torch.int8: "int8", torch.float8_e4m3fn: "float8 (e4m3)"}[held[0].numbers.dtype]
     rows, columns = held[0].block
     per = "row" if held[0].by_row else f"{rows} x {columns} block"
     return (
