@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from outrider.averages import Average
 from outrider.drafting.proposer import Pace, SessionKey
-from outrider.policy.averages import Average
 
 _RISE: Final = 1 / 16
 

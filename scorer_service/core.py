@@ -31,11 +31,11 @@ from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.fixed import policies
-from outrider.policy.step_sizes import StepSizes
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry
+from outrider.step_times import StepSizes
 from outrider.types import Request, StepEvents
 from outrider.vllm.engine import VllmEngine
 from scorer_service.call import Serving

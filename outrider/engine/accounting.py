@@ -15,8 +15,8 @@ from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds
 from outrider.policy.base import StepDone
-from outrider.policy.tracker import DraftTracker
 from outrider.rounds import Counters, Round, token_kinds
+from outrider.rows.tracker import DraftTracker
 from outrider.types import (
     Commit,
     Failure,

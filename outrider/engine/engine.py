@@ -29,8 +29,8 @@ from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds, Verification, VerificationRule
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import DraftMode, Policy
-from outrider.policy.tracker import ArrivedBlock
 from outrider.rounds import USEFUL, BlockFate
+from outrider.rows.tracker import ArrivedBlock
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from outrider.engine.step import (
     draft_confidences,
 )
 from outrider.policy.base import Policy, Ready
-from outrider.policy.tracker import DraftTracker
 from outrider.rounds import UNDRAFTED
+from outrider.rows.tracker import DraftTracker
 from outrider.types import Failure, Request, VerifiedDraft
 
 _TO_BE_DRAWN = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.drafted_row import DraftedRow
 from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.params import TokenIds
 from outrider.policy.row import Drafting
+from outrider.rows.drafted_row import DraftedRow
 from outrider.types import Request
 
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.policy.averages import Average
+from outrider.averages import Average
 from outrider.policy.row import Drafting
-from outrider.policy.step_sizes import StepSizes
+from outrider.step_times import StepSizes, StepTimes
 
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
 
@@ -25,45 +25,6 @@ def remember(known: dict[K, V], name: K, value: V) -> None:
     known[name] = value
     if len(known) > MAX_NAMES:
         del known[next(iter(known))]
-
-
-class StepTimes:
-    """Seconds of a step by its number of tokens, as averages by quarter powers of two.
-
-    No step counts as slower than one of more tokens: a size that ran once, cold, would.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
-        self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
-        self._slope: float = 0.0  # seconds a token, over all sizes
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in one step."""
-        size = int(4 * math.log2(num_tokens))
-        tokens, times = self._sizes.setdefault(size, (Average(), Average()))
-        tokens.add(num_tokens)
-        times.add_time(seconds)
-        points = sorted([(tokens.mean, times.mean) for tokens, times in self._sizes.values()])
-        self._tokens, slowest = np.array(points).T
-        self._seconds = np.minimum.accumulate(slowest[::-1])[::-1]
-        more_s, more = self._seconds[-1] - self._seconds[0], self._tokens[-1] - self._tokens[0]
-        self._slope = more_s / more if more else 0.0
-
-    def estimate(self, num_tokens: float) -> float:
-        """Return the seconds of a step; see `estimates`."""
-        return float(self.estimates(np.array(num_tokens)))
-
-    def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of steps, linear between the measured sizes; 0 if there are none.
-
-        Below the smallest size they are as fast as that one. Beyond the largest the slope from the
-        smallest goes on.
-        """
-        beyond = np.maximum(0.0, num_tokens - self._tokens[-1])
-        within = np.interp(num_tokens, self._tokens, self._seconds)
-        seconds: NDArray[np.float64] = within + beyond * self._slope
-        return seconds
 
 
 class _Delays:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.policy.averages import OUTLIER, Average
+from outrider.averages import OUTLIER, Average
 from outrider.policy.base import DraftMode, StepDone
 from outrider.policy.measurements import remember
 from outrider.policy.row import SAMPLED_TEMPERATURE

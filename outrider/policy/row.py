@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.averages import Average
 from outrider.draft_port import NO_DRAFTS, DraftOffer
-from outrider.policy.averages import Average
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.rounds import Round
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
 from outrider.policy.base import DraftMode, StepDone
-from outrider.policy.tracker import ArrivedBlock, DraftTracker
 from outrider.rounds import BlockFate, Round
+from outrider.rows.tracker import ArrivedBlock, DraftTracker
 from outrider.types import StepEvents, StepTimings
 from outrider.vllm.hosted_row import HostedRow
 

@@ -24,9 +24,9 @@ from outrider.draft_port import NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.params import VerificationRule
 from outrider.policy.base import DraftMode, Policy
-from outrider.policy.step_sizes import StepSizes
-from outrider.policy.tracker import DraftTracker
 from outrider.rounds import BlockFate, chain_round, token_kinds
+from outrider.rows.tracker import DraftTracker
+from outrider.step_times import StepSizes
 from outrider.types import (
     Commit,
     EngineSnapshot,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.drafted_row import DraftedRow
 from outrider.policy.row import Drafting
+from outrider.rows.drafted_row import DraftedRow
 from outrider.types import Request
 
 

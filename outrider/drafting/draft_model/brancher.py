@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.averages import Average
 from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft_branches, lengthen
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
@@ -16,8 +17,7 @@ from outrider.drafting.proposer import Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
-from outrider.policy.averages import Average
-from outrider.policy.measurements import StepTimes
+from outrider.step_times import StepTimes
 
 _FREE = 1.25
 """Branches join drafts that are waited for if they make the batch this much slower at most."""

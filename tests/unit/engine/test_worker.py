@@ -45,7 +45,7 @@ from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.policy.base import Policy, Ready, StepDone
 from outrider.policy.fixed import FixedPolicy
 from outrider.policy.row import Drafting
-from outrider.policy.tracker import DraftTracker
+from outrider.rows.tracker import DraftTracker
 from outrider.types import Commit, FinishReason, Request, StepEvents
 from tests.support.models.at_once import AtOnce
 from tests.support.models.hash_model import HashModel, Sequential

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.averages import Average
 from outrider.draft_port import DraftOffer
 from outrider.policy import measurements
 from outrider.policy.acceptance import Acceptance
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.averages import Average
-from outrider.policy.measurements import DraftTimes, StepTimes
+from outrider.policy.measurements import DraftTimes
 from outrider.policy.row import Drafting, Offered
-from outrider.policy.step_sizes import StepSizes
 from outrider.rounds import Round
+from outrider.step_times import StepSizes, StepTimes
 
 # Seconds of a 62 M model's steps by tokens.
 STEP_S = ((1, 0.0075), (4, 0.0078), (8, 0.0089), (16, 0.0110), (64, 0.0260), (640, 0.2))

@@ -22,9 +22,9 @@ from outrider.policy.circuit_breaker import (
     CircuitBreaker,
 )
 from outrider.policy.fixed import FixedPolicy
-from outrider.policy.measurements import StepTimes
 from outrider.policy.row import Drafting, Offered
 from outrider.policy.waiting import MAX_PATIENCE_S
+from outrider.step_times import StepTimes
 from outrider.types import Commit, Request, RequestStats
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import Net, World, draft_model

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.account import DraftAccount, rests
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.measurements import remember
@@ -28,6 +27,7 @@ from outrider.policy.row import (
 )
 from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.rounds import USEFUL, BlockFate, Round
+from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
 

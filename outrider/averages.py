@@ -1,4 +1,4 @@
-"""The one estimator of the policy: a moving average."""
+"""The estimator of times and shares: a moving average."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""Times of steps by their tokens, and how many tokens a step really runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.averages import Average
+
+
+class StepTimes:
+    """Seconds of a step by its number of tokens, as averages by quarter powers of two.
+
+    No step counts as slower than one of more tokens: a size that ran once, cold, would.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
+        self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
+        self._slope: float = 0.0  # seconds a token, over all sizes
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in one step."""
+        size = int(4 * math.log2(num_tokens))
+        tokens, times = self._sizes.setdefault(size, (Average(), Average()))
+        tokens.add(num_tokens)
+        times.add_time(seconds)
+        points = sorted([(tokens.mean, times.mean) for tokens, times in self._sizes.values()])
+        self._tokens, slowest = np.array(points).T
+        self._seconds = np.minimum.accumulate(slowest[::-1])[::-1]
+        more_s, more = self._seconds[-1] - self._seconds[0], self._tokens[-1] - self._tokens[0]
+        self._slope = more_s / more if more else 0.0
+
+    def estimate(self, num_tokens: float) -> float:
+        """Return the seconds of a step; see `estimates`."""
+        return float(self.estimates(np.array(num_tokens)))
+
+    def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of steps, linear between the measured sizes; 0 if there are none.
+
+        Below the smallest size they are as fast as that one. Beyond the largest the slope from the
+        smallest goes on.
+        """
+        beyond = np.maximum(0.0, num_tokens - self._tokens[-1])
+        within = np.interp(num_tokens, self._tokens, self._seconds)
+        seconds: NDArray[np.float64] = within + beyond * self._slope
+        return seconds
+
+
+class StepSizes:
+    """The sizes of captured steps, as (rows, tokens): smaller ones are filled up.
+
+    A size of as many tokens as rows is for steps in which each row has one. Any other is for steps
+    of at most so many rows and tokens. Without sizes a step runs what it has.
+    """
+
+    def __init__(self, sizes: Iterable[tuple[int, int]] = ()) -> None:
+        self._sizes = sorted(sizes, key=lambda size: size[1])
+        self._by_rows: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def run(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the tokens that steps of `num_rows` rows run, given in any shape."""
+        single, longer = self._by_rows.get(num_rows) or self._find(num_rows)
+        several = longer[np.searchsorted(longer, num_tokens)]
+        filled = np.where(num_tokens <= num_rows, single, several)
+        return np.where(np.isinf(filled), num_tokens, filled)
+
+    def _find(self, num_rows: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the size of rows of one token, and the others in order; both end in infinity."""
+        fitting = [size for size in self._sizes if size[0] >= num_rows]
+        single = next((float(tokens) for rows, tokens in fitting if rows == tokens), np.inf)
+        longer = [float(tokens) for rows, tokens in fitting if tokens > rows]
+        found = np.array(single), np.array([*longer, np.inf])
+        self._by_rows[num_rows] = found
+        return found
