@@ -10,18 +10,7 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer
-from outrider.draft_tree import DraftTree
-from outrider.drafting.confidence import confidences_of
-from outrider.engine.sequence import Sequence
-from outrider.engine.step import draft_confidences
-from outrider.errors import InvalidRequestError
-from outrider.params import (
-    SamplingParams,
-    SpeculationParams,
-    StopParams,
-    Verification,
-    VerificationRule,
-)
+from outrider.params import SamplingParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import DraftMode
 from outrider.policy.row import Drafting, Offered
@@ -62,45 +51,6 @@ def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
     told = acceptance.told([(row(), bytes((SURE, UNSURE))), (row(), bytes((UNSURE, SURE)))], 2)
     usual = sum(TRUE_SHARE.values()) / 2
     np.testing.assert_allclose(told[:, 0], usual, atol=0.12)
-
-
-def test_confidences_of_unlike_gaps_rise_and_stay_within_a_byte() -> None:
-    told = confidences_of(np.array([0.0, 0.01, 0.5, 2.0, 20.0, np.inf], np.float32))
-    assert list(told) == sorted(told)
-    assert (told[0], told[-1]) == (1, 255)
-    assert told[3] == round(128 + 16 * np.log(np.expm1(2.0)))
-
-
-def test_tree_of_another_number_of_confidences_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="one confidence per token"):
-        DraftTree.validated(0, (1, 2), (), 10, 4, confidences=b"\x01")
-
-
-def test_confidences_follow_the_walk_of_a_tree() -> None:
-    tree = DraftTree.branched(3, (5, 6), [(1, (7, 8))], bytes((1, 2, 3, 4)))
-    assert tree.first_confidences(4) == bytes((1, 2))
-    rest = tree.walk((5, 7))
-    assert rest is not None
-    assert (rest.token_ids, rest.confidences) == ((8,), bytes((4,)))
-    assert DraftTree.chain(3, (5, 6), (), bytes((1, 2))).walk((5,)) == DraftTree.chain(
-        4, (6,), (), bytes((2,))
-    )
-
-
-@pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
-def test_confidences_choose_nothing_under_rules_that_look_at_drafts(rule: VerificationRule) -> None:
-    """Under rejection sampling a cut by the draft's own tokens would change the text's law."""
-    request = Request(
-        1,
-        (1, 2),
-        SamplingParams(temperature=1.0, seed=1),
-        StopParams(max_tokens=8),
-        SpeculationParams(verification=Verification(rule)),
-    )
-    seq = Sequence(request, max_len=10, stop_ids=frozenset(), drafting=row(), submitted_at=0.0)
-    seq.take_block(DraftTree.chain(2, (3, 4), (), bytes((SURE, UNSURE))))
-    told = draft_confidences(seq, 4)
-    assert told == (bytes((SURE, UNSURE)) if rule is VerificationRule.COUPLED else b"")
 
 
 class CutOnDemand(AdaptivePolicy):

@@ -172,3 +172,19 @@ def test_draft_tree_is_outrun_behind_a_leaf() -> None:
     for tokens in ((), (1,), (1, 3), (1, 2, 9), (9,), (1, 9, 9, 9)):
         assert not tree.is_outrun(tokens)
     assert DraftTree.chain(5, ()).is_outrun((1,))
+
+
+def test_tree_of_another_number_of_confidences_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="one confidence per token"):
+        DraftTree.validated(0, (1, 2), (), 10, 4, confidences=b"\x01")
+
+
+def test_confidences_follow_the_walk_of_a_tree() -> None:
+    tree = DraftTree.branched(3, (5, 6), [(1, (7, 8))], bytes((1, 2, 3, 4)))
+    assert tree.first_confidences(4) == bytes((1, 2))
+    rest = tree.walk((5, 7))
+    assert rest is not None
+    assert (rest.token_ids, rest.confidences) == ((8,), bytes((4,)))
+    assert DraftTree.chain(3, (5, 6), (), bytes((1, 2))).walk((5,)) == DraftTree.chain(
+        4, (6,), (), bytes((2,))
+    )
