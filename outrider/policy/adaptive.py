@@ -81,12 +81,16 @@ class AdaptivePolicy(Policy):
         if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
         seconds = costs.steps_s(num_rows, tokens)
-        wait_s = self._wait_s(rows, depth)
-        if wait_s.any():
-            # All rows wait for the longest draft: the n likeliest nodes take as long as their
-            # deepest.
-            first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
-            seconds += np.repeat(wait_s, np.diff(first_of_depth, prepend=-1, append=len(nodes)))
+        # All rows wait for the longest draft: the n likeliest nodes take as long as their deepest.
+        first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
+        places = np.diff(first_of_depth, prepend=-1, append=len(nodes))
+        waits_s = np.repeat(self._wait_s(rows, depth), places)
+        # Cohorts have their steps while others wait. Without drafts all rows run together.
+        running = max(num_rows, self._num_running)
+        cohorts = running / num_rows
+        together_s = costs.steps_s(running, np.array([float(running)]))[0] / cohorts
+        seconds = np.maximum(seconds, (seconds + waits_s) / cohorts)
+        seconds[0] = min(seconds[0], together_s)
         return choose_nodes(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:

@@ -6,7 +6,7 @@ So the modes are timed, in committed tokens per second of all rows. The best one
 others are tried in turn, so seldom that trials lose little of the time.
 
 The best mode depends on the number of rows and on the texts. So it is found for each size of batch,
-by powers of two, and for sampled texts apart from others.
+by powers of two, and again if the texts' temperatures have changed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Speed:
 
 
 class ModeTrials:
-    """Compares modes for one size of batch and kind of texts, beginning with `incumbent`."""
+    """Compares modes for one size of batch, beginning with `incumbent`."""
 
     def __init__(self, num_rows: int, incumbent: DraftMode) -> None:
         self.mode = self.incumbent = incumbent  # now, and but for a trial
@@ -73,6 +73,12 @@ class ModeTrials:
     def step_s(self) -> float:
         """Mean seconds of a step without its prompts; 0 if none was measured."""
         return self._speeds[self.mode].step_s or self._speeds[self.incumbent].step_s
+
+    def try_soon(self) -> None:
+        """Begin the next trial as soon as if there had been none: other texts have come."""
+        self._interval = float(self._trial_steps)
+        if not self.on_trial:
+            self._steps_left = self._interval
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
@@ -105,14 +111,11 @@ class ModeTrials:
                 self._begin(ahead=step.may_run_ahead)
 
     def _begin(self, *, ahead: bool) -> None:
-        """Try the next mode in turn; where nobody runs `ahead`, both that draft are one."""
-        modes = list(DraftMode)
+        """Try the next mode in turn. Where nobody runs `ahead`, both that draft are one."""
+        modes, one = list(DraftMode), self.incumbent.drafts and not ahead
         after = modes.index(self._last_tried) + 1
-        one = not ahead and self.incumbent.drafts
-        turn = [
-            m for m in modes[after:] + modes if m is not self.incumbent and not (one and m.drafts)
-        ]
-        self.mode = self._last_tried = turn[0]
+        turn = [mode for mode in modes[after:] + modes if mode is not self.incumbent]
+        self.mode = self._last_tried = next(m for m in turn if not (one and m.drafts))
         self.catching_up = 0 if self.incumbent.drafts else CATCH_UP_STEPS
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.mode] = self._no_speed()
@@ -131,23 +134,23 @@ class ModeTrials:
         return tried.rate * WORTH > best.rate
 
     def _end(self, won: bool) -> None:
-        lost_steps = self._lost_steps
+        lost = self._lost_steps
         if won:  # a trial of the mode before would lose what this one gained
-            lost_steps *= -self._speeds[self.incumbent].step_s / self._speeds[self.mode].step_s
+            lost *= -self._speeds[self.incumbent].step_s / self._speeds[self.mode].step_s
             self._last_tried, self.incumbent = self.incumbent, self.mode
         self.mode = self.incumbent
         longer = min(max(MOST_STEPS, 2 * self._interval), self._trial_steps / MOST_LOST)
         self._interval = self._trial_steps if won else longer
-        self._steps_left = max(self._interval, lost_steps / MOST_LOST)
+        self._steps_left = max(self._interval, lost / MOST_LOST)
         self.settle()
 
 
 class ModeSelector:
-    """Runs trials by size of batch and kind of texts.
+    """Runs trials by size of batch.
 
-    A size begins with what was better at the size before it, and a kind of texts with what was
-    better with the other kind. A number of rows that goes up and down around a power of two stays
-    one size, and so does a mean temperature between `SAMPLED_TEMPERATURE` and its half.
+    A size begins with what was better at the size before it. A number of rows that goes up and down
+    around a power of two stays one size. Texts are others if their mean temperature has risen to
+    `SAMPLED_TEMPERATURE`, or fallen to its half.
 
     What a prompt takes without drafts is taken off its step. What it takes more, drafts cost. Until
     that is known, steps with prompts are left out, unless all have some, as with many rows.
@@ -165,7 +168,7 @@ class ModeSelector:
         """Forget every trial: drafts' costs were other proposers'."""
         self._size, self._sampled = 1, False
         self.current = ModeTrials(1, DraftMode.AHEAD)
-        self._known = {(1, False): self.current}
+        self._known = {1: self.current}
 
     def step_done(self, step: StepDone) -> None:
         """Take in a step."""
@@ -189,17 +192,19 @@ class ModeSelector:
             current.observe(step, max(0.0, seconds - prompt_tokens * per_token.mean))
 
     def _change(self, num_rows: int, temperature: float) -> bool:
-        """Go on with other trials if the batch's size or kind has changed. True if it has."""
+        """Go on with other trials if the batch's size has changed. True if it or the texts have."""
         least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
-        same_size = 3 * least <= 4 * num_rows < 10 * least
-        size = self._size if same_size else num_rows.bit_length()
         sampled = temperature >= SAMPLED_TEMPERATURE / (2 if self._sampled else 1)
-        if same_size and sampled is self._sampled:
+        other_texts, self._sampled = sampled is not self._sampled, sampled
+        if not 3 * least <= 4 * num_rows < 10 * least:
+            size = num_rows.bit_length()
+            if size not in self._known:
+                self._known[size] = ModeTrials(1 << size - 1, self.mode_at(size))
+            self._size, self.current = size, self._known[size]
+        elif not other_texts:
             return False
-        if (size, sampled) not in self._known:
-            incumbent = self.current.incumbent if same_size else self.mode_at(size)
-            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent)
-        self._size, self._sampled, self.current = size, sampled, self._known[size, sampled]
+        if other_texts:
+            self.current.try_soon()
         self.current.settle()
         return True
 
@@ -207,6 +212,6 @@ class ModeSelector:
         """Return the mode of a number of rows, by its bit length."""
         if abs(size - self._size) <= 1:
             return self.current.mode  # it stays the same if only a few rows come or go
-        if known := self._known.get((size, self._sampled)):
+        if known := self._known.get(size):
             return known.incumbent
         return DraftMode.OFF if 1 << size > MANY_ROWS else self.current.incumbent

@@ -112,20 +112,25 @@ def test_drafts_that_bring_next_to_nothing_are_not_made(step_s: float, tokens: f
     assert load.incumbent is OFF
 
 
-@pytest.mark.parametrize("change", [{"rows": 64}, {"temperature": 1.0}])
-def test_sizes_of_batch_and_kinds_of_texts_have_their_own_modes(change: dict[str, float]) -> None:
-    load = Load()
+def test_sizes_of_batch_have_their_own_modes() -> None:
+    load = Load(1)
     load.play(3000)
-    before = {"rows": load.rows, "temperature": load.temperature}
-    for name, value in change.items():
-        setattr(load, name, value)
-    load.step_s = {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
+    load.rows, load.step_s = 64, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
     load.play(3000)
     assert load.incumbent is OFF
-    assert load.modes.mode_at((8).bit_length()).drafts == (load.rows != 8)
-    for name, value in before.items():
-        setattr(load, name, value)
-    assert load.play(10)[OFF] <= 1, "it is remembered"
+    assert not load.modes.mode_at((64).bit_length()).drafts
+    assert load.modes.mode_at(1).drafts
+    load.rows = 1
+    load.play(1)
+    assert load.modes.current.mode.drafts
+
+
+def test_modes_are_tried_soon_once_other_texts_have_come() -> None:
+    load = Load(32)
+    load.play(20_000)
+    load.temperature, load.step_s = 1.0, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
+    load.play(600)
+    assert load.incumbent is OFF
 
 
 @pytest.mark.parametrize("rows", [MANY_ROWS // 2, MANY_ROWS])
