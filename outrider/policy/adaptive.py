@@ -120,16 +120,14 @@ class AdaptivePolicy(Policy):
     def choose_rows(
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
-        step_s = self._waiting.microbatch_step_s((*ready, *waiting)) if self.may_wait else 0.0
-        if step_s:
+        wake_at = min([row.drafting.round.deadline for row in waiting], default=now)
+        if self.may_wait and self._waiting.in_halves((*ready, *waiting)):
             ready = next_half(ready, len(waiting))
-        if not waiting:
-            return Ready(ready, now)
-        wake_at = min([row.drafting.round.deadline for row in waiting])
-        if not ready and not num_prefilling:
-            return Ready([], wake_at)
-        start_at = self._waiting.start_at(ready, waiting, num_prefilling, now, step_s)
-        return Ready(ready, now) if start_at <= now else Ready([], min(start_at, wake_at))
+        elif waiting and (ready or num_prefilling):
+            start_at = self._waiting.start_at(ready, waiting, num_prefilling, now)
+            if start_at > now:
+                return Ready([], min(start_at, wake_at))
+        return Ready(ready, now if ready or num_prefilling else wake_at)
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)

@@ -74,11 +74,11 @@ class ModeTrials:
         """Mean seconds of a step without its prompts; 0 if none was measured."""
         return self._speeds[self.mode].step_s or self._speeds[self.incumbent].step_s
 
-    def try_soon(self) -> None:
-        """Begin the next trial as soon as if there had been none: other texts have come."""
-        self._interval = float(self._trial_steps)
-        if not self.on_trial:
-            self._steps_left = self._interval
+    def begin_anew(self) -> None:
+        """Forget what drafts brought, as other texts have come."""
+        self.mode, self.catching_up = self.incumbent, 0
+        self._interval = self._steps_left = float(self._trial_steps)
+        self._speeds |= {mode: self._no_speed() for mode in DraftMode if mode.drafts}
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
@@ -204,7 +204,7 @@ class ModeSelector:
         elif not other_texts:
             return False
         if other_texts:
-            self.current.try_soon()
+            self.current.begin_anew()
         self.current.settle()
         return True
 

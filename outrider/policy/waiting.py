@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.policy.base import Measurements, R, Row
 from outrider.policy.row import Drafting
@@ -54,8 +53,8 @@ class Waiting:
         d.measured.worth_waiting = times.mean_s(k) <= times.share.mean * gain_s
         return min(MAX_PATIENCE_S, gain_s, times.most_s(k)) if d.measured.worth_waiting else 0.0
 
-    def microbatch_step_s(self, rows: Rows[Row]) -> float:
-        """Return the seconds of a step of half the rows if they are to go in halves, else 0.
+    def in_halves(self, rows: Rows[Row]) -> bool:
+        """Return whether one half of the rows is to be verified while others are drafted for.
 
         With the network time w the proposer keeps up if it drafts for at most a step and w. The
         rest of a delay is w, and once the proposer is never idle, what it is late: so only half of
@@ -63,14 +62,14 @@ class Waiting:
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
-            return 0.0
+            return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
         k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
         step_s = self._costs.steps.estimate(half(len(rows)) * (1 + k))
         delay_s, drafting_s = times.mean_s(k), k * times.token_s
         together_s = self._costs.steps.estimate(len(rows) * (1 + k)) + delay_s
         keeps_up = drafting_s <= step_s + (delay_s - drafting_s) / 2
-        return step_s if keeps_up and 2 * step_s <= together_s else 0.0
+        return keeps_up and 0.0 < 2 * step_s <= together_s
 
     def start_at(
         self,
@@ -78,7 +77,6 @@ class Waiting:
         waiting: Rows[Row],
         num_prefilling: int,
         now: float,
-        microbatch_step_s: float = 0.0,
     ) -> float:
         """Return when ready rows start: later if all rows have their round earlier then.
 
@@ -88,17 +86,9 @@ class Waiting:
 
         with D the time until the last draft is there, later where steps share its device. For j = m
         there is no second step.
-
-        If drafts for a shared device were all made beside steps, rows wait for each other until
-        one is made alone, or awaited in vain. Else two cohorts that slow each other down would
-        never find out what they lose.
         """
         awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
-        if any(t.never_alone and not (d.runs_ahead or d.proposer.own_device) for d, t in awaited):
-            return max([d.round.deadline for d, _ in awaited])
         due = np.sort([self.due(d, now) for d, _ in awaited]) - now
-        if microbatch_step_s:
-            return now + _half_waits_s(len(ready), due, microbatch_step_s)
         slowed = [t.contention_s(d.num_draft_tokens) for d, t in awaited if not d.runs_ahead]
         all_there_s = due[-1] + max(slowed, default=0.0)  # beside a step
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
@@ -127,17 +117,3 @@ def next_half(ready: list[R], num_waiting: int) -> list[R]:
     if len(ready) <= most:
         return ready
     return sorted(ready, key=lambda row: row.drafting.round.committed_at)[:most]
-
-
-def _half_waits_s(num_ready: int, due: NDArray[np.float64], step_s: float) -> float:
-    """Return how long a microbatch waits, with other rows' drafts `due` in seconds, in order.
-
-    Waiting for the rows that it lacks delays each ready row. Going without them makes each lacking
-    row wait for the rest of the step when its draft has come.
-    """
-    missing = half(num_ready + len(due)) - num_ready
-    if missing <= 0:
-        return 0.0
-    wait_s = float(due[missing - 1])
-    pays = not num_ready or num_ready * wait_s < missing * (step_s - wait_s)
-    return wait_s if pays else 0.0

@@ -56,7 +56,7 @@ def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPa
     for halves in (False, True):
         with monkeypatch.context() as patched:
             if not halves:
-                patched.setattr(Waiting, "microbatch_step_s", lambda *_: 0.0)
+                patched.setattr(Waiting, "in_halves", lambda *_: False)
             world = TwoDevices(64, 0.0, max_branches=0)
             world.rate(2.0)
             rates.append(world.rate(2.0))
