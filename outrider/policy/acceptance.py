@@ -56,10 +56,6 @@ def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> N
     return shares
 
 
-def _keys(rows: Rows[Drafting]) -> set[tuple[str, bool]]:
-    return {(d.drafter, d.offered.sampled) for d in rows}
-
-
 class Acceptance:
     """Acceptance by drafter and depth, and each row's own by its last rounds.
 
@@ -69,7 +65,6 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, bool], _Kind] = {}
-        self._unknown = _Kind()
 
     def observe(self, rounds: Iterable[tuple[Drafting, Round, bytes]]) -> None:
         """Take in rows' rounds, with the confidences of what was verified."""
@@ -77,13 +72,13 @@ class Acceptance:
         for d, round_, confidences in rounds:
             d.measured.observe(round_)
             if round_.drafted:
-                drafted[self._remembered(d)].append((round_, confidences))
+                drafted[self._kind(d.kind)].append((round_, confidences))
         for kind, those in drafted.items():
             kind.observe(those)
 
     def confident(self, rows: Rows[Drafting]) -> bool:
         """Return whether all rows' drafts tell how sure they are."""
-        return all(self._kinds.get(key, self._unknown).confident for key in _keys(rows))
+        return all(self._kind(key).confident for key in {d.kind for d in rows})
 
     def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return the expected gain of each draft token [num_rows, depth], which falls with depth.
@@ -91,16 +86,16 @@ class Acceptance:
         Of a chain it is the probability that the walk reaches the token. Of a tree, whose nodes
         lie beside each other, it is a level's share of that.
         """
-        kinds = {key: i for i, key in enumerate(_keys(rows))}
-        known = [self._kinds.get(key, self._unknown) for key in kinds]
-        of_row = [kinds[d.drafter, d.offered.sampled] for d in rows] if len(kinds) > 1 else 0
-        rate = np.array([kind.rate for kind in known])[of_row]
+        keys = [d.kind for d in rows]
+        of_key = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        kinds, of_row = [self._kind(key) for key in of_key], [of_key[key] for key in keys]
+        rate = np.array([kind.rate for kind in kinds])[of_row]
         measured = [d.measured for d in rows]
         shares, tried = np.array([(m.accepted.mean, m.accepted.weight) for m in measured]).T
         own_rate = _shrunk(np.stack((shares * tried, tried)), rate)
         # How many times a row's odds are those of its kind.
         factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate
-        odds = np.array([kind.odds[:depth] for kind in known])[of_row] * factors[:, None]
+        odds = np.array([kind.odds[:depth] for kind in kinds])[of_row] * factors[:, None]
         survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
         for i, m in enumerate(measured):
             if m.levels.mean < 1.0:
@@ -118,14 +113,10 @@ class Acceptance:
         rates = np.zeros((len(drafts), depth))
         for row, (d, confidences) in zip(rates, drafts, strict=True):
             bins = np.frombuffer(confidences, np.uint8) // (256 // BINS)
-            row[: len(bins)] = self._of(d).by_confidence[np.arange(len(bins)), bins]
+            row[: len(bins)] = self._kind(d.kind).by_confidence[np.arange(len(bins)), bins]
         return rates.cumprod(1)
 
-    def _of(self, d: Drafting) -> _Kind:
-        return self._kinds.get((d.drafter, d.offered.sampled), self._unknown)
-
-    def _remembered(self, d: Drafting) -> _Kind:
-        key = d.drafter, d.offered.sampled
+    def _kind(self, key: tuple[str, bool]) -> _Kind:
         kind = self._kinds.get(key) or _Kind()
         remember(self._kinds, key, kind)
         return kind

@@ -109,7 +109,8 @@ class AdaptivePolicy(Policy):
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
         delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
-        for times in {self.measured.costs.draft_times(d) for d in rows}:
+        for d in {d.drafter: d for d in rows}.values():
+            times = self.measured.costs.draft_times(d)
             np.maximum(delays[1:], times.mean_s(tokens), out=delays[1:])
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
         return delays * missed

@@ -118,7 +118,6 @@ class CostModel:
         self.sizes = StepSizes()
         self.steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
-        self._unknown = DraftTimes()
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in a step that only verified."""
@@ -130,17 +129,13 @@ class CostModel:
         """Return the seconds of steps of so many rows, whose tokens are given in order."""
         return self.steps.estimates(self.sizes.run(num_rows, num_tokens))
 
-    def known_draft_times(self, d: Drafting) -> DraftTimes:
-        """Return what a row's drafts take, to be added to."""
-        times = self._drafts.get(d.drafter) or DraftTimes()
-        remember(self._drafts, d.drafter, times)
-        return times
-
     def round_s(self, k: float) -> float:
         """Return the seconds of a step of as many rows as the last, with k draft tokens each."""
         run = self.sizes.run(self.num_rows, np.array(self.num_rows * (1 + k)))
         return self.steps.estimate(float(run))
 
     def draft_times(self, d: Drafting) -> DraftTimes:
-        """Return what a row's drafts take."""
-        return self._drafts.get(d.drafter, self._unknown)
+        """Return what a row's drafts take, to be added to."""
+        times = self._drafts.get(d.drafter) or DraftTimes()
+        remember(self._drafts, d.drafter, times)
+        return times

@@ -23,7 +23,6 @@ FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to 
 SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
 MOST_LOST = 0.01  # of the time, by trials; and so many steps they are where nothing changes
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
-CATCH_UP_STEPS = 512  # that a trial of drafts begins with at most, while proposers read prompts
 
 
 class Speed:
@@ -53,7 +52,7 @@ class ModeTrials:
 
     def __init__(self, num_rows: int, incumbent: DraftMode) -> None:
         self.mode = self.incumbent = incumbent  # now, and but for a trial
-        self.catching_up = 0  # steps at the most until a proposer has processed prompts
+        self.catching_up = False  # most rows' prompts were not yet processed by a proposer
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: self._no_speed() for mode in DraftMode}
         self._last_tried = incumbent
@@ -76,7 +75,7 @@ class ModeTrials:
 
     def begin_anew(self) -> None:
         """Forget what drafts brought, as other texts have come."""
-        self.mode, self.catching_up = self.incumbent, 0
+        self.mode, self.catching_up = self.incumbent, False
         self._interval = self._steps_left = float(self._trial_steps)
         self._speeds |= {mode: self._no_speed() for mode in DraftMode if mode.drafts}
 
@@ -93,13 +92,14 @@ class ModeTrials:
             seconds = min(seconds, OUTLIER * typical_s)
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.step_s
-        if self.catching_up:  # until most rows are answered and can be compared
-            self.catching_up = 0 if 2 * step.answered > step.num_running else self.catching_up - 1
-            if not self.catching_up and 2 * step.answered <= step.num_running:
-                self._end(won=False)
-        elif self.settling > 0.0:
-            # Settling ends in any case, though nothing is drafted.
-            self.settling -= max(drafted, rounds / SETTLING_ROUNDS) if drafts else rounds
+        self.catching_up = self.catching_up and 2 * step.answered <= step.num_running
+        if self.settling > 0.0:
+            # Settling ends in any case, though no proposer catches up, or nothing is drafted.
+            if self.catching_up:
+                rounds = SETTLING_ROUNDS / MOST_STEPS / 4
+            elif drafts:
+                rounds = max(drafted, rounds / SETTLING_ROUNDS)
+            self.settling -= rounds
         else:
             if seconds > 0.0:
                 current.add(tokens, seconds, rounds)
@@ -116,7 +116,7 @@ class ModeTrials:
         after = modes.index(self._last_tried) + 1
         turn = [mode for mode in modes[after:] + modes if mode is not self.incumbent]
         self.mode = self._last_tried = next(m for m in turn if not (one and m.drafts))
-        self.catching_up = 0 if self.incumbent.drafts else CATCH_UP_STEPS
+        self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.mode] = self._no_speed()
         self.settle()

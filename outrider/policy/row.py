@@ -103,6 +103,11 @@ class Drafting:
         return self.offered.proposer.proposer_id
 
     @property
+    def kind(self) -> tuple[str, bool]:
+        """What drafts are alike: of one drafter, for sampled texts or for others."""
+        return self.drafter, self.offered.sampled
+
+    @property
     def waits(self) -> bool:
         """True if the row waits for drafts at all."""
         if self.proposer_id is None or self.breaker.is_open:

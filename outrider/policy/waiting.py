@@ -8,10 +8,6 @@ Where rows draft on demand on another device, one half of them is verified while
 for the other half. With t(n) the seconds of a step of n rows and D(n) those until they have their
 drafts, all rows together have a round in t(n) + D(n). Halves have one in
 t(n / 2) + max(t(n / 2), D(n / 2)), but none shorter than the drafts or the steps of both.
-
-On the scorer's own device rows on demand stay together: in two cohorts a round takes
-t(a) + max(t(b), D) instead of t(a + b) + D. That is less only where a step's time follows its
-tokens; there drafting brings little, and steps slow the drafts down.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import numpy as np
 from outrider.policy.base import Measurements, R, Row
 from outrider.policy.row import Drafting
 
-MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.25  # less is noise, more is felt
+MAX_PATIENCE_S = 0.25  # that a text may stand still
 LONG_STEPS = 3.0  # what a row waits at most for a first block, and at least while all is unknown
 
 
@@ -46,7 +42,7 @@ class Waiting:
             prefill_s = row.counters.prefill_s / num_running  # the step took all prompts
             allowed_s = min(MAX_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
             return max(0.0, d.awaited.since + allowed_s - d.round.committed_at)
-        gain_s = max(MIN_PATIENCE_S, d.measured.gain * step_s)
+        gain_s = d.measured.gain * step_s
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
         k, times = d.num_draft_tokens, self._costs.draft_times(d)

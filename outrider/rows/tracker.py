@@ -129,7 +129,7 @@ class DraftTracker:
         began, ended = d.awaited.in_vain
         if began == since:  # afterwards draft and step went on at half their speed
             alone, seconds = True, (ended - began + seconds) / 2
-        times = self.policy.measured.costs.known_draft_times(d)
+        times = self.policy.measured.costs.draft_times(d)
         times.observe(arrived.at, seconds, arrived.draft_s, num_tokens, alone=alone)
 
     def choose_rows(self, rows: Rows[R], num_prefilling: int, now: float) -> Ready[R]:

@@ -75,7 +75,7 @@ def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expect
     met([each], Round(2, 2, 1, rejected=True), policy.measured.acceptance)
     for num_tokens in (1, 13):
         policy.measured.costs.observe_step(1, num_tokens, 0.0048)
-    times = policy.measured.costs.known_draft_times(each)
+    times = policy.measured.costs.draft_times(each)
     times.observe(0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True)
     assert policy.choose_counts([each]) == [expected]
 
@@ -114,7 +114,7 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
     policy = AdaptivePolicy(4)
     for i in range(20):
         met([each := row(4, proposer=f"p{i}")], Round(4, 4, 1, True), policy.measured.acceptance, 1)
-        policy.measured.costs.known_draft_times(each)
+        policy.measured.costs.draft_times(each)
     assert len(policy.measured.acceptance._kinds) == len(policy.measured.costs._drafts) == 8
 
 
