@@ -21,7 +21,7 @@ from outrider.policy.row import SAMPLED_TEMPERATURE
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
-MOST_LOST = 0.01  # of the time, by trials; and so many steps they are where nothing changes
+MOST_LOST = 0.005  # of the time, by trials; and so many steps they are where nothing changes
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 
@@ -125,7 +125,8 @@ class ModeTrials:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
         compared = num_rows * (self._trial_steps - self._steps_left)  # rounds of one row
         luck = 2.0 / math.sqrt(max(1.0, compared))
-        return self.incumbent.drafts and tried.rate < (1.0 - luck) * best.rate
+        early = not self.incumbent.drafts and 4 * self._steps_left > 3 * self._trial_steps
+        return not early and tried.rate < (1.0 - luck) * best.rate
 
     def _is_better(self) -> bool:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
@@ -134,14 +135,12 @@ class ModeTrials:
         return tried.rate * WORTH > best.rate
 
     def _end(self, won: bool) -> None:
-        lost = self._lost_steps
-        if won:  # a trial of the mode before would lose what this one gained
-            lost *= -self._speeds[self.incumbent].step_s / self._speeds[self.mode].step_s
-            self._last_tried, self.incumbent = self.incumbent, self.mode
-        self.mode = self.incumbent
         longer = min(max(MOST_STEPS, 2 * self._interval), self._trial_steps / MOST_LOST)
         self._interval = self._trial_steps if won else longer
-        self._steps_left = max(self._interval, lost / MOST_LOST)
+        self._steps_left = max(self._interval, 0.0 if won else self._lost_steps / MOST_LOST)
+        if won:
+            self._last_tried, self.incumbent = self.incumbent, self.mode
+        self.mode = self.incumbent
         self.settle()
 
 
