@@ -29,22 +29,12 @@ class Speed:
     """Tokens and seconds of a round of all rows, in the mean of about `window` steps."""
 
     def __init__(self, window: float) -> None:
-        self._tokens, self._seconds = Average(window), Average(window)
-
-    def add(self, tokens: float, seconds: float, rounds: float) -> None:
-        """Take in a step, or a share of one: of 4 rows of 32 it is an eighth."""
-        self._tokens.add(tokens / rounds, rounds)
-        self._seconds.add(seconds / rounds, rounds)
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step; 0 if none was measured."""
-        return self._seconds.mean
+        self.tokens, self.seconds = Average(window), Average(window)
 
     @property
     def rate(self) -> float:
-        """Committed tokens of a row per second."""
-        return self._tokens.mean / self.step_s if self.step_s else 0.0
+        """Committed tokens of a row per second; 0 if unknown."""
+        return self.tokens.mean / self.seconds.mean if self.seconds.mean else 0.0
 
 
 class ModeTrials:
@@ -68,11 +58,6 @@ class ModeTrials:
         """True if the mode is not the incumbent."""
         return self.mode is not self.incumbent
 
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step without its prompts; 0 if none was measured."""
-        return self._speeds[self.mode].step_s or self._speeds[self.incumbent].step_s
-
     def begin_anew(self) -> None:
         """Forget what drafts brought, as other texts have come."""
         self.mode, self.catching_up = self.incumbent, False
@@ -88,10 +73,10 @@ class ModeTrials:
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
         tokens, drafts = step.tokens / step.num_running, self.mode.drafts
         current, best = self._speeds[self.mode], self._speeds[self.incumbent]
-        if typical_s := max(current.step_s, best.step_s):
+        if typical_s := max(current.seconds.mean, best.seconds.mean):
             seconds = min(seconds, OUTLIER * typical_s)
         if self.on_trial and best.rate:
-            self._lost_steps += (seconds - tokens / best.rate) / best.step_s
+            self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         self.catching_up = self.catching_up and 2 * step.answered <= step.num_running
         if self.settling > 0.0:
             # Settling ends in any case, though no proposer catches up, or nothing is drafted.
@@ -102,7 +87,8 @@ class ModeTrials:
             self.settling -= rounds
         else:
             if seconds > 0.0:
-                current.add(tokens, seconds, rounds)
+                current.tokens.add(tokens / rounds, rounds)
+                current.seconds.add(seconds / rounds, rounds)
             # While the incumbent drafts, steps without any draft bring no trial nearer.
             self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
             if self.on_trial and (self._steps_left <= 0.0 or self._is_lost(step.num_running)):
@@ -131,7 +117,7 @@ class ModeTrials:
     def _is_better(self) -> bool:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
         if self.mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
-            return tried.rate > WORTH * best.rate and tried.rate * tried.step_s >= 1.0
+            return tried.rate > WORTH * best.rate and tried.tokens.mean >= 1.0
         return tried.rate * WORTH > best.rate
 
     def _end(self, won: bool) -> None:
@@ -151,15 +137,13 @@ class ModeSelector:
     around a power of two stays one size. Texts are others if their mean temperature has risen to
     `SAMPLED_TEMPERATURE`, or fallen to its half.
 
-    What a prompt takes without drafts is taken off its step. What it takes more, drafts cost. Until
-    that is known, steps with prompts are left out, unless all have some, as with many rows.
+    Steps with prompts are left out, unless all have some, as with many rows.
     """
 
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
         self._last_step_at: float | None = None
-        self._prompt_token_s = Average()  # without drafts
-        self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
+        self._with_prompts = False  # a step of prompts only came after the last other step
         self._left_out = 0  # steps in a row with prompts
         self._restart()
 
@@ -176,19 +160,14 @@ class ModeSelector:
                 remember(self._proposers, proposer_id, None)
             self._restart()
         if step.prompts_only:  # its time is that of the round which the others wait for
-            self._prompts_before += step.prompt_tokens
+            self._with_prompts = True
             return
-        prompt_tokens, self._prompts_before = step.prompt_tokens + self._prompts_before, 0
-        before, self._last_step_at = self._last_step_at, step.at
+        self._left_out = self._left_out + 1 if step.prompt_tokens else 0
+        with_prompts = self._with_prompts or 0 < self._left_out <= FEWEST_STEPS
+        before, self._last_step_at, self._with_prompts = self._last_step_at, step.at, False
         changed = self._change(step.num_running, step.temperature)
-        if changed or not step.comparable or before is None:
-            return
-        seconds, current, per_token = step.at - before, self.current, self._prompt_token_s
-        self._left_out = self._left_out + 1 if prompt_tokens else 0
-        if prompt_tokens and current.step_s and current.settling <= 0.0 and not current.mode.drafts:
-            per_token.add_time(max(0.0, seconds - current.step_s) / prompt_tokens)
-        if per_token.weight or not 0 < self._left_out <= FEWEST_STEPS:
-            current.observe(step, max(0.0, seconds - prompt_tokens * per_token.mean))
+        if step.comparable and not (changed or with_prompts or before is None):
+            self.current.observe(step, step.at - before)
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size has changed. True if it or the texts have."""
