@@ -61,7 +61,8 @@ class ModeTrials:
     def begin_anew(self) -> None:
         """Forget what drafts brought, as other texts have come."""
         self.mode, self.catching_up = self.incumbent, False
-        self._interval = self._steps_left = float(self._trial_steps)
+        self._interval = float(self._trial_steps)
+        self._steps_left = 4 * self._interval  # many rows still have texts of before
         self._speeds |= {mode: self._no_speed() for mode in DraftMode if mode.drafts}
 
     def settle(self) -> None:
