@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.averages import Average
 from outrider.draft_port import DraftOffer
 from outrider.policy import measurements
 from outrider.policy.acceptance import Acceptance
@@ -18,7 +16,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.measurements import DraftTimes
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import Round
-from outrider.step_times import StepSizes, StepTimes
+from outrider.step_times import StepSizes
 
 # Seconds of a 62 M model's steps by tokens.
 STEP_S = ((1, 0.0075), (4, 0.0078), (8, 0.0089), (16, 0.0110), (64, 0.0260), (640, 0.2))
@@ -121,19 +119,6 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
 SIZES = ((1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160))
 
 
-def test_steps_run_the_next_captured_size() -> None:
-    sizes = StepSizes(SIZES)
-
-    def run(num_rows: int, *tokens: float) -> list[float]:
-        return list(sizes.run(num_rows, np.array(tokens)))
-
-    assert run(1, 1, 2, 5, 6) == [1, 5, 5, 40]
-    assert run(9, 9, 10, 64, 64.5, 160) == [32, 64, 64, 96, 160]
-    assert run(32, 32, 33, 161) == [32, 64, 161]
-    assert run(33, 33, 40) == [33, 40], "beyond all sizes a step is not filled up"
-    assert StepSizes().run(3, np.array([3.0, 7.5])).tolist() == [3, 7.5]
-
-
 def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
     """All tokens of a size cost the same, so it is filled; one token more costs the next size."""
     policy = AdaptivePolicy(4)
@@ -152,30 +137,6 @@ def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
     assert costs.steps.estimate(96) < before
 
 
-def test_step_times_interpolate_between_what_was_measured() -> None:
-    times = StepTimes()
-    assert times.estimate(5) == 0.0
-    for num_tokens, seconds in STEP_S:
-        times.observe(num_tokens, seconds)
-    assert times.estimate(1) == pytest.approx(0.0075)
-    assert times.estimate(12) == pytest.approx((0.0089 + 0.0110) / 2)
-    assert times.estimate(2000) > times.estimate(640)
-
-
-def test_a_size_that_ran_once_cold_counts_as_fast_as_larger_ones() -> None:
-    times = StepTimes()
-    for num_tokens, seconds in ((1, 0.009), (2, 0.030), (4, 0.026), (5, 0.010)):
-        times.observe(num_tokens, seconds)
-    assert times.estimate(2) == times.estimate(5) == pytest.approx(0.010)
-
-
-def test_one_outlier_moves_the_mean_of_times_little() -> None:
-    average = Average()
-    for value in (0.004, 0.004, 0.004, 1.0):
-        average.add_time(value)
-    assert average.mean < 0.008
-
-
 def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
     times, at = DraftTimes(), itertools.count()
     times.observe(next(at), 0.020, 0.001, 4, alone=False)
@@ -185,14 +146,6 @@ def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
         times.observe(next(at), 0.020, 0.001, 4, alone=False)
     assert times.mean_s(4) == pytest.approx(0.004)
     assert times.contention_s(4) == pytest.approx(0.016, rel=0.1)
-
-
-def test_a_slow_first_time_is_left_at_once() -> None:
-    """It held a compilation, or a first call."""
-    average = Average()
-    for value in (1.0, 0.8, 0.004, 0.004):
-        average.add_time(value)
-    assert average.mean == pytest.approx(0.004)
 
 
 def test_slow_first_drafts_without_steps_are_corrected_by_those_beside_steps() -> None:
