@@ -18,9 +18,7 @@ def policy(num_rows: int, delay_s: float) -> LockstepPolicy:
     made = LockstepPolicy(K)
     costs = made.measured.costs
     costs.observe_step(num_rows, num_rows * (1 + K), STEP_S)
-    costs.known_draft_times(row(drafted=False).drafting).observe(
-        1.0, delay_s, delay_s / 2, K, alone=True
-    )
+    costs.draft_times(row(drafted=False).drafting).observe(1.0, delay_s, delay_s / 2, K, alone=True)
     return made
 
 
