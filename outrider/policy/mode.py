@@ -94,7 +94,7 @@ class ModeTrials:
             self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
             if self.on_trial and (self._steps_left <= 0.0 or self._is_lost(step.num_running)):
                 self._end(self._is_better())
-            elif self._steps_left <= 0.0:
+            elif not self.on_trial and (self._steps_left <= 0.0 or self._is_behind()):
                 self._begin(ahead=step.may_run_ahead)
 
     def _begin(self, *, ahead: bool) -> None:
@@ -102,11 +102,18 @@ class ModeTrials:
         modes, one = list(DraftMode), self.incumbent.drafts and not ahead
         after = modes.index(self._last_tried) + 1
         turn = [mode for mode in modes[after:] + modes if mode is not self.incumbent]
+        if self._is_behind():
+            turn = [DraftMode.OFF]
         self.mode = self._last_tried = next(m for m in turn if not (one and m.drafts))
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.mode] = self._no_speed()
         self.settle()
+
+    def _is_behind(self) -> bool:
+        """Return whether drafts bring less than none did: that hardly changes, and is known."""
+        plain, best = self._speeds[DraftMode.OFF], self._speeds[self.incumbent]
+        return self.incumbent.drafts and plain.rate > WORTH * best.rate > 0.0
 
     def _is_lost(self, num_rows: int) -> bool:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]

@@ -104,6 +104,14 @@ def test_trials_after_a_change_find_the_new_best_mode() -> None:
     assert load.incumbent is OFF
 
 
+def test_drafts_that_come_to_bring_less_than_none_are_soon_dropped() -> None:
+    load = Load()
+    load.play(10_000)
+    load.step_s = {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
+    load.play(500)
+    assert load.incumbent is OFF
+
+
 @pytest.mark.parametrize(("step_s", "tokens"), [(0.0099, 1.0), (0.0099, 1.01)])
 def test_drafts_that_bring_next_to_nothing_are_not_made(step_s: float, tokens: float) -> None:
     """A proposer's device works for nothing where steps are as fast without it."""
