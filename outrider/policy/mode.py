@@ -113,7 +113,8 @@ class ModeTrials:
     def _is_behind(self) -> bool:
         """Return whether drafts bring less than none did: that hardly changes, and is known."""
         plain, best = self._speeds[DraftMode.OFF], self._speeds[self.incumbent]
-        return self.incumbent.drafts and plain.rate > WORTH * best.rate > 0.0
+        known = best.seconds.weight >= 0.8 * self._trial_steps  # as well as a trial tells
+        return self.incumbent.drafts and known and plain.rate > WORTH * best.rate
 
     def _is_lost(self, num_rows: int) -> bool:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
@@ -190,7 +191,8 @@ class ModeSelector:
         elif not other_texts:
             return False
         if other_texts:
-            self.current.begin_anew()
+            for trials in self._known.values():
+                trials.begin_anew()
         self.current.settle()
         return True
 

@@ -185,7 +185,7 @@ class Trainer:
                         self._head.acceptance.flatten().float(), right, weight
                     )
                     loss = loss + _STEP_DECAY**step * sure
-                matches.append(right.sum() / weight.sum())
+                matches.append(right.sum() / weight.sum().clamp(min=1))
         return loss / scale, matches
 
     @torch.no_grad()

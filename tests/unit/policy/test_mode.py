@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -110,6 +111,27 @@ def test_drafts_that_come_to_bring_less_than_none_are_soon_dropped() -> None:
     load.step_s = {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
     load.play(500)
     assert load.incumbent is OFF
+
+
+def test_unlucky_rounds_after_other_texts_do_not_end_drafts() -> None:
+    load, luck, without = Load(1), random.Random(1), 0
+    load.play(3000)
+    for text in range(10):
+        load.temperature = text % 2
+        for _ in range(200):
+            load.tokens = luck.randint(1, 5)
+            without += load.play(1)[OFF]
+    assert without < 200
+
+
+def test_other_texts_begin_trials_of_all_sizes_anew() -> None:
+    load = Load(32, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}, temperature=1.0)
+    load.play(20_000)
+    assert load.incumbent is OFF
+    load.rows, load.temperature, load.step_s = 4, 0.0, STEP_S
+    load.play(300)
+    load.rows = 32
+    assert load.play(1000)[OFF] < 200
 
 
 @pytest.mark.parametrize(("step_s", "tokens"), [(0.0099, 1.0), (0.0099, 1.01)])
