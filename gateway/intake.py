@@ -36,8 +36,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 
 _STOP_STRING_INTERVAL = 8
-"""Tokens at a time at most where a stop string may end the text: those behind it are for nothing.
-"""
+"""Tokens at a time at most where a stop string may end the text: more would be computed in vain."""
 _CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' choices stay apart
 
 

@@ -63,8 +63,8 @@ class Hub:
         The engine reports each round if `rounds` are to be noted. Raises the errors of
         `ServedEngine.submit`.
         """
-        each = request if rounds is None else replace(request, stream_interval=0)
-        self._engine.submit(each, constraint)
+        told = request if rounds is None else replace(request, stream_interval=0)
+        self._engine.submit(told, constraint)
         asked = request.speculation.num_speculative_tokens
         k = self._served.num_speculative_tokens if asked is None else asked
         prompt = request.prompt_token_ids

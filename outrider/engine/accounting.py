@@ -110,7 +110,7 @@ def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: flo
 def _waits(row: Emitted) -> bool:
     """Return whether a row's tokens are reported later, with others that follow.
 
-    A proposer hears of each round.
+    Never those of a row with a proposer, which must hear of each round.
     """
     seq, length = row.seq, row.base_len + len(row.output)
     if row.finish_reason or row.proposer_id or row.round.drafted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +27,7 @@ class Deliveries:
     """Lets completions take what the engine has committed, all of a step in one call."""
 
     def __init__(self) -> None:
-        self._ready: deque[Completion] = deque()
+        self._ready: list[Completion] = []
 
     def put(self, completion: Completion) -> None:
         """Note a completion that has something to take."""
@@ -37,8 +36,9 @@ class Deliveries:
         self._ready.append(completion)
 
     def _deliver(self) -> None:
-        for _ in range(len(self._ready)):
-            self._ready.popleft().take()
+        ready, self._ready = self._ready, []
+        for completion in ready:
+            completion.take()
 
 
 class Answer:
@@ -241,13 +241,15 @@ class Completion:
         writer = self._writer
         chunk = writer.add(round_)
         if writer.ended:
-            if self._session is not None:  # a stop string came before the engine's end
-                self.cancel()
+            if (session := self._session) is not None:  # a stop string came first
+                self._session = None
+                self._serving.hub.abort(session)
                 writer.account.end_segment()
-            self._ended = True
             chunk = writer.end()
         if chunk is not None:
             self._listen(chunk)
+        if writer.ended:  # not before: an error of the last chunk is told
+            self._ended = True
 
     def _fail(self, error: Exception) -> None:
         if not self._ended:

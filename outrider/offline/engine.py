@@ -80,7 +80,12 @@ class LocalEngine:
         return run
 
     def answer(self, body: Request) -> Future[dict[str, Any]]:
-        """Return the body that the HTTP API would answer with. The future raises its errors."""
+        """Return the body that the HTTP API would answer with. The future raises its errors.
+
+        Raises `UnavailableError` if the engine is closed.
+        """
+        if self._closed:
+            raise UnavailableError("This LLM is closed. Make another one.")
         return asyncio.run_coroutine_threadsafe(self._answers.whole(body), self._loop)
 
     def __enter__(self) -> Self:

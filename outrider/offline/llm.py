@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -241,9 +242,10 @@ def _text_or_ids(prompt: Prompt) -> str | list[int]:
         ((_, prompt),) = prompt.items()
     if isinstance(prompt, str):
         return prompt
+    ids: Any = prompt
     try:
-        return [token if type(token) is int else int(token) for token in prompt]
-    except (TypeError, ValueError):
+        return [token if type(token) is int else index(token) for token in ids]
+    except TypeError:
         raise refusal from None
 
 

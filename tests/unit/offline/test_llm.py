@@ -15,10 +15,17 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import outrider
+from gateway.generation import Chunk, Writer
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.worker import EngineWorker
-from outrider.errors import ConfigError, InvalidRequestError, PromptTooLongError, UnavailableError
+from outrider.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnavailableError,
+)
 from outrider.offline.engine import LocalEngine
 from outrider.offline.switching import Switching
 from outrider.types import StepEvents
@@ -127,7 +134,11 @@ def test_generate_from_token_ids_equals_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [None, 5, [None], ["x", 5], [["x"]], {"prompt": None}, {"text": "x"}, iter("x")]
+    "prompts",
+    [
+        *(None, 5, [None], ["x", 5], [["x"]], {"prompt": None}, {"text": "x"}, iter("x")),
+        {"prompt_token_ids": [1.5, 2]},
+    ],
 )
 def test_generate_from_what_is_no_prompt_says_what_a_prompt_is(llm: LLM, prompts: Any) -> None:
     with pytest.raises(InvalidRequestError, match="A prompt is a text, token ids") as refused:
@@ -193,6 +204,25 @@ def test_answer_whose_first_prompt_fails_submits_no_other(
     assert len(asked) == 1
     with pytest.raises(InvalidRequestError, match="No"):
         llm.generate([[2], [3]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_error_at_the_end_of_a_text_is_raised(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    [output] = llm.generate("x", GREEDY, use_tqdm=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, stop=[output.outputs[0].text[:3]] if stops else None
+    )
+
+    def fail(_: Writer) -> Chunk:
+        raise InternalError("It broke.")
+
+    monkeypatch.setattr(Writer, "end", fail)
+    with pytest.raises(InternalError, match="It broke"):
+        llm.generate(["x", "y"], params, use_tqdm=False)
+    monkeypatch.undo()
+    assert text_of(llm.generate("x", GREEDY, use_tqdm=False)) == text_of([output])
 
 
 def test_generate_several_choices_differ_and_the_best_is_likeliest(llm: LLM) -> None:
