@@ -17,9 +17,10 @@ from gateway.api_keys import ApiKeys
 from gateway.chat import Plan, plan_chat
 from gateway.generation import Chunk, Generator
 from gateway.grpc_chat import chat_from_proto, parts_of
-from gateway.grpc_writes import Burst, Writes
+from gateway.grpc_writes import Writes
 from gateway.intake import GenerationRequest, Limits, Settings
 from gateway.output import OutputToken
+from outrider.end_of_turn import EndOfTurn
 from outrider.errors import InvalidRequestError
 from outrider.params import require
 from outrider.rpc.codec import (
@@ -57,7 +58,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, generator: Generator, api_keys: ApiKeys) -> None:
         self._generator = generator
         self._api_keys = api_keys
-        self._burst = Burst()
+        self._burst = EndOfTurn(Writes.begin)
 
     # Written with context.write, not as a generator: the deadline must also end a write that a
     # client who does not read has blocked.

@@ -7,27 +7,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-
-class Burst:
-    """Begins the writes of this turn of the event loop together, behind all else of the turn.
-
-    gRPC's polling thread wakes for each write that ends. It finds more of them at a time where
-    they follow at once, and otherwise takes the core from the event loop for every message.
-    """
-
-    def __init__(self) -> None:
-        self._due: list[Writes] = []
-
-    def add(self, writes: Writes) -> None:
-        """Begin to write what is due at the end of the turn."""
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._begin)
-        self._due.append(writes)
-
-    def _begin(self) -> None:
-        due, self._due = self._due, []
-        for writes in due:
-            writes.begin()
+from outrider.end_of_turn import EndOfTurn
 
 
 class Writes:
@@ -37,9 +17,15 @@ class Writes:
     not read still stops the call: one message is under way at most. The first message is waited
     for: before the metadata that goes with it, a call cannot be aborted. An async context manager;
     its end waits for the last message, but not after an error.
+
+    A `burst` begins the writes of a turn of the event loop together. gRPC's polling thread wakes
+    for each write that ends. It finds more of them at a time where they follow at once, and
+    otherwise takes the core from the event loop for every message.
     """
 
-    def __init__(self, write: Callable[[bytes], Coroutine[Any, Any, None]], burst: Burst) -> None:
+    def __init__(
+        self, write: Callable[[bytes], Coroutine[Any, Any, None]], burst: EndOfTurn[Writes]
+    ) -> None:
         self._write = write
         self._burst = burst
         self._due: bytes | None = None

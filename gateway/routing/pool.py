@@ -30,7 +30,7 @@ class ScorerClient(Protocol):
 
 
 class ModelLimits(Protocol):
-    """What requests to one model must keep to."""
+    """Tells what requests to one model must keep to."""
 
     @property
     def max_model_len(self) -> int:

@@ -43,7 +43,7 @@ class Sequence(DraftedRow):
         self.num_reported = len(self.token_ids)  # tokens that a `Commit` has told of
         shown = request.draft_trees or request.top_logprobs is not None
         self.report_interval = 0 if shown else request.stream_interval
-        """How many plain tokens a `Commit` has at least, but for the first and the last."""
+        """A `Commit` has as many plain tokens at least, but for the first and the last."""
         self.submitted_at = submitted_at
         self.queued_at = submitted_at  # again, when it is preempted
         self.admitted = False

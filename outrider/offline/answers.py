@@ -10,7 +10,8 @@ from typing import Any, Final
 from gateway.generation import Chunk, RequestMaker
 from gateway.openai.job import Job, gather, make_job, num_completions
 from gateway.openai.requests import ChatRequest, Request
-from outrider.offline.completion import Answer, Deliveries
+from outrider.end_of_turn import EndOfTurn
+from outrider.offline.completion import Answer, Completion
 from outrider.offline.outputs import Tracker
 from outrider.offline.places import Places
 from outrider.offline.run import Call, Run
@@ -31,7 +32,8 @@ class Answers:
         self._serving = serving
         self._places = places
         self._step_tokens = step_tokens or _STEP_TOKENS
-        self._deliveries = Deliveries()
+        # All of a step in one call, later than the proposers, whom the next step waits for.
+        self._deliveries = EndOfTurn(Completion.take)
 
     async def run(self, run: Run) -> None:
         """Answer all calls of a run. Raises the first error, and ends what still runs."""

@@ -14,6 +14,7 @@ from gateway.intake import GenerationRequest
 from gateway.openai.job import Job
 from gateway.routing.rounds import Round
 from gateway.thinking_budget import Reasoning
+from outrider.end_of_turn import EndOfTurn
 from outrider.errors import OutriderError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import SamplingParams
@@ -21,24 +22,6 @@ from outrider.rpc import codec
 from outrider.types import Commit, Request
 from scorer_service.call import Serving
 from scorer_service.sessions import Session
-
-
-class Deliveries:
-    """Lets completions take what the engine has committed, all of a step in one call."""
-
-    def __init__(self) -> None:
-        self._ready: list[Completion] = []
-
-    def put(self, completion: Completion) -> None:
-        """Note a completion that has something to take."""
-        if not self._ready:  # later than the proposers, whom the next step waits for
-            asyncio.get_running_loop().call_soon(self._deliver)
-        self._ready.append(completion)
-
-    def _deliver(self) -> None:
-        ready, self._ready = self._ready, []
-        for completion in ready:
-            completion.take()
 
 
 class Answer:
@@ -51,7 +34,7 @@ class Answer:
         self,
         job: Job,
         serving: Serving,
-        deliveries: Deliveries,
+        deliveries: EndOfTurn[Completion],
         tokenizer: Tokenizer,
     ) -> None:
         self._job = job
@@ -108,7 +91,7 @@ class Completion:
         self,
         request: GenerationRequest,
         serving: Serving,
-        deliveries: Deliveries,
+        deliveries: EndOfTurn[Completion],
         tokenizer: Tokenizer,
         listen: Callable[[Chunk | Exception], None],
     ) -> None:
@@ -188,7 +171,7 @@ class Completion:
             raise UnavailableError("The engine has broken down or stopped. Make another LLM.")
         self._submitted = time.perf_counter()
         self._session = serving.hub.submit(request, "", constraint)
-        self._session.mailbox.on_ready = lambda: self._deliveries.put(self)
+        self._session.mailbox.on_ready = lambda: self._deliveries.add(self)
 
     def _engine_request(self, part: GenerationRequest) -> Request:
         unseeded = _as_sent(replace(part.sampling, seed=0))

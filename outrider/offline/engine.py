@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 import uvloop
@@ -24,13 +24,11 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.offline.answers import Answers
 from outrider.offline.feed import Feed
 from outrider.offline.places import Places
-from outrider.offline.run import Call, Run
+from outrider.offline.run import STOP_S, Call, Run
 from outrider.offline.switching import switching
 from outrider.rpc.telemetry import configure
 from scorer_service.config import ScorerOptions
 from scorer_service.core import ScorerCore
-
-_STOP_S: Final = 10.0
 
 
 class LocalEngine:
@@ -73,8 +71,7 @@ class LocalEngine:
 
     def submit(self, calls: Sequence[Call], feed: Feed) -> Run:
         """Begin requests, whose outputs go to `feed`. Raises `UnavailableError` after `close`."""
-        if self._closed:
-            raise UnavailableError("This LLM is closed. Make another one.")
+        self._check_open()
         run = Run(calls, feed, self.call)
         self.call(self._begin, run)
         return run
@@ -84,9 +81,12 @@ class LocalEngine:
 
         Raises `UnavailableError` if the engine is closed.
         """
+        self._check_open()
+        return asyncio.run_coroutine_threadsafe(self._answers.whole(body), self._loop)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise UnavailableError("This LLM is closed. Make another one.")
-        return asyncio.run_coroutine_threadsafe(self._answers.whole(body), self._loop)
 
     def __enter__(self) -> Self:
         return self
@@ -109,9 +109,9 @@ class LocalEngine:
             self._closed = True
             steps = (
                 self._end_requests,
-                partial(self._core.halt, _STOP_S),
+                partial(self._core.halt, STOP_S),
                 partial(self.call, self._loop.stop),
-                partial(self._thread.join, _STOP_S),
+                partial(self._thread.join, STOP_S),
                 self._executor.shutdown,
                 self._telemetry.shutdown,
                 self._close_loop,
@@ -125,7 +125,7 @@ class LocalEngine:
     def _end_requests(self) -> None:
         stopped = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         with contextlib.suppress(TimeoutError):
-            stopped.result(_STOP_S)
+            stopped.result(STOP_S)
 
     def _close_loop(self) -> None:
         if not self._thread.is_alive():

@@ -13,7 +13,8 @@ from outrider.offline.feed import Feed
 from outrider.offline.outputs import ABORTED, CompletionOutput, RequestOutput
 from outrider.offline.params import RequestOutputKind
 
-_STOP_S: Final = 10.0
+STOP_S: Final = 10.0
+"""How long what is closed, or cancelled, may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Run:
 
     def wait(self) -> None:
         """Return when nothing of the requests is left."""
-        self._ended.wait(_STOP_S)
+        self._ended.wait(STOP_S)
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more comes. On the event loop."""

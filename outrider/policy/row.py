@@ -104,7 +104,7 @@ class Drafting:
 
     @property
     def kind(self) -> tuple[str, bool]:
-        """What drafts are alike: of one drafter, for sampled texts or for others."""
+        """Return what like drafts share: their drafter, and whether the text is sampled."""
         return self.drafter, self.offered.sampled
 
     @property

@@ -36,7 +36,7 @@ class Head(nn.Module):
     acceptance: Tensor | None = None
     """Logits [rows, length] that the last guess is right; None: the head foresees none."""
     draw: int = 0
-    """What a head that trains a part of its chains draws that part by: the step of the run."""
+    """The step of the run, by which a head draws the part of its chains that it trains."""
     begins: Tensor | None = None
     """The rows [n] at which the chains of the last `unroll` begin; None: every row."""
 

@@ -262,7 +262,7 @@ class LockStep(Listener):
         self._blocks.append((self._draft.now + _WAY_S, blocks))
 
     def _take_in_time(self, timeout_s: float = 0.0) -> Any:
-        """What `Inbox.take` does, in simulated time."""
+        """Do what `Inbox.take` does, in simulated time."""
         end = self.now + timeout_s
         self._deliver()
         while self.now < end and not self.host._blocks:

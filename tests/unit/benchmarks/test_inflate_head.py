@@ -90,7 +90,10 @@ def test_inflated_head_logits_equal_the_small_modules(
 def dspark_logits(
     folder: Path, head: Tensor, features: Tensor, words: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of a block's slots that follow the tokens `before`, by the formula; and confidences."""
+    """Return logits and confidences of a block's slots, by the formula.
+
+    They follow the tokens `before`.
+    """
     tensors = {n: t.double() for n, t in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())
     count = config["num_hidden_layers"]

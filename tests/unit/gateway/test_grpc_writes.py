@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.grpc_writes import Burst, Writes
+from gateway.grpc_writes import Writes
+from outrider.end_of_turn import EndOfTurn
 
 
 class Call:
@@ -31,7 +32,7 @@ class Call:
         return self.pending[number]
 
 
-async def begun(call: Call, burst: Burst) -> Writes:
+async def begun(call: Call, burst: EndOfTurn[Writes]) -> Writes:
     """Return writes whose first message is written."""
     writes = Writes(call.write, burst)
     first = asyncio.create_task(writes.add(b"0"))
@@ -43,7 +44,7 @@ async def begun(call: Call, burst: Burst) -> Writes:
 
 async def test_add_waits_for_the_first_message_and_then_for_the_one_before() -> None:
     call = Call()
-    writes = await begun(call, Burst())
+    writes = await begun(call, EndOfTurn(Writes.begin))
     await writes.add(b"1")
     second = await call.writing(1)
     add = asyncio.create_task(writes.add(b"2"))
@@ -59,7 +60,7 @@ async def test_add_waits_for_the_first_message_and_then_for_the_one_before() -> 
 
 
 async def test_messages_of_a_turn_begin_together_after_it() -> None:
-    burst, calls = Burst(), [Call(), Call()]
+    burst, calls = EndOfTurn(Writes.begin), [Call(), Call()]
     writes = [await begun(call, burst) for call in calls]
     seen: list[list[list[bytes]]] = []
 
@@ -74,7 +75,7 @@ async def test_messages_of_a_turn_begin_together_after_it() -> None:
 
 
 async def test_error_of_a_write_is_raised_by_the_next_one_and_stops_no_other_call() -> None:
-    burst, call, other = Burst(), Call(), Call()
+    burst, call, other = EndOfTurn(Writes.begin), Call(), Call()
     writes, others = await begun(call, burst), await begun(other, burst)
 
     async def gone(_message: bytes) -> None:
@@ -90,7 +91,7 @@ async def test_error_of_a_write_is_raised_by_the_next_one_and_stops_no_other_cal
 
 async def test_end_with_an_error_sends_what_was_added_and_does_not_wait() -> None:
     call = Call()
-    writes = await begun(call, Burst())
+    writes = await begun(call, EndOfTurn(Writes.begin))
 
     async def fail() -> None:
         async with asyncio.timeout(5), writes:

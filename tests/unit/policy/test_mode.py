@@ -97,19 +97,14 @@ def test_trials_of_equal_modes_do_not_alternate() -> None:
     assert changes <= 2
 
 
-def test_trials_after_a_change_find_the_new_best_mode() -> None:
+@pytest.mark.parametrize(("before", "after"), [(3000, 10_000), (10_000, 500)])
+def test_modes_after_drafts_came_to_bring_less_than_none_are_without(
+    before: int, after: int
+) -> None:
     load = Load()
-    load.play(3000)
+    load.play(before)
     load.step_s = {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
-    load.play(10_000)
-    assert load.incumbent is OFF
-
-
-def test_drafts_that_come_to_bring_less_than_none_are_soon_dropped() -> None:
-    load = Load()
-    load.play(10_000)
-    load.step_s = {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
-    load.play(500)
+    load.play(after)
     assert load.incumbent is OFF
 
 
