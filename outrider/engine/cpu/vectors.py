@@ -70,20 +70,16 @@ def store(_context, array, index, vector):
     return types.none(array, types.intp, vector), generate
 
 
-def prefetch_line(builder, pointer):
-    """Prefetch the line of a pointer to all caches."""
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.bitcast(pointer, byte), word(0), word(3), word(1)])
-
-
 @intrinsic
 def prefetch(_context, array, index):
-    """Prefetch array[index]."""
+    """Prefetch the line of array[index] to all caches."""
 
     def generate(context, builder, _, args):
-        prefetch_line(builder, _at(context, builder, array, args[0], args[1]))
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        at = builder.bitcast(_at(context, builder, array, args[0], args[1]), byte)
+        builder.call(function, [at, word(0), word(3), word(1)])
         return context.get_dummy_value()
 
     return types.none(array, types.intp), generate

@@ -23,11 +23,6 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dt
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the fastest layer for a fixed weight [out, in], which it copies."""
-    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
-        from outrider.engine.cpu.linear import CompiledLinear, fits  # imports Numba
-
-        if fits(weight):
-            return CompiledLinear(weight, bias)
     if weight.device.type == "cuda" and weight.dtype is torch.bfloat16:
         from outrider.engine.cuda.gemm import linear as gemm  # imports Triton
 

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outrider.engine.cpu.linear import CompiledLinear, fits
 from outrider.engine.layers.linear import PackedLinear
-from outrider.engine.model.pack import pack_linear, prepack_linears
+from outrider.engine.model.pack import prepack_linears
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02}
 
@@ -34,29 +33,6 @@ def test_packed_linear_for_any_shape_equals_plain_linear(
     assert packed(x, out) is out
     assert torch.equal(out, packed(x))
     torch.testing.assert_close(packed.add(x, residual.clone()), residual + expected, **close)
-
-
-@pytest.mark.parametrize("shape", [*((n, 40) for n in range(1, 14)), (2, 3, 40), (100, 40)])
-@pytest.mark.parametrize("with_bias", [False, True])
-@torch.inference_mode()
-def test_compiled_linear_of_exact_sums_rounds_once(shape: tuple[int, ...], with_bias: bool) -> None:
-    torch.manual_seed(0)
-    # Small integers: every sum is exact in float32, so that equality can be asked for.
-    weight = torch.randint(-8, 9, (96, 40)).bfloat16()
-    bias = torch.randint(-300, 300, (96,)).bfloat16() if with_bias else None
-    x = torch.randint(-8, 9, shape).bfloat16()
-    residual = torch.randint(-300, 300, (*shape[:-1], 96)).bfloat16()
-    compiled = CompiledLinear(weight, bias)
-    exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    assert torch.equal(compiled(x), exact.bfloat16())
-    assert torch.equal(compiled(x, torch.empty_like(residual)), exact.bfloat16())
-    assert torch.equal(compiled.add(x, residual.clone()), (exact + residual.float()).bfloat16())
-
-
-def test_pack_linear_of_unfit_weight_falls_back() -> None:
-    assert not fits(torch.ones(96, 40))
-    assert not fits(torch.ones(97, 40, dtype=torch.bfloat16))
-    assert isinstance(pack_linear(torch.ones(97, 40, dtype=torch.bfloat16), None), PackedLinear)
 
 
 def test_prepack_linears_with_tied_embedding_keeps_outputs() -> None:
