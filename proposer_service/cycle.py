@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.proposer import NO_PACE, Pace, Proposer, SessionKey, SessionStart
-from outrider.errors import CapacityError, InternalError, UnavailableError
-from outrider.params import SamplingParams, TokenIds
+from outrider.drafting.proposer import NO_PACE, Pace, Proposer, SessionKey
 from outrider.rpc import codec
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.telemetry import Telemetry
@@ -30,14 +27,6 @@ _BLOCK_BYTES: Final = (
 )
 _NODE_BYTES: Final = 26  # at most: a token, its parent, and the head of its distribution
 _PROB_BYTES: Final = 9  # at most: a token of a distribution
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The draft for one prompt."""
-
-    tree: DraftTree
-    draft_us: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +66,27 @@ class SendMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
-    """A prompt to draft after, once."""
-
-    token_ids: TokenIds
-    num_draft_tokens: int
-    sampling: SamplingParams
-    answer: Future[Proposal]
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """The end of the thread."""
 
 
-Item = Attach | Detach | Batch | SendMessage | Propose | Stop
+Item = Attach | Detach | Batch | SendMessage | Stop
 
 
 class Cycle:
-    """The drafting thread's sessions, their scorers, and the proposals that it was asked for."""
+    """The drafting thread's sessions, and their scorers."""
 
     def __init__(self, proposer: Proposer, metrics: ProposerMetrics, telemetry: Telemetry) -> None:
         self._proposer = proposer
         self._metrics = metrics
         self._routes = Routes(proposer, metrics, telemetry)
         self._links: dict[LinkId, Attach] = {}
-        self._proposals: dict[SessionKey, Propose] = {}
         self._sessions_seen = 0
         self._started = 0.0  # of the current cycle
 
     @property
     def has_work(self) -> bool:
-        return bool(self._routes.queue.wanting or self._proposals)
+        return bool(self._routes.queue.wanting)
 
     def apply(self, items: Sequence[Item]) -> bool:
         """Begin a cycle by applying messages in order; False if one says to stop."""
@@ -125,34 +103,21 @@ class Cycle:
             elif isinstance(item, SendMessage):
                 if item.link in self._links:
                     self._links[item.link].send([item.message])
-            elif isinstance(item, Propose):
-                self._open_proposal(item)
             else:
                 return False
         return True
 
     def draft(self) -> None:
         """Draft for every session that wants it, and hand the blocks over."""
-        asked = [*self._routes.queue.wanting, *self._proposals]
-        round_ = self._proposer.draft(asked, self._pace())
-        draft_us = self._elapsed_us()
-        blocks = _Blocks(self._links, draft_us, round_.methods)
-        answered: list[SessionKey] = []
-        for key, tree in round_.drafts:
-            proposal = self._proposals.pop(key, None)
-            if proposal is not None:
-                self._proposer.close(key)
-                proposal.answer.set_result(Proposal(tree, draft_us))
-            else:
-                answered.append(key)
-                blocks.add(self._routes.route(key), tree)
-        for key, tree in round_.trees:
+        round_ = self._proposer.draft([*self._routes.queue.wanting], self._pace())
+        blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
+        for key, tree in (*round_.drafts, *round_.trees):
             blocks.add(self._routes.route(key), tree)
         self._lose(round_.lost, blocks.messages)
         self._hand_over(blocks.messages)
         # Notes taken after the hand-over delay no draft.
         now = time.perf_counter()
-        for key in answered:
+        for key, _ in round_.drafts:
             self._routes.handed_over(key, now)
         for key in round_.at_hand:
             self._routes.answered(key)
@@ -193,38 +158,19 @@ class Cycle:
         """Lose the sessions of a cycle that failed; scorers may open them again."""
         keys = [*self._routes.queue.wanting, *self._routes.drafted]
         outgoing: Outgoing = {}
-        for key in (*keys, *self._proposals):
+        for key in keys:
             self._proposer.forget(key)
         self._lose(keys, outgoing)
-        proposals, self._proposals = self._proposals, {}
-        for proposal in proposals.values():
-            proposal.answer.set_exception(InternalError("drafting failed; the log has the details"))
         self._hand_over(outgoing)
 
     def close(self) -> None:
-        """Fail all proposals and drop all links."""
-        for proposal in self._proposals.values():
-            proposal.answer.set_exception(UnavailableError("the proposer stops"))
+        """Drop all links."""
         for link in self._links:
             self._routes.drop_link(link)
-
-    def _open_proposal(self, item: Propose) -> None:
-        if item.answer.set_running_or_notify_cancel():
-            key = self._routes.queue.new_key()
-            self._proposals[key] = item
-            max_len = len(item.token_ids) + item.num_draft_tokens + 1
-            start = SessionStart(
-                item.token_ids, item.sampling, item.num_draft_tokens, max_len, once=True
-            )
-            self._proposer.open(key, start)
 
     def _lose(self, keys: Sequence[SessionKey], outgoing: Outgoing) -> None:
         for key in keys:
             self._metrics.lost.inc()
-            proposal = self._proposals.pop(key, None)
-            if proposal is not None:
-                proposal.answer.set_exception(CapacityError("no room for another session"))
-                continue
             route = self._routes.lost(key)
             if route is None:
                 continue

@@ -67,7 +67,7 @@ class ProposerService:
             ),
             deployment.drain_grace_s,
         )
-        servicer = ProposerServicer(worker, self._hello, self._links, self._telemetry)
+        servicer = ProposerServicer(worker, self._hello, self._links)
         self._servicer = servicer
         self._server = GrpcServer(
             join_address(config.host, config.port),
@@ -84,7 +84,8 @@ class ProposerService:
         methods = "-".join(method.name for method in config.methods)
         self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{methods}-{port}"
         self._worker = worker
-        self._method = servicer.method = await worker.start(config.start_timeout_s)
+        self._method = await worker.start(config.start_timeout_s)
+        servicer.ready = True
         self._metrics.session_limit.set(self._method.traits.max_sessions)
         await self._server.set_serving(True)
         self._dialling = asyncio.create_task(self._links.run())
@@ -93,7 +94,7 @@ class ProposerService:
     async def stop(self) -> None:
         """Say Goodbye to the scorers, wait for them within a limit, and end."""
         if self._servicer is not None:
-            self._servicer.method = None
+            self._servicer.ready = False
         if self._server is not None:
             await self._server.set_serving(False)
         if self._dialling is not None:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from outrider.drafting.proposer import FeatureProposer, Proposer, ProposerTraits
-from outrider.errors import CapacityError, DeadlineError
-from outrider.params import SamplingParams, TokenIds
+from outrider.errors import DeadlineError
 from outrider.rpc.tasks import first_of
 from outrider.rpc.telemetry import Telemetry
 from outrider.watchdog import Watchdog
-from proposer_service.cycle import Cycle, Item, Proposal, Propose, Stop
+from proposer_service.cycle import Cycle, Item, Stop
 from proposer_service.inbox import Inbox
 from proposer_service.metrics import ProposerMetrics
 
@@ -103,19 +102,6 @@ class DraftWorker:
         """Return whether messages of scorers should wait before they are put."""
         inbox = self._inbox
         return inbox.num_bytes > _MAX_FEATURE_BYTES or inbox.num_items >= _MAX_QUEUED
-
-    async def propose(
-        self, token_ids: TokenIds, num_draft_tokens: int, sampling: SamplingParams
-    ) -> Proposal:
-        """Draft after one prompt.
-
-        Raises `CapacityError`, `UnavailableError`, or `InternalError` if drafting fails.
-        """
-        if self._inbox.num_items >= _MAX_QUEUED:
-            raise CapacityError("the proposer's queue is full")
-        answer: Future[Proposal] = Future()
-        self._inbox.put(Propose(token_ids, num_draft_tokens, sampling, answer))
-        return await asyncio.wrap_future(answer)
 
     # On the thread
 

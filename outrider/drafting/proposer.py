@@ -87,7 +87,6 @@ class SessionStart:
     rule: VerificationRule = VerificationRule.COUPLED
     tenant: str = ""
     num_output_tokens: int = 0  # the last ones of the prefix, which were generated before `open`
-    once: bool = False  # nothing will be committed after the first draft
 
     @property
     def prompt_len(self) -> int:

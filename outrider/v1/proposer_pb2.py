@@ -22,26 +22,21 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/proposer.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x86\x01\n\x0eProposeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParamsB\x13\n\x11_num_draft_tokens\"G\n\x0fProposeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\r\"\x18\n\x16GetProposerInfoRequest\"\xab\x02\n\x17GetProposerInfoResponse\x12\x13\n\x0bproposer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\x10\n\x08sessions\x18\x0b \x01(\r\x12(\n\x07scorers\x18\x0c \x03(\x0b\x32\x17.outrider.v1.ScorerLink\"f\n\nScorerLink\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x12\n\nlast_error\x18\x04 \x01(\t\x12\x0f\n\x07refused\x18\x05 \x01(\x08\x32\xb5\x01\n\x0fProposerService\x12\x44\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse\x12\\\n\x0fGetProposerInfo\x12#.outrider.v1.GetProposerInfoRequest\x1a$.outrider.v1.GetProposerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/proposer.proto\x12\x0boutrider.v1\"\x18\n\x16GetProposerInfoRequest\"\xab\x02\n\x17GetProposerInfoResponse\x12\x13\n\x0bproposer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\x10\n\x08sessions\x18\x0b \x01(\r\x12(\n\x07scorers\x18\x0c \x03(\x0b\x32\x17.outrider.v1.ScorerLink\"f\n\nScorerLink\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x12\n\nlast_error\x18\x04 \x01(\t\x12\x0f\n\x07refused\x18\x05 \x01(\x08\x32o\n\x0fProposerService\x12\\\n\x0fGetProposerInfo\x12#.outrider.v1.GetProposerInfoRequest\x1a$.outrider.v1.GetProposerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.proposer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROPOSEREQUEST']._serialized_start=70
-  _globals['_PROPOSEREQUEST']._serialized_end=204
-  _globals['_PROPOSERESPONSE']._serialized_start=206
-  _globals['_PROPOSERESPONSE']._serialized_end=277
-  _globals['_GETPROPOSERINFOREQUEST']._serialized_start=279
-  _globals['_GETPROPOSERINFOREQUEST']._serialized_end=303
-  _globals['_GETPROPOSERINFORESPONSE']._serialized_start=306
-  _globals['_GETPROPOSERINFORESPONSE']._serialized_end=605
-  _globals['_SCORERLINK']._serialized_start=607
-  _globals['_SCORERLINK']._serialized_end=709
-  _globals['_PROPOSERSERVICE']._serialized_start=712
-  _globals['_PROPOSERSERVICE']._serialized_end=893
+  _globals['_GETPROPOSERINFOREQUEST']._serialized_start=43
+  _globals['_GETPROPOSERINFOREQUEST']._serialized_end=67
+  _globals['_GETPROPOSERINFORESPONSE']._serialized_start=70
+  _globals['_GETPROPOSERINFORESPONSE']._serialized_end=369
+  _globals['_SCORERLINK']._serialized_start=371
+  _globals['_SCORERLINK']._serialized_end=473
+  _globals['_PROPOSERSERVICE']._serialized_start=475
+  _globals['_PROPOSERSERVICE']._serialized_end=586
 # @@protoc_insertion_point(module_scope)

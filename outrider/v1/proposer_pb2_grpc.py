@@ -26,12 +26,10 @@ if _version_not_supported:
 
 
 class ProposerServiceStub:
-    """Guesses for one prompt at a time. Outrider's scorers do not call this: they
-    are dialled (ScorerService.Draft).
+    """Tells what a proposer is. Scorers do not call this: they are dialled
+    (ScorerService.Draft).
 
     Errors carry google.rpc.ErrorInfo{reason, domain: "outrider"}:
-    INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
-    RESOURCE_EXHAUSTED  no room for another session; RetryInfo says when to try again.
     UNAVAILABLE         starting or draining. Retry with backoff.
     """
 
@@ -41,11 +39,6 @@ class ProposerServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Propose = channel.unary_unary(
-                '/outrider.v1.ProposerService/Propose',
-                request_serializer=outrider_dot_v1_dot_proposer__pb2.ProposeRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_proposer__pb2.ProposeResponse.FromString,
-                _registered_method=True)
         self.GetProposerInfo = channel.unary_unary(
                 '/outrider.v1.ProposerService/GetProposerInfo',
                 request_serializer=outrider_dot_v1_dot_proposer__pb2.GetProposerInfoRequest.SerializeToString,
@@ -54,21 +47,12 @@ class ProposerServiceStub:
 
 
 class ProposerServiceServicer:
-    """Guesses for one prompt at a time. Outrider's scorers do not call this: they
-    are dialled (ScorerService.Draft).
+    """Tells what a proposer is. Scorers do not call this: they are dialled
+    (ScorerService.Draft).
 
     Errors carry google.rpc.ErrorInfo{reason, domain: "outrider"}:
-    INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
-    RESOURCE_EXHAUSTED  no room for another session; RetryInfo says when to try again.
     UNAVAILABLE         starting or draining. Retry with backoff.
     """
-
-    def Propose(self, request, context):
-        """Drafts after one prompt.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def GetProposerInfo(self, request, context):
         """What it is and how busy.
@@ -80,11 +64,6 @@ class ProposerServiceServicer:
 
 def add_ProposerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Propose': grpc.unary_unary_rpc_method_handler(
-                    servicer.Propose,
-                    request_deserializer=outrider_dot_v1_dot_proposer__pb2.ProposeRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_proposer__pb2.ProposeResponse.SerializeToString,
-            ),
             'GetProposerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetProposerInfo,
                     request_deserializer=outrider_dot_v1_dot_proposer__pb2.GetProposerInfoRequest.FromString,
@@ -99,41 +78,12 @@ def add_ProposerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ProposerService:
-    """Guesses for one prompt at a time. Outrider's scorers do not call this: they
-    are dialled (ScorerService.Draft).
+    """Tells what a proposer is. Scorers do not call this: they are dialled
+    (ScorerService.Draft).
 
     Errors carry google.rpc.ErrorInfo{reason, domain: "outrider"}:
-    INVALID_ARGUMENT    a field is wrong; metadata["param"] names it. Mend the request.
-    RESOURCE_EXHAUSTED  no room for another session; RetryInfo says when to try again.
     UNAVAILABLE         starting or draining. Retry with backoff.
     """
-
-    @staticmethod
-    def Propose(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/outrider.v1.ProposerService/Propose',
-            outrider_dot_v1_dot_proposer__pb2.ProposeRequest.SerializeToString,
-            outrider_dot_v1_dot_proposer__pb2.ProposeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def GetProposerInfo(request,

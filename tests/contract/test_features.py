@@ -19,9 +19,8 @@ from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import Proposer
 from outrider.features import FeatureSpec
-from outrider.rpc.channel import open_channel
 from outrider.rpc.feature_codec import features_from_proto
-from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
+from outrider.v1 import draft_pb2
 from tests.support.models.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, row, selection
 from tests.support.services.draft_scorer import DraftScorer, commit, open_
 from tests.support.services.reader_service import serving
@@ -147,15 +146,6 @@ async def test_features_when_missing_let_the_session_wait_without_repeated_reque
         stream.send(commits=[commit(1, 20, [3])])
         assert (await stream.next_lost()).session == 1
     await scorer.stop()
-
-
-async def test_propose_with_a_method_that_needs_features_is_refused() -> None:
-    method = RowReader(CAPTURED, lambda t, _: DraftTree.chain(len(t), ()), vocab_size=VOCAB)
-    async with serving("127.0.0.1:1", method) as addresses, open_channel(addresses["grpc"]) as way:
-        stub = proposer_pb2_grpc.ProposerServiceStub(way)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Propose(proposer_pb2.ProposeRequest(token_ids=[1, 2]))
-        assert "hidden states" in str(caught.value.details())
 
 
 async def test_features_of_a_reopened_session_are_sent_again() -> None:

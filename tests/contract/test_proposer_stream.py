@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import grpc
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -33,12 +32,10 @@ from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.exposition import encode
-from outrider.rpc.status import from_rpc_error
 from outrider.rpc.telemetry import configure
 from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
 from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
-from proposer_service.worker import DraftWorker
 from tests.support.models.hash_model import HashModel
 from tests.support.services.draft_scorer import Conversation, DraftScorer, close, commit, open_
 from tests.support.simulators.simulation import Clock
@@ -127,36 +124,21 @@ async def test_proposer_stream_when_failed_is_dialled_anew(
     assert "a bug" in caplog.text
 
 
-async def test_propose_with_a_bug_hides_it_from_the_caller(
-    scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(DraftWorker, "propose", broken)
-    address = await scorer.start()
-    async with running(ngram_config(address)) as (_, stub):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Propose(proposer_pb2.ProposeRequest(token_ids=[1]))
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert "a bug" not in str(caught.value.details())
-
-
-async def test_propose_when_drafting_fails_reports_the_failure(
+async def test_proposer_when_drafting_fails_loses_the_sessions(
     scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> DraftRound:
         raise RuntimeError("the device fell over")
 
     address = await scorer.start()
-    async with running(ngram_config(address)) as (_, stub):
+    async with running(ngram_config(address)):
+        stream = await scorer.attached()
         with monkeypatch.context() as patched:
             patched.setattr(NgramProposer, "draft", broken)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))
-        assert (await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))).token_ids
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert caught.value.details() == "drafting failed; the log has the details"
+            stream.send(opens=[open_(1, PERIOD)])
+            assert (await stream.next_lost()).session == 1
+        stream.send(opens=[open_(1, PERIOD, epoch=2)])
+        assert (await stream.next_block()).session == 1
 
 
 async def test_proposer_stream_with_session_drafts_from_open_to_close(scorer: DraftScorer) -> None:
@@ -575,12 +557,10 @@ async def test_proposer_stream_with_evicted_session_closed_in_one_batch_goes_on(
         assert {block.session for block in await stream.next_blocks()} == {2, 3}
 
 
-async def test_proposer_without_room_loses_newcomers_and_refuses_proposals(
-    scorer: DraftScorer,
-) -> None:
+async def test_proposer_without_room_loses_newcomers(scorer: DraftScorer) -> None:
     address = await scorer.start()
     method = NgramProposer(max_sessions=2, max_branches=0)
-    async with running(ngram_config(address), lambda _: (method, "")) as (_, stub):
+    async with running(ngram_config(address), lambda _: (method, "")):
         stream = await scorer.attached()
         stream.send(opens=[open_(session, PERIOD) for session in (1, 2)])
         assert len(await stream.next_blocks()) == 2
@@ -588,12 +568,8 @@ async def test_proposer_without_room_loses_newcomers_and_refuses_proposals(
         assert [block.session for block in await stream.next_blocks()] == [1]
         lost = await stream.next_lost()
         assert (lost.session, lost.epoch) == (3, 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         stream.send(closes=[close(1)], commits=[commit(2, 8, [7])])
         assert (await stream.next_block()).session == 2
-        assert (await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))).token_ids
         stream.send(opens=[open_(3, PERIOD, epoch=2)])
         assert (await stream.next_block()).session == 3
 
@@ -764,45 +740,12 @@ async def test_proposer_metrics_after_a_draft_count_it(scorer: DraftScorer) -> N
 # ProposerService
 
 
-async def test_propose_with_valid_request_returns_a_draft_and_keeps_nothing() -> None:
+async def test_get_proposer_info_describes_the_proposer() -> None:
     async with running(ngram_config(), hash_model_proposer()) as (_, stub):
-        sampling = common_pb2.SamplingParams(temperature=1.0, seed=3)
-        request = proposer_pb2.ProposeRequest(token_ids=[1, 2, 3], sampling=sampling)
-        answer = await stub.Propose(request)
-        assert len(answer.token_ids) == 4
-        assert list(answer.parents) == [-1, 0, 1, 2]
-        again = await asyncio.gather(*(stub.Propose(request) for _ in range(5)))
-        assert all(a.token_ids == answer.token_ids for a in again)
         info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
         assert (info.method, info.model, info.vocab_size) == ("draft_model", "hash", 32)
         assert info.protocol_version == 1
-        assert info.sessions == 0  # proposals leave nothing behind
-
-
-@pytest.mark.parametrize(
-    ("request_", "param"),
-    [
-        (proposer_pb2.ProposeRequest(), "token_ids"),
-        (proposer_pb2.ProposeRequest(token_ids=[32]), "token_ids"),
-        (proposer_pb2.ProposeRequest(token_ids=[1] * 64), "token_ids"),
-        (proposer_pb2.ProposeRequest(token_ids=[1], num_draft_tokens=0), "num_draft_tokens"),
-        (proposer_pb2.ProposeRequest(token_ids=[1], num_draft_tokens=17), "num_draft_tokens"),
-        (
-            proposer_pb2.ProposeRequest(
-                token_ids=[1], sampling=common_pb2.SamplingParams(temperature=-1)
-            ),
-            "temperature",
-        ),
-    ],
-)
-async def test_propose_with_bad_requests_refuses(
-    request_: proposer_pb2.ProposeRequest, param: str
-) -> None:
-    async with running(ngram_config(), hash_model_proposer()) as (_, stub):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Propose(request_)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert getattr(from_rpc_error(caught.value), "param", None) == param
+        assert info.sessions == 0
 
 
 # Malformed input

@@ -396,8 +396,6 @@ def test_draft_model_prompt_alone_is_drafted_at_once() -> None:
     for key in (1, 2):  # both at the same time
         proposer.open(key, SessionStart([key] * 60, GREEDY, 4, 100))
     assert [len(tree.token_ids) for _, tree in proposer.draft([1, 2]).drafts] == [4, 4]
-    proposer.open(3, SessionStart([3] * 60, GREEDY, 4, 100, once=True))  # or asks for it alone
-    assert [len(tree.token_ids) for _, tree in proposer.draft([3]).drafts] == [4]
 
 
 def test_draft_model_session_that_fell_behind_is_drafted_at_once() -> None:

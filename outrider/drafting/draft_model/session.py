@@ -36,7 +36,7 @@ class DraftState(PageCache):
         self.follower = follower
         self.mask = mask  # of its constraint
         self.samples = start.samples
-        self.patient = not start.once  # its first draft may be left out, until there was one
+        self.patient = True  # its first draft may be left out, until there was one
         self.ahead = Lookahead()  # follows the computed tokens in the pages
         self.hit = False  # the draft in verification was at hand when it was wanted
 
