@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
-from benchmarks.lib.processes import Worker, stopping
+from benchmarks.lib.processes import stopping
 from benchmarks.lib.program import add_pair_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
@@ -101,30 +101,20 @@ class Bench:
 
     def _transformers(self) -> tuple[list[TransformersSystem], TransformersSystem, str]:
         args, timeout_s = self._args, self._args.request_timeout
-        workers: dict[int, Worker] = {}
-        for threads in (1, 2):
-            say(f"starting transformers with {threads} thread(s)")
-            workers[threads] = start_transformers(
-                self._target, self._draft, threads, self._log_dir, self._children
-            )
+        say("starting transformers")
+        worker = start_transformers(self._target, self._draft, self._log_dir, self._children)
         some = self._prompts.group(0, 3)
         say("looking for the fastest settings of transformers")
-        plain = choose(workers, "plain", [0], some, timeout_s)
-        for threads in [t for t in workers if t != plain.threads]:
-            child = workers.pop(threads).child
-            child.stop()
-            self._children.remove(child)
+        plain = choose(worker, "plain", [0], some, timeout_s)
         k = args.num_speculative_tokens
-        assisted = choose(workers, "assisted", sorted({0, 3, k}), some, timeout_s)
-        lookup = choose(workers, "lookup", sorted({3, k, 10}), some, timeout_s)
+        assisted = choose(worker, "assisted", sorted({0, 3, k}), some, timeout_s)
+        lookup = choose(worker, "lookup", sorted({3, k, 10}), some, timeout_s)
         for choice in (plain, assisted, lookup):
             self._tried |= choice.tried
         self._notes.append(
-            f"transformers runs with {plain.threads} thread(s), the fastest; assisted: "
-            f"{assisted.dtype}, {assisted.num_assistant_tokens or 'library-chosen'} assistant "
-            f"tokens; lookup: {lookup.dtype}, {lookup.num_assistant_tokens} tokens."
+            f"transformers: assisted by {assisted.num_assistant_tokens or 'library-chosen'} tokens "
+            f"in {assisted.dtype}, lookup of {lookup.num_assistant_tokens} in {lookup.dtype}."
         )
-        worker = workers[plain.threads]
 
         def system(
             name: str, mode: str, dtype: str, where: frozenset[int], tokens: int = 0
@@ -168,7 +158,6 @@ class Bench:
                 OutriderSystem(f"outrider {method} bf16", bf16, method, ALL, timeout_s)
                 for method in ("draft_model", "ngram", "none")
             ),
-            OutriderSystem("outrider scorer alone bf16", bf16, "none", SINGLE, timeout_s, False),
             OutriderSystem("outrider draft_model fp32", fp32, "draft_model", SINGLE, timeout_s),
             OutriderSystem("outrider none fp32", fp32, "none", SINGLE, timeout_s),
         ]

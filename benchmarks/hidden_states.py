@@ -212,8 +212,8 @@ def row(
     )
 
 
-def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> list[str]:
-    """Return the report, by lines."""
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Return the report's tables, by lines."""
     head = [
         *("T and method", "draft of", "length", "accepted per position", "drafted"),
         *("draft ms", "state B", "speed-up", "equal"),
@@ -232,8 +232,7 @@ def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> 
         ]
         for r in rows
     ]
-    title = "Acceptance of methods that read hidden states"
-    lines = [*report.head(title, command, facts), *report.table(head, body), ""]
+    lines = report.table(head, body)
     names = [*dict.fromkeys(name for r in rows for name in r.by_category)]
     if names:
         told = [
@@ -242,7 +241,7 @@ def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> 
             for r in rows
             if r.by_category
         ]
-        lines += [*report.table(["T and method", "draft of", *names], told), ""]
+        lines += ["", *report.table(["T and method", "draft of", *names], told)]
     return lines
 
 
@@ -290,7 +289,7 @@ def _run(args: argparse.Namespace) -> int:
     loaded = prompts.load(args.prompts, target, count=args.num_prompts, max_prompt_tokens=192)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
-    machine, rows = report.machine(), list[Row]()
+    rows: list[Row] = []
     for one in contenders:  # warm up
         bench.run(loaded.token_ids[0], SamplingParams(1.0), 8, one)
     for temperature in args.temperatures:
@@ -311,11 +310,14 @@ def _run(args: argparse.Namespace) -> int:
                 found = replay(texts, drafter, one.k)
                 by_category = lengths(texts, drafter, one.k, loaded.categories)
             rows.append(row(temperature, one, found, mine, samples[0], by_category))
-        data = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
-        command = report.command("benchmarks.hidden_states")
-        text = "\n".join(document(rows, command, machine | settings))
-        report.write(data, text, args.out / "hidden_states")  # so far
-    print(text)
+    report.publish(
+        "Acceptance of methods that read hidden states",
+        "benchmarks.hidden_states",
+        tables(rows),
+        [asdict(each) for each in rows],
+        args.out / "hidden_states",
+        **settings,
+    )
     return int(any(each.equal < 1.0 for each in rows if each.rule == COUPLED))
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.lib.processes import ProcessError
 from benchmarks.lib.records import Completion, TokenIds
@@ -55,7 +55,6 @@ class Client:
         concurrency: int,
         *,
         timeout_s: float,
-        through_gateway: bool = True,
     ) -> tuple[tuple[Completion, ...], float]:
         """Run all jobs with `concurrency` in flight; return completions and seconds."""
 
@@ -64,7 +63,7 @@ class Client:
 
             async def one(job: Job) -> Completion:
                 async with slots:
-                    return await _consume(self._call(job, timeout_s, through_gateway))
+                    return await _consume(self._call(job, timeout_s))
 
             start = time.perf_counter()
             completions = await asyncio.gather(*map(one, jobs))
@@ -72,22 +71,19 @@ class Client:
 
         return self._runner.run(run())
 
-    def _call(self, job: Job, timeout_s: float, through_gateway: bool) -> AsyncIterable[Any]:
-        speculation = common_pb2.SpeculationParams(enabled=job.method != "none", method=job.method)
-        stop = common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True)
-        sampling = common_pb2.SamplingParams(
-            temperature=job.temperature, top_p=job.top_p, seed=job.seed
+    def _call(self, job: Job, timeout_s: float) -> AsyncIterable[generation_pb2.GenerateResponse]:
+        request = generation_pb2.GenerateRequest(
+            tokens=generation_pb2.TokenPrompt(token_ids=job.prompt),
+            sampling=common_pb2.SamplingParams(
+                temperature=job.temperature, top_p=job.top_p, seed=job.seed
+            ),
+            stop=common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True),
+            speculation=common_pb2.SpeculationParams(
+                enabled=job.method != "none", method=job.method
+            ),
+            aux_info=True,
         )
-        same: dict[str, Any] = {"sampling": sampling, "stop": stop, "speculation": speculation}
-        stream: AsyncIterable[Any]
-        if through_gateway:
-            tokens = generation_pb2.TokenPrompt(token_ids=job.prompt)
-            request = generation_pb2.GenerateRequest(tokens=tokens, aux_info=True, **same)
-            stream = self._gateway.Generate(request, timeout=timeout_s)
-        else:
-            alone = scorer_pb2.ScorerServiceGenerateRequest(prompt_token_ids=job.prompt, **same)
-            stream = self._scorer.Generate(alone, timeout=timeout_s)
-        return stream
+        return self._gateway.Generate(request, timeout=timeout_s)
 
     async def _connect(self, scorer: str, gateway: str) -> None:
         self._channels = [open_channel(scorer), open_channel(gateway)]
@@ -105,18 +101,14 @@ class Client:
         return info
 
 
-async def _consume(stream: AsyncIterable[Any]) -> Completion:
+async def _consume(stream: AsyncIterable[generation_pb2.GenerateResponse]) -> Completion:
     start = time.perf_counter()
     token_ids: list[int] = []
     arrivals: list[float] = []
     aux = common_pb2.AuxInfo()
     async for message in stream:
-        if isinstance(message, generation_pb2.GenerateResponse):
-            new = [token.id for token in message.tokens]
-        else:
-            new = list(message.token_ids)
-        if new:
-            token_ids += new
+        if message.tokens:
+            token_ids += [token.id for token in message.tokens]
             arrivals.append(time.perf_counter())
         if message.HasField("aux_info"):
             aux = message.aux_info

@@ -33,11 +33,6 @@ class Outcome:
     decode_s: float  # after the first token, drafting included
     draft_s: tuple[float, ...]  # of each draft; the first one processes the prompt
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Return the speed after the first token."""
-        return (len(self.token_ids) - 1) / self.decode_s
-
 
 def engine_config(model: PagedModel, k: int) -> EngineConfig:
     """Return the configuration of an engine with K draft tokens and no prefix cache."""

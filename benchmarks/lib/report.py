@@ -11,15 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import outrider
 from benchmarks.lib import stats
 from benchmarks.lib.measure import Cell
 from benchmarks.lib.prompts import Prompts
 
-_LIBRARIES = ("outrider", "torch", "transformers", "grpcio", "protobuf")
+_LIBRARIES = ("torch", "transformers", "grpcio", "protobuf")
 _PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "gap", "round")
 _NUMBERS = {
     **{"ratio": ("ratio", 2), "TTFT ms": ("ttft_ms", 0), "TPOT ms": ("tpot_ms", 1)},
@@ -39,15 +40,9 @@ def machine() -> dict[str, Any]:
         "cpu": cpus[0] if cpus else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _LIBRARIES},
+        "outrider": outrider.__version__,
+        **{name: version(name) for name in _LIBRARIES},
     }
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:  # Outrider itself may run from its folder
-        return "not installed"
 
 
 def command(module: str) -> str:

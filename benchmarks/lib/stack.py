@@ -198,7 +198,6 @@ class OutriderSystem:
     method: str  # "none", or one of the stack's
     concurrencies: frozenset[int]
     timeout_s: float
-    through_gateway: bool = True
     temperature: float = 0.0
     top_p: float = 1.0
 
@@ -209,7 +208,6 @@ class OutriderSystem:
             [Job(prompt, max_tokens, *rest, seed=i) for i, prompt in enumerate(prompts)],
             concurrency,
             timeout_s=self.timeout_s,
-            through_gateway=self.through_gateway,
         )
         names = ("rounds", "drafted", "accepted")
         counts = (int(sum(c.stats[name] for c in completions)) for name in names)

@@ -5,7 +5,6 @@ The module is also the worker process that runs `generate`.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -50,43 +49,35 @@ class TransformersSystem:
         return Run(completions_of(answer), answer["wall_s"], rounds)
 
 
-def start_transformers(
-    target: Path, draft: Path, threads: int, log_dir: Path, children: list[Child]
-) -> Worker:
-    """Start a worker in this environment."""
-    command = ["benchmarks.lib.transformers_peer", target, draft, threads]
-    env = {"OMP_NUM_THREADS": str(threads)}
-    child = module_child(f"transformers-{threads}t", command, log_dir, children, env)
-    return Worker(child, _START_TIMEOUT_S)
+def start_transformers(target: Path, draft: Path, log_dir: Path, children: list[Child]) -> Worker:
+    """Start a worker in this environment, with a thread on every core."""
+    command = ["benchmarks.lib.transformers_peer", target, draft]
+    return Worker(module_child("transformers", command, log_dir, children), _START_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
 class Choice:
     """The fastest setting of a mode, and the tokens per second of all settings."""
 
-    threads: int
     dtype: str  # a key of DTYPES
     num_assistant_tokens: int
     tried: dict[str, float]
 
 
 def choose(
-    workers: dict[int, Worker],
+    worker: Worker,
     mode: str,
     assistant_tokens: Sequence[int],
     prompts: Sequence[TokenIds],
     timeout_s: float,
 ) -> Choice:
-    """Try `mode` with every worker (by its threads), dtype and number of assistant tokens."""
+    """Try `mode` with every dtype and number of assistant tokens."""
     systems = {
-        (threads, dtype, k): TransformersSystem(
-            "", worker, mode, DTYPES[dtype], frozenset(), timeout_s, k
-        )
-        for threads, worker in workers.items()
+        (dtype, k): TransformersSystem("", worker, mode, DTYPES[dtype], frozenset(), timeout_s, k)
         for dtype in DTYPES
         for k in assistant_tokens
     }
-    rates: dict[tuple[int, str, int], list[float]] = {key: [] for key in systems}
+    rates: dict[tuple[str, int], list[float]] = {key: [] for key in systems}
     for system in systems.values():
         system.run(prompts[:1], 4, 1)  # loads, and warms up
     for i in range(_TRIALS):
@@ -96,20 +87,18 @@ def choose(
     medians = {key: statistics.median(values) for key, values in rates.items()}
     best = max(medians, key=lambda key: medians[key])
     tried = {
-        f"{mode} {dtype} {threads} threads" + (f" k={k}" if mode != "plain" else ""): rate
-        for (threads, dtype, k), rate in medians.items()
+        f"{mode} {dtype}" + (f" k={k}" if mode != "plain" else ""): rate
+        for (dtype, k), rate in medians.items()
     }
     return Choice(*best, tried)
 
 
-def build(target: str, draft: str, threads: int) -> Handler:
+def build(target: str, draft: str) -> Handler:
     """Return a handler that loads the models on demand, once per dtype."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
-    torch.set_num_threads(threads)
     models: dict[tuple[str, str], Any] = {}
     forwards = 0
 
@@ -187,4 +176,4 @@ def build(target: str, draft: str, threads: int) -> Handler:
 
 
 if __name__ == "__main__":
-    serve(lambda: build(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    serve(lambda: build(*sys.argv[1:]))
