@@ -14,12 +14,12 @@ from gateway.account import Account
 from gateway.admission import Admission
 from gateway.answers.formats import answer_format
 from gateway.config import GeneratorConfig
-from gateway.intake import GenerationRequest, Intake
+from gateway.intake import GenerationRequest, Intake, ModelLimits
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
 from gateway.replay import Replayer
-from gateway.routing.pool import ModelLimits, Pool
 from gateway.routing.rounds import Round
+from gateway.routing.scorers import ScorerPool
 from gateway.thinking_budget import within_budget
 from gateway.workers.shared import SharedCounts
 from outrider.errors import InternalError, InvalidRequestError
@@ -167,7 +167,7 @@ class Generator(RequestMaker):
         self,
         config: GeneratorConfig,
         tokenizer: Tokenizer,
-        pool: Pool,
+        pool: ScorerPool,
         telemetry: Telemetry,
         shared: SharedCounts | None = None,
     ) -> None:

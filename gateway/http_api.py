@@ -22,7 +22,7 @@ from gateway.api_keys import ApiKeys
 from gateway.chat import plan_chat
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
-from gateway.openai.answer import Answer, Made, Refusal, while_connected
+from gateway.openai.answer import CompletionResponse, Made, Refusal, while_connected
 from gateway.openai.body import read_as
 from gateway.openai.errors import NotServedError, error_body, error_response, public_error
 from gateway.openai.job import Job, admit, make_job
@@ -151,7 +151,7 @@ class _OpenAI:
         tenant: str,
         deadline: float,
         refuse: Refusal = error_response,
-    ) -> Answer:
+    ) -> CompletionResponse:
         """Take places before the prompts are worked on. Raises `OutriderError`s."""
         generator = self._generator
         generator.intake.check_model(body.model)
@@ -170,7 +170,9 @@ class _OpenAI:
 
         with admit(body, generator) as places:
             stream = bool(body.stream)
-            return Answer(generator, make, refuse, deadline, places.pop_all(), stream=stream)
+            return CompletionResponse(
+                generator, make, refuse, deadline, places.pop_all(), stream=stream
+            )
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         cards = [self._model_card(name) for name in self._names()]

@@ -7,10 +7,10 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from gateway.config import GeneratorConfig
 from gateway.fill_in_middle import encode_infill
-from gateway.routing.pool import ModelLimits
 from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from outrider.models.chat_template import Conversation
 from outrider.models.tokenizer import Tokenizer
@@ -38,6 +38,21 @@ MAX_STOP_STRING_CHARS = 1024
 _STOP_STRING_INTERVAL = 8
 """Tokens at a time at most where a stop string may end the text: more would be computed in vain."""
 _CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' choices stay apart
+
+
+class ModelLimits(Protocol):
+    """Tells what requests to one model must keep to."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the tokens that a request can reach on every scorer known so far."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Return the adapters that every scorer known so far has."""
 
 
 @dataclass(frozen=True, slots=True)

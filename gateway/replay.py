@@ -15,8 +15,9 @@ from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest
-from gateway.routing.pool import Pool, ScorerClient
 from gateway.routing.rounds import Round
+from gateway.routing.scorer import Scorer
+from gateway.routing.scorers import ScorerPool
 from outrider.errors import CapacityError, UnavailableError
 from outrider.params import StopParams
 from outrider.rpc.codec import (
@@ -40,7 +41,7 @@ class Replayer:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ScorerPool,
         telemetry: Telemetry,
         resume_timeout_s: float,
         hold_timeout_s: float,
@@ -62,7 +63,7 @@ class Replayer:
         """
         committed: list[int] = []
         failures = 0
-        full: frozenset[ScorerClient] = frozenset()
+        full: frozenset[Scorer] = frozenset()
         give_up: float | None = None  # set by the first failure since the last token
         held_until = min(deadline, _now() + self._hold_timeout_s)
         while True:
@@ -110,7 +111,7 @@ class Replayer:
     @asynccontextmanager
     async def _segment(
         self,
-        scorer: ScorerClient,
+        scorer: Scorer,
         message: scorer_pb2.ScorerServiceGenerateRequest,
         account: Account,
         parent: Span,

@@ -29,7 +29,7 @@ _SILENCE_S = 10.0
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-class Answer(Response):
+class CompletionResponse(Response):
     """Runs completions and sends them, whole or as events; a disconnect cancels the work."""
 
     def __init__(

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from gateway.routing.pool import ScorerClient
 from gateway.routing.scorer import CLOSE_GRACE_S, Scorer
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.rpc.deployment import TlsFiles
@@ -24,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class ScorerPool:
-    """Implements `Pool`: follows `targets`, watches the scorers there and chooses among them.
+    """Follows `targets`, watches the scorers there and chooses among them.
 
     `check` raises `ConfigError` for a scorer whose info does not fit this gateway; such a scorer
     is never used, and it fails the start.
@@ -113,7 +112,7 @@ class ScorerPool:
     async def pick(
         self,
         prompt_token_ids: Sequence[int],
-        excluded: frozenset[ScorerClient],
+        excluded: frozenset[Scorer],
         timeout_s: float,
     ) -> Scorer:
         """Choose the scorer for a prompt, waiting at most `timeout_s` until one serves.
@@ -137,7 +136,7 @@ class ScorerPool:
             raise UnavailableError("No scorer can be reached. Try again soon.") from error
         return found
 
-    def mark_down(self, scorer: ScorerClient) -> None:
+    def mark_down(self, scorer: Scorer) -> None:
         """Send no requests to a scorer that one could not reach, until a probe succeeds."""
         self._set_serving(scorer, False)
 
@@ -206,7 +205,7 @@ class ScorerPool:
         self._misfits[address] = error
         self._notify()
 
-    def _set_serving(self, scorer: ScorerClient, serving: bool) -> None:
+    def _set_serving(self, scorer: Scorer, serving: bool) -> None:
         if scorer.serving == serving:
             return
         _log.info("scorer %s is %s", scorer.target, "serving" if serving else "not serving")

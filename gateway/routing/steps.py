@@ -27,7 +27,7 @@ _MAX_TIMEOUT_MS: Final = 2**32 - 1
 _log = logging.getLogger(__name__)
 
 
-class Answer:
+class Mailbox:
     """The tokens of one request that have come and were not taken."""
 
     __slots__ = ("_error", "_kinds", "_loop", "_response", "_token_ids", "_waiter")
@@ -86,7 +86,7 @@ class StepsStream:
     """The stream, from its making until it breaks or is closed."""
 
     def __init__(self, stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Mailbox] = {}
         self._last_id = 0
         self._begun: OrderedDict[int, scorer_pb2.StepsCall] = OrderedDict()  # not sent yet
         self._cancelled: list[int] = []
@@ -107,9 +107,9 @@ class StepsStream:
         request: scorer_pb2.ScorerServiceGenerateRequest,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Mailbox]:
         """Send a request; at the end of the context, it is aborted if it still runs."""
-        answer = Answer()
+        answer = Mailbox()
         if self._error is not None:
             raise self._error
         self._last_id += 1

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from gateway.routing import scorer as scorer_module
-from gateway.routing.steps import Answer, StepsStream
+from gateway.routing.steps import Mailbox, StepsStream
 from outrider.errors import DeadlineError, UnavailableError
 from outrider.rpc.channel import open_channel
 from outrider.types import FinishReason, TokenKind
@@ -97,7 +97,7 @@ async def test_gateway_leaves_a_stopped_scorer_and_goes_on_with_the_same_text() 
 
 
 async def test_answer_that_is_not_taken_holds_all_in_one_place() -> None:
-    answer = Answer()
+    answer = Mailbox()
     for token in (5, 6, 7):
         response = scorer_pb2.ScorerServiceGenerateResponse(
             logprobs=[logprobs_of(token, 2)],
