@@ -1,4 +1,4 @@
-"""Decode what a scorer adds to a request, from either of its RPCs."""
+"""Decode what a scorer adds to a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from outrider.params import TokenIds
-from outrider.rpc.codec import FINISH_FROM_PROTO, KIND_FROM_PROTO, logprobs_from_proto
+from outrider.rpc.codec import FINISH_FROM_PROTO, logprobs_from_proto
 from outrider.types import FinishReason, PromptLogprobs, TokenKind, TokenLogprobs, VerifiedDraft
 from outrider.v1 import common_pb2, scorer_pb2
 
@@ -25,18 +25,12 @@ class Round(NamedTuple):  # one per request and step: a frozen dataclass takes t
     drafts: tuple[VerifiedDraft, ...] = ()  # that were verified, if the request asks
 
 
-def round_from_proto(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
-    """Decode a message of Generate."""
-    kinds = tuple([KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds])
-    return round_from_details(response.token_ids, kinds, response)
-
-
-def round_from_details(
+def round_from_proto(
     token_ids: Iterable[int],
     kinds: tuple[TokenKind, ...],
     response: scorer_pb2.ScorerServiceGenerateResponse,
 ) -> Round:
-    """Decode what a message says besides its tokens and their kinds."""
+    """Decode tokens with what their message says besides."""
     finish = response.finish_reason
     reported = response.HasField("aux_info")
     return Round(

@@ -10,19 +10,19 @@ from collections.abc import AsyncGenerator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.routing.rounds import Round, round_from_proto
+from gateway.routing.rounds import Round
 from gateway.routing.steps import StepsStream
-from outrider.errors import ConfigError, OutriderError, UnavailableError
+from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from outrider.rpc.deployment import TlsFiles
-from outrider.rpc.status import from_rpc_error, from_service
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.targets import Target
 from outrider.rpc.tls import Stamp, stamp
 from outrider.v1 import scorer_pb2, scorer_pb2_grpc
 
 _SERVICE = "outrider.v1.ScorerService"
 _PROBE_TIMEOUT_S = 2.0
-_MAX_STEPS_REQUEST_BYTES = MAX_MESSAGE_BYTES - 2**16
+_MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 2**16
 CLOSE_GRACE_S = 24 * 3600.0
 """For requests on a connection that takes no new ones: their own deadlines end them before."""
 _log = logging.getLogger(__name__)
@@ -55,32 +55,20 @@ class Scorer:
 
         Raises `OutriderError`s.
         """
+        size = request.ByteSize()
+        if size > _MAX_REQUEST_BYTES:  # it would end the stream with all its requests
+            raise InvalidRequestError(
+                f"The request has {size} bytes on the way to a scorer, which takes "
+                f"{_MAX_REQUEST_BYTES} at most: shorten its texts and lists."
+            )
         self.in_flight += 1
-        last: scorer_pb2.ScorerServiceGenerateResponse | None = None
         try:
-            # A message that is too large would end a stream with all its requests.
-            if self.info.steps_version and request.ByteSize() <= _MAX_STEPS_REQUEST_BYTES:
-                with self._stream().begun(request, metadata, timeout_s) as answer:
-                    finish_reason = None
-                    while finish_reason is None:
-                        round_ = await answer.take()
-                        finish_reason = round_.finish_reason
-                        yield round_
-                return
-            call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
-            try:
-                async for response in call:
-                    if response.finish_reason:  # gRPC 1.85 frees no stream that is not read out
-                        last = response
-                    else:
-                        yield round_from_proto(response)
-            except grpc.aio.AioRpcError as error:
-                if last is None:  # else it died behind its last word
-                    raise _generate_error(error) from error
-            finally:
-                call.cancel()
-            if last is not None:
-                yield round_from_proto(last)
+            with self._stream().begun(request, metadata, timeout_s) as answer:
+                finish_reason = None
+                while finish_reason is None:
+                    round_ = await answer.take()
+                    finish_reason = round_.finish_reason
+                    yield round_
         finally:
             self.in_flight -= 1
 
@@ -163,12 +151,3 @@ class Scorer:
         task = asyncio.create_task(former.close(CLOSE_GRACE_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-def _generate_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    # Not the scorer's own words: a process that is killed can show as UNKNOWN, and where a proxy of
-    # a mesh resets the stream as INTERNAL.
-    broken = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-    if broken and not from_service(error):
-        return UnavailableError(error.details() or "the scorer vanished")
-    return from_rpc_error(error)

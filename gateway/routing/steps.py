@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import grpc
 
-from gateway.routing.rounds import Round, round_from_details
+from gateway.routing.rounds import Round, round_from_proto
 from outrider.errors import DeadlineError, OutriderError, UnavailableError
 from outrider.rpc.codec import kinds_from_bytes
 from outrider.rpc.status import from_rpc_error, from_status
@@ -75,7 +75,7 @@ class Mailbox:
         if self._response is None:
             return Round(tuple(token_ids), kinds, None)
         response, self._response = self._response, None
-        return round_from_details(token_ids, kinds, response)
+        return round_from_proto(token_ids, kinds, response)
 
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():

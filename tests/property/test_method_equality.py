@@ -26,7 +26,6 @@ VOCAB, OUTPUT, K = 5, 24, 128
 TRUTH = Sequential(HashModel(VOCAB, num_pages=1))
 METHODS: dict[str, Callable[[], Proposer]] = {
     "ngram": lambda: NgramProposer(prompt_lookup_min=1, max_draft_tokens=K),
-    "frequent": lambda: NgramProposer(prompt_lookup_min=1, prefer="frequent"),
     "suffix": lambda: SuffixProposer(max_draft_tokens=K),
     "deterministic": DeterministicProposer,
     "hybrid": lambda: HybridProposer(

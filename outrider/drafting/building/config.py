@@ -60,9 +60,6 @@ class NgramConfig(MethodConfig):
     name: str = "ngram"
     prompt_lookup_min: int = setting(2, "ngram")
     prompt_lookup_max: int = setting(4, "ngram")
-    prompt_lookup_prefer: Literal["recent", "frequent"] = setting(
-        "recent", "ngram: which of several matches", choices=("recent", "frequent")
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

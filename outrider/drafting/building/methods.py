@@ -56,7 +56,6 @@ def _build_ngram(method: NgramConfig, max_sessions: int, _: Say) -> tuple[Propos
     proposer = NgramProposer(
         prompt_lookup_min=method.prompt_lookup_min,
         prompt_lookup_max=method.prompt_lookup_max,
-        prefer=method.prompt_lookup_prefer,
         **_limits(method, max_sessions),
     )
     return proposer, ""

@@ -7,9 +7,8 @@ no model and pays where output repeats input: edits, summaries, code. Documents 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Literal, Unpack
+from typing import Unpack
 
 from outrider.drafting.copying.base import CopyingProposer, Limits, Source
 from outrider.drafting.proposer import Follower, SessionStart
@@ -18,15 +17,12 @@ from outrider.params import TokenIds
 
 _END = -1  # of a reference; no token
 
-Prefer = Literal["recent", "frequent"]
-
 
 class NgramProposer(CopyingProposer):
     """Copies the continuation of a match of the longest n-gram that ends the text.
 
     N-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens are tried. Of several matches the
-    most recent is taken. With `prefer` "frequent" it is the most recent of those that are followed
-    by the token that most are followed by. Raises `ConfigError`.
+    most recent is taken. Raises `ConfigError`.
     """
 
     def __init__(
@@ -34,7 +30,6 @@ class NgramProposer(CopyingProposer):
         *,
         prompt_lookup_min: int = 2,
         prompt_lookup_max: int = 4,
-        prefer: Prefer = "recent",
         max_draft_tokens: int = 16,
         **limits: Unpack[Limits],
     ) -> None:
@@ -42,7 +37,6 @@ class NgramProposer(CopyingProposer):
             raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
         super().__init__("ngram", max_draft_tokens=max_draft_tokens, **limits)
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        self._prefer: Prefer = prefer
 
     def _source(self, follower: Follower, start: SessionStart) -> _Lookup:
         room = self._max_tokens - len(follower.tokens)
@@ -50,7 +44,7 @@ class NgramProposer(CopyingProposer):
         for reference in start.advice.references:
             if len(references) + len(reference) < room:  # what does not fit is left out
                 references += (*reference, _END)
-        return _Lookup(follower, references, self._sizes, self._prefer)
+        return _Lookup(follower, references, self._sizes)
 
 
 class _Lookup(Source):
@@ -60,15 +54,11 @@ class _Lookup(Source):
     tuples. An n-gram is entered when its next token is known, so a lookup never finds itself.
     """
 
-    def __init__(
-        self, follower: Follower, references: list[int], sizes: range, prefer: Prefer
-    ) -> None:
+    def __init__(self, follower: Follower, references: list[int], sizes: range) -> None:
         super().__init__(follower)
         self._references = references
         self._sizes = sizes  # longest first
         self._index: dict[int, int] = {}
-        # How often n-grams are followed by a token; only if that matters.
-        self._counts: Counter[tuple[int, int]] | None = Counter() if prefer == "frequent" else None
         self._read = 0  # tokens, of references and then the text, before which all is entered
 
     @property
@@ -81,8 +71,6 @@ class _Lookup(Source):
             self._references = []
             self._read = 0
             self._index.clear()
-            if self._counts is not None:
-                self._counts.clear()
 
     def read(self, most: int) -> int:
         start, split = self._read, len(self._references)
@@ -135,12 +123,4 @@ class _Lookup(Source):
             for size in self._sizes:
                 if size > end or text[end] == _END:
                     continue
-                key = hash(tuple(text[end - size : end]))
-                if self._counts is not None:
-                    self._counts[key, text[end]] += 1
-                    best = self._index.get(key)
-                    if best is not None and (
-                        self._counts[key, text[end]] < self._counts[key, self._token(best, ())]
-                    ):
-                        continue
-                self._index[key] = offset + end
+                self._index[hash(tuple(text[end - size : end]))] = offset + end

@@ -37,20 +37,17 @@ async def test_gateway_with_many_requests_opens_one_stream_to_a_scorer() -> None
         assert gateway.scorer.streams == 1
 
 
-async def test_gateway_with_older_scorer_calls_generate() -> None:
-    fake = fake_scorer(Script(tokens(TEXT)), steps_version=0)
-    async with running_gateway(fake) as gateway:
-        assert await complete(gateway) == TEXT
-    assert (fake.streams, len(fake.requests)) == (0, 1)
-
-
-async def test_gateway_with_request_too_large_for_a_stream_calls_generate(
+async def test_gateway_with_request_too_large_for_a_scorer_refuses_it_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scorer_module, "_MAX_STEPS_REQUEST_BYTES", 1)
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         assert await complete(gateway) == TEXT
-        assert (gateway.scorer.streams, len(gateway.scorer.requests)) == (0, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(scorer_module, "_MAX_REQUEST_BYTES", 1)
+            with pytest.raises(openai.BadRequestError, match="takes 1 at most"):
+                await complete(gateway)
+        assert await complete(gateway) == TEXT
+        assert (gateway.scorer.streams, len(gateway.scorer.requests)) == (1, 2)
 
 
 async def test_gateway_whose_client_leaves_cancels_that_request() -> None:

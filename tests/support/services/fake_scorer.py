@@ -14,7 +14,7 @@ from outrider.errors import OutriderError
 from outrider.rpc.codec import logprobs_from_proto, prompt_logprobs_to_proto
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.server import GrpcServer
-from outrider.rpc.status import abort, to_status
+from outrider.rpc.status import to_status
 from outrider.rpc.tasks import first_of
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 
@@ -67,17 +67,6 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
         info = scorer_pb2.GetScorerInfoResponse(running_requests=self.running)
         info.MergeFrom(self.info)
         return info
-
-    async def Generate(  # noqa: N802
-        self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
-    ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
-        try:
-            async for response in self._answer(request, context.invocation_metadata() or ()):
-                yield response
-        except OutriderError as error:
-            await abort(context, error)
-        except Death:
-            await context.abort(*self.script.dies_as)
 
     async def GenerateSteps(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[scorer_pb2.GenerateStepsRequest], context: Context

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.copying.ngram import NgramProposer, Prefer
+from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
@@ -194,10 +194,9 @@ def test_ngram_session_beyond_max_len_drafts_nothing() -> None:
     assert proposer.draft([1]) == DraftRound(drafts=[(1, DraftTree.chain(9, ()))])
 
 
-@pytest.mark.parametrize("prefer", ["recent", "frequent"])
-def test_ngram_session_without_drafts_takes_no_memory(prefer: Prefer) -> None:
+def test_ngram_session_without_drafts_takes_no_memory() -> None:
     """It counts for nothing, so there may be as many as sessions are."""
-    proposer = NgramProposer(prefer=prefer, max_model_len=5000)
+    proposer = NgramProposer(max_model_len=5000)
     advice = Advice(references=(tuple(range(4000)),))
     start = SessionStart(list(range(5000)), GREEDY, 4, 10_000, advice=advice)
     tracemalloc.start()
@@ -219,12 +218,11 @@ def test_ngram_with_unknown_sessions_ignores_them() -> None:
     assert proposer.draft([7]).drafts == []
 
 
-def test_ngram_when_frequent_preferred_drafts_the_most_frequent() -> None:
+def test_ngram_of_several_matches_copies_the_latest() -> None:
+    proposer = NgramProposer()
     text = [1, 2, 5, 10, 1, 2, 5, 11, 1, 2, 6, 12, 1, 2]
-    for prefer, guess in (("recent", [6, 12]), ("frequent", [5, 11])):
-        proposer = NgramProposer(prefer=prefer)  # type: ignore[arg-type]
-        proposer.open(1, SessionStart(text, GREEDY, 2, 100))
-        assert draft(proposer, 1) == (14, guess)
+    proposer.open(1, SessionStart(text, GREEDY, 2, 100))
+    assert draft(proposer, 1) == (14, [6, 12])
 
 
 def test_ngram_with_references_copies_up_to_their_ends() -> None:
