@@ -13,7 +13,7 @@ from gateway.processes import Worker, default_workers
 from gateway.workers.parent import die_with_parent
 from gateway.workers.supervisor import Workers
 from outrider.errors import ConfigError, refuse
-from outrider.flag_types import port
+from outrider.flag_types import RaisingParser, port
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.runtime import importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
@@ -28,11 +28,11 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayCo
 def main(argv: list[str] | None = None) -> int:
     """Run a gateway until a signal; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    flags = vars(_parser().parse_args(argv))
-    exit_with_parent, worker = flags.pop("exit_with_parent"), flags["worker"]
-    if worker is not None:
-        die_with_parent(worker.parent)
     try:
+        flags = vars(_parser().parse_args(argv))
+        exit_with_parent, worker = flags.pop("exit_with_parent"), flags["worker"]
+        if worker is not None:
+            die_with_parent(worker.parent)
         flags["scorers"] = parse_entries(flags.pop("scorer"))
         flags["served_model_name"], *others = flags["served_model_name"]
         flags["served_model_aliases"] = (*others, *flags["served_model_aliases"])
@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> RaisingParser:
+    parser = RaisingParser(
         prog="outrider gateway",
         description="Serves clients over OpenAI-compatible HTTP and gRPC.",
         formatter_class=Help,

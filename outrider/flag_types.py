@@ -15,7 +15,7 @@ _MOST = 2**31 - 1
 
 
 class RaisingParser(argparse.ArgumentParser):
-    """Raises `ConfigError` where other parsers end the process."""
+    """Raises `ConfigError`, a line, where other parsers print their usage and end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)

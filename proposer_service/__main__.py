@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from outrider.drafting.building.config import ModelConfig, check_files
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import OutriderError, refuse
-from outrider.flag_types import port
+from outrider.flag_types import RaisingParser, port
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from outrider.signals import end_at_sigterm
@@ -19,7 +18,7 @@ from proposer_service.config import START_TIMEOUT_S, ProposerConfig
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     """Return the configuration, and whether to exit with the parent. Raises `ConfigError`."""
-    parser = argparse.ArgumentParser(
+    parser = RaisingParser(
         prog="outrider proposer",
         description="Drafts tokens for Outrider scorers, which it dials.",
         formatter_class=Help,

@@ -44,11 +44,9 @@ _MAX_SOCKET_PATH = 97
 """Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 
 
-def parser(
-    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
-) -> argparse.ArgumentParser:
+def parser() -> flag_types.RaisingParser:
     """Return a parser of the flags."""
-    p = kind(
+    p = flag_types.RaisingParser(
         prog="outrider scorer",
         description="Verifies drafts for one model replica; owns its committed tokens. With "
         "--engine vllm, flags of vLLM itself may follow after --.",
@@ -197,16 +195,14 @@ def parser(
     return p
 
 
-def resolve(
-    argv: Sequence[str] | None, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> dict[str, Any]:
+def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
     """Return the flags' values, with those filled in that depend on the device or the process.
 
-    Raises `ConfigError`; for words that a parser of this `kind` refuses, what that does.
+    Raises `ConfigError`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     own = words[: words.index("--")] if "--" in words else words
-    args = vars(parser(kind).parse_args(own))
+    args = vars(parser().parse_args(own))
     args["deployment"] = take_deployment(args)
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
     args["vllm_flags"] = (*take_parallel_flags(args), *words[len(own) + 1 :])

@@ -95,9 +95,9 @@ def run_module(module: str, args: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> flag_types.RaisingParser:
     """Build the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = flag_types.RaisingParser(
         prog="outrider",
         description="Speculative decoding for large language models as a distributed service.",
     )

@@ -13,7 +13,6 @@ from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from outrider.drafting.building.config import MethodConfig
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
-from outrider.flag_types import RaisingParser
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
 from outrider.offline.speculation import read_speculation, with_underscores
@@ -185,7 +184,7 @@ def _options(flags: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> 
     """Return what a scorer's flags ask for; `own` are vLLM's. Raises `ConfigError`."""
     words = [*_words(flags), *(() if own is None else ("--", *_words(own)))]
     try:
-        options = resolve(words, RaisingParser)
+        options = resolve(words)
     except ConfigError as error:
         said = with_underscores(error.message).removeprefix("argument ")
         raise ConfigError(said) from error

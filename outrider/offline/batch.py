@@ -22,6 +22,7 @@ from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.parse import parse
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
+from outrider.flag_types import RaisingParser
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 
@@ -152,14 +153,16 @@ def run_batch(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 if it failed, 2 for a wrong set-up, 130 when interrupted."""
-    args = _parser().parse_args(argv)
+    output = ""
     try:
+        args = _parser().parse_args(argv)
+        output = args.output
         return _run(args)
     except OutriderError as error:
         print(f"batch: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
-        print(f"batch: {error.filename or args.output}: {error.strerror}", file=sys.stderr)
+        print(f"batch: {error.filename or output}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -209,8 +212,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> RaisingParser:
+    parser = RaisingParser(
         prog="outrider batch",
         description="Answers a file of requests in OpenAI's batch format (JSON lines with "
         "custom_id, method, url and body) as the HTTP API would.",

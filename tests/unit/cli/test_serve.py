@@ -374,10 +374,7 @@ def refusal(
     capsys: pytest.CaptureFixture[str],
 ) -> str:
     """Return what a command that ends with exit code 2 says on stderr."""
-    try:
-        code: object = run(argv)
-    except SystemExit as exit:
-        code = exit.code
+    code = run(argv)
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     return said.err
