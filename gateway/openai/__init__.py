@@ -1,4 +1,4 @@
 """OpenAI's HTTP API.
 
-A new parameter is a field in requests.py. If parse.py refuses it so far, take it out of `_NEUTRAL`.
+A new parameter is a field in requests.py. If other_fields.py has it, take it out there.
 """

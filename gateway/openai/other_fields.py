@@ -1,4 +1,4 @@
-"""Body fields of vLLM, SGLang and TGI that Outrider does not act on.
+"""Body fields of OpenAI, vLLM, SGLang and TGI that Outrider does not act on.
 
 A field at a value that asks for nothing is taken. Any other value is refused by name.
 """
@@ -13,6 +13,16 @@ _EMPTY: Final[tuple[Any, ...]] = ({},)
 _NEVER: Final = ()  # only null asks for nothing
 
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    # OpenAI
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": _NEVER,
+    "reasoning_effort": ("none",),
+    "verbosity": _NEVER,
+    "web_search_options": _NEVER,
     # vLLM
     "use_beam_search": _OFF,
     "length_penalty": (1.0,),
@@ -105,7 +115,13 @@ NEUTRAL_IN: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
 }
 """Fields whose meaning depends on the kind of request."""
 
-HARMLESS: Final = frozenset({"session_id", "custom_labels"})
+HARMLESS: Final = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls"),
+        *("session_id", "custom_labels"),
+    }
+)
 """Hints for other servers' routing and logs: any value is taken."""
 
 INSTEAD: Final = {

@@ -12,26 +12,6 @@ from gateway.openai.request_objects import MUST_BE
 from gateway.openai.requests import Request
 from outrider.errors import InvalidRequestError
 
-_HARMLESS = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls"),
-        *HARMLESS,
-    }
-)
-# Parameters of OpenAI's API that are not supported yet, and the values that ask for nothing.
-# None asks for nothing anywhere.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-}
 _MISSING = {
     "messages": 'send "messages": [{"role": "user", "content": "..."}] rather than a text, or the '
     "text as the prompt of /v1/completions"
@@ -60,9 +40,9 @@ def parse(kind: type[R], body: bytes | Mapping[str, Any]) -> R:
     """
     request = validated(kind, body)
     for name, value in (request.model_extra or {}).items():
-        if name in _HARMLESS or value is None:
+        if name in HARMLESS or value is None:
             continue
-        neutral = _NEUTRAL.get(name, NEUTRAL.get(name, NEUTRAL_IN[kind.operation].get(name)))
+        neutral = NEUTRAL.get(name, NEUTRAL_IN[kind.operation].get(name))
         if neutral is None or value not in neutral:
             raise _unsupported(name, known=neutral is not None)
     if request.stream_options is not None and not request.stream:
