@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -28,7 +27,7 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.runtime import progress
 from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.rpc.targets import Targets, join_address
-from outrider.rpc.tasks import in_thread
+from outrider.rpc.tasks import Background, in_thread
 from outrider.rpc.telemetry import METRIC_PREFIX, Telemetry
 from outrider.v1 import scorer_pb2
 
@@ -49,7 +48,7 @@ class Gateway:
         self._http: _HttpServer | None = None
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._background: list[asyncio.Task[None]] = []
+        self._background = Background()
 
     async def start(self) -> dict[str, str]:
         """Open every port, then wait for a scorer unless requests are held for one.
@@ -75,7 +74,7 @@ class Gateway:
         load = ScorerLoad(pool, generator.admission, shared)
         shown.register(load.collector(METRIC_PREFIX + "gateway_"))
         if self._member is not None:
-            self._keep(self._member.tell(lambda: load.held))
+            self._background.start(self._member.tell(lambda: load.held))
         metrics = {}
         if config.metrics_port is not None:
             metrics["metrics"] = self._telemetry.serve_metrics(
@@ -113,16 +112,12 @@ class Gateway:
             await pool.start(config.start_timeout_s)
         else:
             pool.follow()
-        self._keep(self._follow_health(self._grpc, pool, generator))
+        self._background.start(self._follow_health(self._grpc, pool, generator))
         return {
             "http": f"http://{join_address(config.host, http_port)}",
             "grpc": join_address(config.host, grpc_port),
             **metrics,
         }
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background until the gateway stops."""
-        self._background.append(asyncio.create_task(work))
 
     def _public_metrics(
         self, load: ScorerLoad, shown: CollectorRegistry
@@ -144,9 +139,7 @@ class Gateway:
         metrics port goes on to the end.
         """
         grace_s = self._config.deployment.drain_grace_s
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.cancel()
         if self._generator is not None:
             self._generator.admission.drain(grace_s)
         if self._http is not None and self._serving is not None:

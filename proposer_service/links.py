@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from outrider.rpc.targets import Target, Targets
+from outrider.rpc.tasks import Background
 from outrider.v1 import proposer_pb2
 from proposer_service.link import ScorerLink
 
@@ -24,7 +24,7 @@ class ScorerLinks:
         self._new_link = new_link
         self._drain_grace_s = drain_grace_s
         self._links: dict[Target, ScorerLink] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
 
     def status(self) -> list[proposer_pb2.ScorerLink]:
         """Return the state of the links to listed scorers."""
@@ -35,20 +35,13 @@ class ScorerLinks:
         async for targets in self._targets.follow():
             for target in self._links.keys() - set(targets):
                 _log.info("scorer %s is not listed any more", target)
-                self._start(self._links.pop(target).retire(self._drain_grace_s))
+                self._tasks.start(self._links.pop(target).retire(self._drain_grace_s))
             for target in targets:
                 if target not in self._links:
                     self._links[target] = link = self._new_link(target)
-                    self._start(link.run())
+                    self._tasks.start(link.run())
 
     async def stop(self) -> None:
         """Drain and end all links."""
         await asyncio.gather(*(link.drain(self._drain_grace_s) for link in self._links.values()))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._tasks.cancel()

@@ -18,6 +18,7 @@ from gateway.openai.errors import public_error
 from gateway.openai.job import Job, gather, run_job
 from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
 from outrider.errors import OutriderError
+from outrider.rpc.tasks import first_of
 
 T = TypeVar("T")
 Beat = Callable[[], Coroutine[Any, Any, None]]
@@ -183,19 +184,11 @@ async def _send_piece(send: Send, data: bytes, *, more: bool) -> None:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
     """Do `work` for a request whose body was read. Raises `ClientDisconnect` if its client goes."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    await first_of(work, _disconnected(request.receive))
 
 
 async def _disconnected(receive: Receive) -> None:
+    """Raise `ClientDisconnect` once the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientDisconnect

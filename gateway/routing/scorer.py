@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
@@ -17,6 +16,7 @@ from outrider.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.targets import Target
+from outrider.rpc.tasks import Background
 from outrider.rpc.tls import Stamp, stamp
 from outrider.v1 import scorer_pb2, scorer_pb2_grpc
 
@@ -42,7 +42,7 @@ class Scorer:
         self._where = target
         self._tls = tls
         self._steps: StepsStream | None = None  # none before the first request
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Background()
         self._connect(self._certificates())
 
     async def generate(
@@ -113,9 +113,7 @@ class Scorer:
         elif self._steps is not None:
             await self._steps.close()
         await self._channel.close(grace_s)
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.cancel()
 
     def _connect(self, certificates: Stamp | None) -> None:
         self._channel = open_channel(self._where, self._tls)
@@ -148,6 +146,4 @@ class Scorer:
             return
         if steps is not None:
             steps.retire()
-        task = asyncio.create_task(former.close(CLOSE_GRACE_S))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(former.close(CLOSE_GRACE_S))

@@ -13,6 +13,7 @@ from gateway.routing.scorer import CLOSE_GRACE_S, Scorer
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.targets import Target, Targets
+from outrider.rpc.tasks import Background
 from outrider.v1 import scorer_pb2
 
 _PROBE_UP_S, _PROBE_DOWN_S = 1.0, 0.2
@@ -41,14 +42,13 @@ class ScorerPool:
         self._changed = asyncio.Event()
         self._scorers: dict[Target, Scorer] = {}
         self._watches: dict[Target, asyncio.Task[None]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None] | None = None
+        self._tasks = Background()
         self._last_info = scorer_pb2.GetScorerInfoResponse()  # while nobody is known
         self._misfits: dict[str, ConfigError] = {}
 
     def follow(self) -> None:
         """Begin to watch the scorers."""
-        self._following = asyncio.create_task(self._follow())
+        self._tasks.start(self._follow())
 
     async def start(self, timeout_s: float) -> None:
         """Return once a scorer serves.
@@ -70,11 +70,7 @@ class ScorerPool:
             raise next(iter(self._misfits.values()))
 
     async def stop(self) -> None:
-        following = () if self._following is None else (self._following,)
-        tasks = [*following, *self._watches.values(), *self._leaving]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await asyncio.gather(*(scorer.close() for scorer in self.scorers))
 
     @property
@@ -146,7 +142,7 @@ class ScorerPool:
                 self._drop(target)
             for target in targets:
                 if target not in self._watches:
-                    self._watches[target] = asyncio.create_task(self._watch(target))
+                    self._watches[target] = self._tasks.start(self._watch(target))
 
     def _drop(self, target: Target) -> None:
         """No new requests to a scorer whose name is gone; those under way end there."""
@@ -157,9 +153,7 @@ class ScorerPool:
         if scorer is None:  # it could not be dialled yet
             return
         self._set_serving(scorer, False)
-        task = asyncio.create_task(scorer.close(CLOSE_GRACE_S))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._tasks.start(scorer.close(CLOSE_GRACE_S))
 
     async def _watch(self, target: Target) -> None:
         scorer = self._scorers[target] = await self._dial(target)

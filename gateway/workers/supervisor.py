@@ -20,7 +20,7 @@ from gateway.workers.metrics import retire
 from gateway.workers.shared import SharedCounts
 from outrider.child_process import ServiceProcess, ServiceSpec, describe_exit
 from outrider.errors import OutriderError
-from outrider.rpc.tasks import all_or_first_error
+from outrider.rpc.tasks import Background, all_or_first_error
 
 _LOAD_S: Final = 600.0
 """For a worker to start, beside the time that it waits for a scorer: it may download a tokenizer.
@@ -49,7 +49,7 @@ class Workers:
         self._folder: TemporaryDirectory[str] | None = None
         self._reserved: dict[str, socket.socket] = {}
         self._processes: dict[int, ServiceProcess] = {}
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches = Background()
         self._failed = asyncio.Event()
         self._started = False
 
@@ -61,14 +61,13 @@ class Workers:
         indices = range(self._config.workers)
         said = await all_or_first_error([self._start(index) for index in indices])
         self._started = True
-        self._watches = [asyncio.create_task(self._watch(index)) for index in indices]
+        for index in indices:
+            self._watches.start(self._watch(index))
         return {**said[0], "workers": str(self._config.workers)}
 
     async def stop(self) -> None:
         """Let the workers drain; what has not ended by the end of their grace is killed."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._watches.cancel()
         processes = [each for each in self._processes.values() if each.started]
         ends = [asyncio.create_task(process.wait()) for process in processes]
         for process in processes:

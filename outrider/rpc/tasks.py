@@ -1,4 +1,4 @@
-"""Coroutines that end together, and functions on daemon threads."""
+"""Coroutines that end together or in the background, and functions on daemon threads."""
 
 from __future__ import annotations
 
@@ -31,6 +31,27 @@ async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Background:
+    """Tasks that nobody waits for, until all that are left are cancelled."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine until it ends or is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all, and return when they have ended."""
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
