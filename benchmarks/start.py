@@ -5,7 +5,8 @@
 The first start is cold if this user has never started that model on this machine: compiled kernels
 and chosen tilings lie in the user's cache folders. Time runs from the command to the first token
 that streams from the HTTP API. With `--vllm`, vLLM's server is started as often, after ours, with
-that Python or the wheels in that folder.
+that Python or the wheels in that folder. Both keep the bytecode of what they import, as installed
+packages have it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.lib.vllm_peer import VllmPlace
 from outrider.models.resolve import resolve_model
 
 _POLL_S = 0.1
+_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # off
 _BODY: dict[str, Any] = {
     **{"model": "default", "prompt": "def fibonacci(n):", "max_tokens": 128, "temperature": 0},
     **{"ignore_eos": True, "stream": True},
@@ -63,8 +65,8 @@ def _run(args: argparse.Namespace) -> int:
         command += [*flags, "--host", "127.0.0.1", "--served-model-name", _BODY["model"]]
         servers["vllm"] = (command, place.env)
     starts = [
-        _start(args, name, number, *server)
-        for name, server in servers.items()
+        _start(args, name, number, command, env | _BYTECODE)
+        for name, (command, env) in servers.items()
         for number in range(1, args.starts + 1)
     ]
     rows = [

@@ -30,4 +30,7 @@ cat >"$dest/env.sh" <<EOF
 export PYTHONPATH=$dest/attention:$dest/attention/nvidia_cutlass_dsl/dsl_packages:$dest/stack
 export VLLM_PYTHONPATH=$dest/vllm
 export OUTRIDER_WEIGHTS=$dest/weights
+# Else each process compiles the sources that it imports, for 10 s and more.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$dest/bytecode
 EOF
