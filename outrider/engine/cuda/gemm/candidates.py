@@ -62,8 +62,9 @@ def small_candidates(
     few = rows <= _MOST_FEW_ROWS
     rounds = reads == "fp8" and rounds_inputs
     if rounds and not few:
+        tiles = _HOPPER if by_row else _HOPPER[:1]
         if rows <= _MOST_ROUNDED_ROWS or not by_row:
-            tilings += (replace(_HOPPER[0], reads=reads, rounds=True),)
+            tilings += tuple(replace(tiling, reads=reads, rounds=True) for tiling in tiles)
     elif rows <= _MOST_PARTS_ROWS:
         tiles = (*_HOPPER, HopperTiles(128, 66)) if few else (_HOPPER[0], _HOPPER[2])
         tilings += tuple(replace(tiling, reads=reads) for tiling in tiles)

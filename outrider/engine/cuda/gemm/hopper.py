@@ -92,7 +92,7 @@ class Variant:
         return f"{widens}\nconstexpr int {names};\n{self._multiply()}\n{_kernel_text()}"
 
     def _multiply(self) -> str:
-        """Return `multiply`, whose wgmma names one register per sum."""
+        """Return `multiply`, whose wgmma names one register per sum, and sets or `adds` to it."""
         kind, columns, inner, letter = ("float", self.rows, "k16.f32.bf16.bf16", "f")
         flags = ", 1, 1, 0, 0"  # neither negated nor transposed
         if self.reads == "int8":
@@ -113,10 +113,11 @@ class Variant:
         return (
             f"typedef {kind} Sum;\n"
             "__device__ __forceinline__ void multiply(\n"
-            f"    Sum *sums, {argument}, unsigned long long x) {{\n"
-            '  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned"\n'
-            f'      ".m64n{columns}{inner} {{{places}}}, {left}, %{last}, p{flags}; }}"\n'
-            f'      : {sums} : {given}, "l"(x));\n'
+            f"    Sum *sums, {argument}, unsigned long long x, int adds) {{\n"
+            f'  asm volatile("{{ .reg .pred p; setp.ne.s32 p, %{last + 1}, 0;"\n'
+            f'      " wgmma.mma_async.sync.aligned.m64n{columns}{inner}"\n'
+            f'      " {{{places}}}, {left}, %{last}, p{flags}; }}"\n'
+            f'      : {sums} : {given}, "l"(x), "r"(adds));\n'
             "}\n"
         )
 

@@ -20,8 +20,8 @@
 // SCALE_ROWS: of 8 bits, 0: a row of the weight has one scale; else a block has, of so many rows and
 // BLOCK_K columns.
 //
-// Sums of blocks with scales are added up as float32 outside of tensor cores. So are those of two
-// float8, which tensor cores add up with 14 bits.
+// Sums of blocks with scales are added up as float32 outside of tensor cores. Others stay there, and
+// of two float8 they have 14 bits, as by torch with `use_fast_accum`.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -30,7 +30,8 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 
 constexpr int LINE = 128;                            // bytes of a row of a block
 constexpr bool SMALL = INT8 || FLOAT8;               // numbers of 8 bits
-constexpr bool BY_BLOCK = SCALE_ROWS > 0 || ROUNDED;
+constexpr bool BY_BLOCK = SCALE_ROWS > 0;
+constexpr int BEHIND = BY_BLOCK || WIDENS || STAGES < 4 ? 0 : 1;  // blocks that end beside the next
 constexpr int BLOCK_K = SMALL ? LINE : LINE / 2;     // numbers
 constexpr int PLANES = INT8 ? 2 : 1;                 // of x
 constexpr int X_LINES = INT8 || WIDENS ? 2 : 1;      // of a row of x in a block
@@ -185,8 +186,6 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
   Sum sums[PLANES * SUMS];  // [ROWS / 8, two rows of the weight, two of x], for each plane
   float total[SUMS];     // of all blocks, if BY_BLOCK
 #pragma unroll
-  for (int i = 0; i < PLANES * SUMS; ++i) sums[i] = 0;
-#pragma unroll
   for (int i = 0; i < SUMS; ++i) total[i] = 0.0f;
   const int at = group * 64, my_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int weight_row = tile * OUTPUTS + at % OUTPUTS + (at < OUTPUTS ? 0 : N) + my_row;
@@ -205,19 +204,9 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
       scale_ahead[1] = scale_of(weight_row + 8, block + 1);
     }
     barrier_wait(full + 8 * (block % STAGES), block / STAGES & 1);
-    const int next = block - 1 + STAGES;  // where the block before was
-    if (threadIdx.x == 0 && block > 0 && next < count) {
-      barrier_wait(empty + 8 * (next % STAGES), (next / STAGES - 1) & 1);
-      fetch_weight(next);
-      fetch_x(next);
-    }
-    __syncwarp();
+    const bool adds = !BY_BLOCK && block > 0;  // to sums, which begin without a value
     const u64 weight = operand(stage(block) + group * WEIGHT_BYTES);
     const u64 x = operand(stage(block) + GROUPS * WEIGHT_BYTES);
-    if (BY_BLOCK) {
-#pragma unroll
-      for (int i = 0; i < PLANES * SUMS; ++i) keep(sums[i] = 0);
-    }
 #if WIDENS
     // A thread has 32 adjacent columns of two rows. The order of x makes them its columns of
     // wgmma's eight steps of 16.
@@ -237,14 +226,23 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      multiply(sums, wide[step], x + (step / 4 * X_BYTES + step % 4 * 32) / 16);
+      multiply(sums, wide[step], x + (step / 4 * X_BYTES + step % 4 * 32) / 16, adds || step > 0);
 #else
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int bytes = 0; bytes < LINE; bytes += 32) multiply(sums, weight + bytes / 16, x + bytes / 16);
+    for (int bytes = 0; bytes < LINE; bytes += 32)
+      multiply(sums, weight + bytes / 16, x + bytes / 16, adds || bytes > 0);
 #endif
-    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    if (lane == 0) barrier_arrive(empty + 8 * (block % STAGES));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    const int last = block - 1 - BEHIND, next = last + STAGES;  // `next` comes where `last` was
+    if (threadIdx.x == 0 && last >= 0 && next < count) {
+      barrier_wait(empty + 8 * (next % STAGES), (next / STAGES - 1) & 1);
+      fetch_weight(next);
+      fetch_x(next);
+    }
+    __syncwarp();
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BEHIND) : "memory");
+    if (lane == 0 && block >= BEHIND) barrier_arrive(empty + 8 * ((block - BEHIND) % STAGES));
     if (BY_BLOCK) {
 #pragma unroll
       for (int i = 0; i < PLANES * SUMS; ++i) keep(sums[i]);
@@ -253,6 +251,9 @@ hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if 
     }
   }
 
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < PLANES * SUMS; ++i) keep(sums[i]);
   wait_for_the_kernel_before();
   __syncthreads();  // no block is needed any more: [ROWS, STRIDE] of sums take their place
   float *left = (float *)(memory + (start - shared_address(memory)));
