@@ -56,19 +56,20 @@ def read_rounded(
     """Read a model whose linear layers are rounded as they come.
 
     Beside what has been rounded, the device holds `_AT_ONCE` bytes of weights at most. Embedding,
-    norms and biases keep `dtype`, and for fp8 the output layer. Raises what `read_model` raises.
+    norms and biases keep `dtype`. Raises what `read_model` raises.
     """
     stored = check_folder(folder)
     rounded: dict[str, QuantizedWeight] = {}
     others: dict[str, Tensor] = {}
     for names in _parts(stored):
         for name, tensor in DeviceReader(folder, device, names).tensors().items():
-            if not _rounds(name, config, quantization):
+            small = _small_dtype(name, config, quantization)
+            if small is None:
                 others[name] = tensor
                 continue
             if not is_finite(tensor):
                 raise not_finite(folder, name)
-            rounded[name] = _rounded(tensor, quantization)
+            rounded[name] = _rounded(tensor, small)
     return assemble(folder, config, dtype, others, rounded)
 
 
@@ -111,25 +112,26 @@ def quantized_weight(numbers: Tensor, scales: Tensor, stored: StoredFormat) -> Q
 def round_linears(model: nn.Module, quantization: str) -> None:
     """Round the weights of a loaded model's linear layers, as `read_rounded` does, in place."""
     for path, module in list(model.named_modules()):
-        rounds = _rounds(f"{path}.weight", model.config, quantization)
-        if isinstance(module, nn.Linear) and rounds:
-            weight = _rounded(module.weight.detach(), quantization)
+        small = _small_dtype(f"{path}.weight", model.config, quantization)
+        if isinstance(module, nn.Linear) and small is not None:
+            weight = _rounded(module.weight.detach(), small)
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, QuantizedModule(weight, module.bias))
 
 
-def _rounds(name: str, config: Any, quantization: str) -> bool:
-    """Return whether the weight of this name is rounded.
+def _small_dtype(name: str, config: Any, quantization: str) -> torch.dtype | None:
+    """Return the dtype to which the weight of this name is rounded, None if it is not.
 
-    An output layer of its own is where few rows are multiplied, which int8 is for.
+    An output layer of its own becomes int8 in any case: it multiplies few rows, which int8 is for,
+    and its error is the logits'.
     """
     if _HEAD.fullmatch(name):
-        return quantization == "int8" and not config.tie_word_embeddings
-    return _LINEAR.fullmatch(name) is not None
+        return None if config.tie_word_embeddings else torch.int8
+    return DTYPES[quantization] if _LINEAR.fullmatch(name) else None
 
 
-def _rounded(weight: Tensor, quantization: str) -> QuantizedWeight:
-    return QuantizedWeight.of(weight, DTYPES[quantization], rounds_inputs=quantization == "fp8")
+def _rounded(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    return QuantizedWeight.of(weight, dtype, rounds_inputs=dtype is torch.float8_e4m3fn)
 
 
 def _parts(stored: Mapping[str, StoredTensor]) -> Iterator[frozenset[str]]:
@@ -184,7 +186,8 @@ def describe(model: nn.Module) -> str:
     held = [weight for weight in small if weight is not None]
     size = sum(weight.nbytes for weight in held)
     rest = sum(each.nbytes for each in {id(p): p for p in model.parameters()}.values())
-    kind = {torch.int8: "int8", torch.float8_e4m3fn: "float8 (e4m3)"}[held[0].numbers.dtype]
+    names = {torch.int8: "int8", torch.float8_e4m3fn: "float8 (e4m3)"}
+    kind = " and ".join(names[each] for each in dict.fromkeys(w.numbers.dtype for w in held))
     rows, columns = held[0].block
     per = "row" if held[0].by_row else f"{rows} x {columns} block"
     return (

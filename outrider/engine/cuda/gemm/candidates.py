@@ -62,7 +62,7 @@ def small_candidates(
     few = rows <= _MOST_FEW_ROWS
     rounds = reads == "fp8" and rounds_inputs
     if rounds and not few:
-        tiles = _HOPPER if by_row else _HOPPER[:1]
+        tiles: tuple[HopperTiles, ...] = _HOPPER if by_row else _HOPPER[:1]
         if rows <= _MOST_ROUNDED_ROWS or not by_row:
             tilings += tuple(replace(tiling, reads=reads, rounds=True) for tiling in tiles)
     elif rows <= _MOST_PARTS_ROWS:
