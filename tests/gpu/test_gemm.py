@@ -140,7 +140,7 @@ def test_candidates_with_hopper_read_int8_up_to_its_most_rows(
         plain, quantized = candidates(rows, int8=False), candidates(rows, int8=True)
         assert {tiling.reads for tiling in plain} == {"bf16"}
         assert any(isinstance(tiling, HopperTiles) for tiling in plain) == (rows > 1)
-        kinds = {1: {"bf16", "int8"}, 160: {"bf16"}}.get(rows, {"int8"})
+        kinds = {1: {"bf16", "int8"}, 128: {"bf16"}, 160: {"bf16"}}.get(rows, {"int8"})
         assert {tiling.reads for tiling in quantized} == kinds
         assert any(isinstance(tiling, Gemv) for tiling in quantized) == (rows <= 2)
 

@@ -170,7 +170,8 @@ def test_hopper_tiles_of_int8_equal_dequantised(scale_rows: int) -> None:
         (33, HopperTiles(256, 1, reads=reads)),
         (96, HopperTiles(128, 264, reads=reads)),
         (16, HopperTiles(128, 264, 2, reads)),
-        (201, HopperTiles(128, 100, reads=reads)),  # in three parts
+        (128, HopperTiles(128, 100, reads=reads)),
+        (201, HopperTiles(128, 100, reads=reads)),  # in two parts
     )
     kinds = ((False, False), (True, False), (False, True))
     variants = [
@@ -193,6 +194,8 @@ def test_hopper_tiles_of_float8_equal_dequantised(scale_rows: int, rounds: bool)
         (33, HopperTiles(256, 1, reads="fp8", rounds=rounds)),
         (96, HopperTiles(128, 264, reads="fp8", rounds=rounds)),
         (16, HopperTiles(128, 264, 2, reads="fp8", rounds=rounds)),
+        (128, HopperTiles(256, 100, reads="fp8", rounds=rounds)),
+        (128, HopperTiles(128, 264, 2, "fp8", rounds=rounds)),
         (157, HopperTiles(128, 100, reads="fp8", rounds=rounds)),
         (201, HopperTiles(128, 100, reads="fp8", rounds=rounds)),
     ):

@@ -20,7 +20,7 @@ MANY_ROWS = {256: 256, 512: 512, 1 << 20: 2048}
 CANDIDATES: dict[int, tuple[Tiling, ...]] = {
     1: (Gemv(64, 8), Gemv(128, 4)),
     2: (Gemv(128, 4), *_HOPPER),
-    **dict.fromkeys((8, 16, 32, 40, 64, 96, 160), _HOPPER),
+    **dict.fromkeys((8, 16, 32, 40, 64, 96, 128, 160), _HOPPER),
 }
 _GEMV: dict[Reads, dict[int, tuple[Tiling, ...]]] = {
     "int8": {

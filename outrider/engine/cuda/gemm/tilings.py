@@ -103,7 +103,9 @@ class HopperTiles:
     @property
     def most_rows(self) -> int:
         """Rows of x at once, for which a thread has registers. Of more, each part reads all."""
-        return 160 if self.reads == "bf16" or self.rounds else 96
+        if self.reads == "bf16" or self.rounds:
+            return 160
+        return 128 if self.weight_rows == 128 and self.resident == 1 else 96
 
     def _part(self, rows: int) -> int:
         """Return the rows of each part, of which the last may have fewer."""
