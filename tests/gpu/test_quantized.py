@@ -14,7 +14,7 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, MANY_ROWS, small_candidates
 from outrider.engine.cuda.gemm.hopper import Reads
-from outrider.engine.cuda.gemm.linear import Kind
+from outrider.engine.cuda.gemm.linear import FewRowsLinear, Kind
 from outrider.engine.cuda.gemm.quantized import QuantizedLinear
 from outrider.engine.cuda.gemm.tilings import (
     Gemv,
@@ -30,6 +30,7 @@ from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.layers.ops import Use
 from outrider.engine.layers.quantized import QuantizedWeight
 from outrider.engine.model.loader import ModelOptions, load_model
+from outrider.engine.model.pack import pack_output_layer
 from outrider.models.resolve import resolve_model
 
 pytestmark = pytest.mark.gpu
@@ -200,6 +201,15 @@ def test_hopper_tiles_of_float8_equal_dequantised(scale_rows: int, rounds: bool)
         (201, HopperTiles(128, 100, reads="fp8", rounds=rounds)),
     ):
         _check(weight, rows, tiling, rounds=rounds)
+
+
+@needs_gpu
+def test_output_layer_without_hopper_is_dequantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "available", lambda: False)
+    weight = _weight(256, 384, "int8")
+    layer = pack_output_layer(weight, None, torch.bfloat16)
+    assert type(layer) is FewRowsLinear
+    assert torch.equal(layer.weight, weight.dequantise(torch.bfloat16))
 
 
 @needs_gpu

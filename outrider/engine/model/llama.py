@@ -21,7 +21,7 @@ from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import LlamaOps, Use
 from outrider.engine.layers.quantized import QuantizedModule, QuantizedWeight
 from outrider.engine.model.config_sizes import head_dim, num_kv_heads
-from outrider.engine.model.pack import pack_linear, pack_quantized
+from outrider.engine.model.pack import pack_linear, pack_output_layer, pack_quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ def _concatenated(dtype: torch.dtype, *modules: Any) -> Linear:
     return pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
+def _output_layer(dtype: torch.dtype, module: Any) -> Linear:
+    if isinstance(module, QuantizedModule):
+        return pack_output_layer(module.take(), module.bias, dtype)
+    return _concatenated(dtype, module)
+
+
 def _take(module: Any, dtype: torch.dtype) -> Tensor:
     """Return a layer's weight, which the layer gives up, so that no second copy stays."""
     if isinstance(module, QuantizedModule):
@@ -99,7 +105,7 @@ class FusedLlama:
         self._eps = config.rms_norm_eps
         self._embedding: Tensor = base.embed_tokens.weight.detach()
         self._norm: Tensor = base.norm.weight.detach()
-        self._head = _concatenated(self._norm.dtype, parts.lm_head)
+        self._head = _output_layer(self._norm.dtype, parts.lm_head)
         self._uses: list[Use] = []
         self._rope = self._rope_table(base.rotary_emb, max_model_len)
         self._layers = [

@@ -21,6 +21,19 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dt
     return PackedLinear(weight.dequantise(dtype), bias)
 
 
+def pack_output_layer(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """Return the layer for an output layer [vocab, in] of 8 bits, which every step multiplies.
+
+    Where no kernel reads it for any few rows, it is dequantised once and not at each step.
+    """
+    if weight.numbers.is_cuda:
+        from outrider.engine.cuda.gemm import hopper  # imports Triton
+
+        if not hopper.available():
+            return pack_linear(weight.dequantise(dtype), bias)
+    return pack_quantized(weight, bias, dtype)
+
+
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the fastest layer for a fixed weight [out, in], which it copies."""
     if weight.device.type == "cuda" and weight.dtype is torch.bfloat16:
