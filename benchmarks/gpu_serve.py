@@ -11,7 +11,8 @@ socket (`colocated`), and the proposer's GPU behind TCP on loopback (`remote`). 
 too, and drafts ahead; the others draft on demand. A round trip above 0 is added by the delay proxy,
 which also counts bytes. Each repetition runs the same prompts with and without speculation on one
 scorer, and with vLLM's two modes. Methods that read hidden states draft K tokens in every round and
-wait for them (`--speculation-policy fixed`), so all places do the same rounds.
+wait for them (`--speculation-policy fixed`), so all places do the same rounds. With
+`--cell-seconds` a repetition has as many waves as the fastest system takes about so long for.
 
 TARGET, DRAFT and HEAD are folders, for instance inflated ones (benchmarks/inflate.py and
 inflate_head.py: real acceptance at an 8B's cost).
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import shlex
 import sys
 import tempfile
@@ -65,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--round-trip-ms", type=float, nargs="+", default=[0.0], help="to it")
     p.add_argument("--max-branches", type=int, default=16, help="of drafts ahead")
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
+    p.add_argument("--cell-seconds", type=float, default=0.0, help="more waves, to last so long")
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="vLLM's is 0")
     p.add_argument("--top-p", type=float, default=1.0, help="not of vLLM's requests")
     return p
@@ -193,12 +196,13 @@ class Bench:
             )
             self._baselines |= dict.fromkeys([name, *(p.name for p in self._peers)], plain.name)
             for concurrency in args.concurrency:
-                plan = Plan(concurrency, args.rounds, args.waves * concurrency)
                 systems: list[System] = [plain, drafting, *self._peers]
                 # An unmeasured round compiles kernels and lets the policy learn.
-                unmeasured = self._prompts.group(args.rounds, plan.prompts_per_round)
-                for system in systems:
-                    system.run(unmeasured, args.max_tokens, concurrency)
+                size = args.waves * concurrency
+                unmeasured = self._prompts.group(args.rounds, size)
+                took = [s.run(unmeasured, args.max_tokens, concurrency).wall_s for s in systems]
+                size *= max(1, math.ceil(args.cell_seconds / min(took)))
+                plan = Plan(concurrency, args.rounds, size)
                 before = stack.proxied_bytes()
                 everyone = [*children, *self._others]
                 cells = measure(systems, plan, self._prompts, args.max_tokens, everyone)
