@@ -31,6 +31,7 @@ from outrider.models.modules import resolve_module
 DRAFT_VOCAB = 32_000  # of EAGLE-3 modules as their authors publish them
 DSPARK_LAYERS = 5  # of DSpark modules as their authors publish them
 _MIDDLE, _MARKOV, _CONFIDENCE = "midlayer.", "markov_head.markov_w", "confidence_head.proj."
+_JOINT = "markov_head.joint_proj."
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size"),
@@ -129,6 +130,11 @@ class HeadInflation(Inflation):
         markov = [self._zeros(n, rank) for n in (new.vocab_size, new.draft_vocab_size)]
         markov[0][: len(before)], markov[1][:known] = self._moved(before), self._moved(bias)
         module |= {f"{_MARKOV}{i}.weight": tensor for i, tensor in enumerate(markov, start=1)}
+        if f"{_JOINT}weight" in checkpoint:
+            joint = self._moved(checkpoint.tensor(f"{_JOINT}weight"))
+            module[f"{_JOINT}weight"] = self._zeros(len(joint), 2 * rank + width)
+            module[f"{_JOINT}weight"][:, : joint.shape[1]] = joint
+            module[f"{_JOINT}bias"] = self._moved(checkpoint.tensor(f"{_JOINT}bias"))
         if f"{_CONFIDENCE}weight" in checkpoint:
             sure = self._moved(checkpoint.tensor(f"{_CONFIDENCE}weight"))
             proj = self._zeros(1, width + sure.shape[1] - d)

@@ -39,7 +39,10 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 PAGE_SIZE, ROUNDS = 16, 8
 
 
-@pytest.fixture(params=["eagle", "eagle3", "dflash", "dspark", "peagle"])
+KINDS = ("eagle", "eagle3", "dflash", "dspark", "dspark-rnn", "peagle")
+
+
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(made, "_HEAD_DIM", 64)  # that every kernel has
     config = {**made.LLAMA, "head_dim": 64}
@@ -51,6 +54,8 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     made.save_head(tmp_path / "dflash", blocks.dflash_tensors(head_dim=64), dflash)
     dspark = {**blocks.DSPARK, "head_dim": 64}
     made.save_head(tmp_path / "dspark", blocks.dspark_tensors(head_dim=64), dspark)
+    rnn = {**blocks.DSPARK_RNN, "head_dim": 64}
+    made.save_head(tmp_path / "dspark-rnn", blocks.dspark_tensors(head_dim=64, markov="rnn"), rnn)
     layers = {**blocks.PEAGLE["transformer_layer_config"], "head_dim": 64}
     peagle = {**blocks.PEAGLE, "transformer_layer_config": layers}
     made.save_head(tmp_path / "peagle", blocks.peagle_tensors(), peagle)
@@ -63,7 +68,7 @@ Head = RecurrentHead | BlockHead
 def _load(kind: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
     loaders: dict[str, Callable[..., Head]] = {
         **{"eagle": load_eagle, "eagle3": load_eagle3, "peagle": load_peagle},
-        **{"dflash": load_dflash, "dspark": load_dspark},
+        **{"dflash": load_dflash, "dspark": load_dspark, "dspark-rnn": load_dspark},
     }
     head: Head = loaders[kind](folder / kind, folder / "target", dtype, device)
     return head
@@ -171,7 +176,7 @@ def test_captured_one_shot_drafts_equal_eager_drafts(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "peagle"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_captured_recurrent_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:

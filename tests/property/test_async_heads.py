@@ -84,8 +84,8 @@ def _modules() -> Mapping[str, tuple[eagle.Tensors, Mapping[str, Any]]]:
             {**blocks.DFLASH, **_SIZES, "dflash_config": _GROUP},
         ),
         "dspark": (
-            _block_tensors(blocks.dspark_tensors(vocab_size=VOCAB)),
-            {**blocks.DSPARK, **_SIZES, **_GROUP},
+            _block_tensors(blocks.dspark_tensors(vocab_size=VOCAB, markov="rnn")),
+            {**blocks.DSPARK_RNN, **_SIZES, **_GROUP},
         ),
         "peagle": (
             blocks.peagle_tensors(vocab_size=VOCAB, draft_vocab=None),

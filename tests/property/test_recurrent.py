@@ -46,11 +46,13 @@ def _load(kind: str, folder: Path) -> Head:
         made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
         made.save_head(folder / "dflash", blocks.dflash_tensors(), blocks.DFLASH)
         made.save_head(folder / "dspark", blocks.dspark_tensors(), blocks.DSPARK)
+        rnn = blocks.dspark_tensors(markov="rnn")
+        made.save_head(folder / "dspark-rnn", rnn, blocks.DSPARK_RNN)
         made.save_head(folder / "peagle", blocks.peagle_tensors(), blocks.PEAGLE)
     kind, _, padded = kind.partition(" ")
     loaders: dict[str, Callable[..., Head]] = {
         **{"eagle": load_eagle, "eagle3": load_eagle3, "peagle": load_peagle},
-        **{"dflash": load_dflash, "dspark": load_dspark},
+        **{"dflash": load_dflash, "dspark": load_dspark, "dspark-rnn": load_dspark},
     }
     head: Head = loaders[kind](folder / kind, folder / "target", torch.float64, CPU)
     if padded:  # as on a GPU
@@ -116,7 +118,9 @@ def _alone(head: Head, session: _Session, wanted: int, tree_width: int) -> Draft
     return tree
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dflash padded", "dspark", "peagle"])
+@pytest.mark.parametrize(
+    "kind", ["eagle", "eagle3", "dflash", "dflash padded", "dspark", "dspark-rnn", "peagle"]
+)
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
@@ -284,7 +288,7 @@ def test_recurrent_proposer_with_text_of_one_token_drafts_nothing(tmp_path: Path
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dspark-rnn", "peagle"])
 def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path, kind: str) -> None:
     head = _load(kind, tmp_path / "files")
     proposer = _proposer(head, 32, 100)

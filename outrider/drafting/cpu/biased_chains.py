@@ -1,4 +1,4 @@
-"""Chains of slots whose logits are biased by the token before, compiled by Numba.
+"""Chains of slots whose logits are biased by the tokens before, compiled by Numba.
 
 A step is a small product and a draw: as operations of torch, dispatching them takes longer.
 """
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.cpu.llama_kernels import Draws, Ints, biased_chains
+from outrider.drafting.cpu.llama_kernels import Biases, Draws, Ints, biased_chains
 from outrider.drafting.cpu.llama_weights import Matrix
 from outrider.engine.sampling.coupled import SamplingBatch
 
@@ -18,19 +18,32 @@ from outrider.engine.sampling.coupled import SamplingBatch
 class BiasedChains:
     """Draws chains of a head of `vocab_size` tokens, of which it knows those of `ids` (None: all).
 
-    `embedding` [vocab_size, rank] times `bias` [known, rank] is what is added to logits. They are
-    float32 or bfloat16, on a CPU.
+    `embedding` [vocab_size, rank] times `bias` [known, rank] is what is added to logits. `joint`
+    are weight [3 * rank, 2 * rank + hidden] and bias of a state that goes along a chain (None:
+    only the token before counts). All are float32 or all bfloat16, on a CPU.
     """
 
-    def __init__(self, embedding: Tensor, bias: Tensor, ids: Tensor | None) -> None:
-        self._embedding, self._bias = _matrix(embedding), _matrix(bias)
-        self._ids: Ints = (torch.arange(len(bias)) if ids is None else ids).numpy()
+    def __init__(
+        self,
+        embedding: Tensor,
+        bias: Tensor,
+        joint: tuple[Tensor, Tensor] | None,
+        ids: Tensor | None,
+    ) -> None:
+        weight, offset = joint or (bias.new_empty(0, 0), bias.new_empty(0))
+        known: Ints = (torch.arange(len(bias)) if ids is None else ids).numpy()
+        self._biases = Biases(
+            _matrix(embedding), _matrix(bias), _matrix(weight), _matrix(offset), known
+        )
 
-    def draw(self, known: Tensor, tokens: Tensor, batch: SamplingBatch | None) -> Tensor:
+    def draw(
+        self, normed: Tensor, known: Tensor, tokens: Tensor, batch: SamplingBatch | None
+    ) -> Tensor:
         """Return what `guess_paths` draws with a width of 1: int64 [n, depth].
 
-        `known` [n, depth, known] are logits without the bias, `tokens` int64 [n] those before, and
-        `batch` the draws at the first place; None: all greedy.
+        `normed` [n, depth, hidden] are the slots' outputs, `known` [n, depth, known] their logits
+        without the bias, `tokens` int64 [n] those before, and `batch` the draws at the first place;
+        None: all greedy.
         """
         n = len(known)
         if batch is None:
@@ -47,7 +60,7 @@ class BiasedChains:
             )
             position = batch.position.numpy()
         chains: NDArray[np.int64] = biased_chains(
-            _matrix(known), self._embedding, self._bias, self._ids, tokens.numpy(), position, draws
+            _matrix(known), _matrix(normed), self._biases, tokens.numpy(), position, draws
         )
         return torch.from_numpy(chains)
 

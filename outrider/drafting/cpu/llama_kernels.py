@@ -48,6 +48,16 @@ class Draws(NamedTuple):
     keys: NDArray[np.uint32]  # [num_rows, 2]: the seed's
 
 
+class Biases(NamedTuple):
+    """What makes a bias of logits by the tokens before."""
+
+    embedding: Matrix  # [vocab, rank]
+    product: Matrix  # [known, rank]
+    joint: Matrix  # [3 * rank, 2 * rank + hidden], of a state that goes along; else [0, any]
+    joint_bias: Matrix  # [3 * rank], or [0]
+    ids: Ints  # [known]: tokens
+
+
 def compiled(function: _Kernel) -> _Kernel:
     """Compile a kernel of this file."""
     # Sums may be reordered, else nothing vectorises; NaN and infinity keep their meaning.
@@ -119,27 +129,42 @@ def draft(
 @compiled
 def biased_chains(
     known: Matrix,  # [num_rows, depth, known]: logits of the tokens that are known
-    embedding: Matrix,  # [vocab, rank]
-    bias: Matrix,  # [known, rank]
-    ids: Ints,  # [known]: tokens
+    normed: Matrix,  # [num_rows, depth, hidden]: what they are logits of
+    biases: Biases,
     last: Ints,  # [num_rows]: the tokens before
     position: Ints,  # [num_rows]: of the first token that is drawn
     draws: Draws,
 ) -> Ints:
-    """Draw tokens left to right, each token's logits biased by the one before."""
+    """Draw tokens left to right, each token's logits biased by the one before, or by all before."""
     num_rows, depth, num_known = known.shape
+    rank, hidden = biases.embedding.shape[1], normed.shape[2]
     chains = np.empty((num_rows, depth), np.int64)
-    before = np.empty((1, embedding.shape[1]), np.float32)
-    biases = np.empty((1, num_known), np.float32)
-    logits = np.full(len(embedding), -np.inf, np.float32)
+    before = np.empty((1, rank), np.float32)
+    inputs = np.empty((1, 2 * rank + hidden), np.float32)  # of which the state comes first
+    parts = np.empty((1, len(biases.joint)), np.float32)
+    added = np.empty((1, num_known), np.float32)
+    logits = np.full(len(biases.embedding), -np.inf, np.float32)
     for row in range(num_rows):
         token = last[row]
+        inputs[:, :rank] = 0
         for place in range(depth):
-            for i in range(before.shape[1]):
-                before[0, i] = _widen(embedding[token, i])
-            _product(before, bias, biases)
+            for i in range(rank):
+                before[0, i] = _widen(biases.embedding[token, i])
+            if len(biases.joint):
+                inputs[:, rank : 2 * rank] = before
+                for i in range(hidden):
+                    inputs[0, 2 * rank + i] = _widen(normed[row, place, i])
+                _product(inputs, biases.joint, parts)
+                for i in range(3 * rank):
+                    parts[0, i] += _widen(biases.joint_bias[i])
+                for i in range(rank):
+                    keep = np.float32(1) / (np.float32(1) + _exp(-parts[0, i]))
+                    new = np.tanh(parts[0, rank + i])
+                    inputs[0, i] = new + keep * (inputs[0, i] - new)
+                    before[0, i] = np.tanh(parts[0, 2 * rank + i])
+            _product(before, biases.product, added)
             for i in range(num_known):
-                logits[ids[i]] = _widen(known[row, place, i]) + biases[0, i]
+                logits[biases.ids[i]] = _widen(known[row, place, i]) + added[0, i]
             if draws.temperature[row] == 0.0:
                 token = np.argmax(logits)
             else:

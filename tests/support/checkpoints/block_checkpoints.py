@@ -93,8 +93,11 @@ DSPARK: dict[str, Any] = {
 }
 
 
+DSPARK_RNN: dict[str, Any] = {**DSPARK, "markov_head_type": "rnn"}
+
+
 def dspark_tensors(
-    *, draft_vocab: int | None = None, gated: bool = False, **sizes: int
+    *, draft_vocab: int | None = None, markov: str = "vanilla", **sizes: int
 ) -> eagle.Tensors:
     """As DeepSpec saves it, with an embedding and an output layer of its own."""
     tensors = dflash_tensors(draft_vocab=draft_vocab, **sizes)
@@ -110,9 +113,12 @@ def dspark_tensors(
     }
     if draft_vocab is None:
         shapes["lm_head.weight"] = (vocab_size, hidden)
-    if gated:
+    if markov == "gated":
         shapes["markov_head.gate_proj.weight"] = (RANK, hidden + RANK)
         shapes["markov_head.gate_proj.bias"] = (RANK,)
+    elif markov == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * RANK, 2 * RANK + hidden)
+        shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
     return tensors | {
         name: torch.randn(*shape, generator=generator) * 0.5 for name, shape in shapes.items()
     }

@@ -92,23 +92,32 @@ def dspark_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return logits and confidences of a block's slots, by the formula.
 
-    They follow the tokens `before`.
+    They follow the tokens `before`, of an `rnn` as if each were the block's first.
     """
     tensors = {n: t.double() for n, t in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())
     count = config["num_hidden_layers"]
     slots = dflash(tensors, config, features, words, causal=[False] * count, windows=[None] * count)
     markov = tensors["markov_head.markov_w1.weight"][before]
-    bias = markov @ tensors["markov_head.markov_w2.weight"].T
+    told = markov
+    if "markov_head.joint_proj.weight" in tensors:
+        joint = torch.cat((torch.zeros_like(markov), markov, slots), 1)
+        joint = joint @ tensors["markov_head.joint_proj.weight"].T
+        told = torch.tanh(joint + tensors["markov_head.joint_proj.bias"])[:, 2 * block.RANK :]
+    bias = told @ tensors["markov_head.markov_w2.weight"].T
     sure = torch.cat((slots, markov), 1) @ tensors["confidence_head.proj.weight"].T
     return slots @ tensors.get("lm_head.weight", head).double().T + bias, sure
 
 
-def test_inflated_dspark_logits_equal_the_small_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("markov", ["vanilla", "rnn"])
+def test_inflated_dspark_logits_equal_the_small_modules(tmp_path: Path, markov: str) -> None:
     target, known, hidden = made.save_target(tmp_path / "target"), made.VOCAB_SIZE, made.HIDDEN_SIZE
-    tensors = block.dspark_tensors()
+    tensors = block.dspark_tensors(markov=markov)
     del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
-    config = block.DSPARK | {"rms_norm_eps": 1e-9}  # the same one serves wider heads and states
+    config = block.DSPARK | {
+        "rms_norm_eps": 1e-9,
+        "markov_head_type": markov,
+    }  # the same one serves wider heads and states
     small = made.save_head(tmp_path / "head", tensors, config, made.save_safetensors)
     shape = SHAPE | {"draft_vocab_size": 120}
     inflate(small, target, tmp_path / "large", shape, CPU, torch.float64)

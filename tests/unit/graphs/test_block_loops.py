@@ -44,6 +44,7 @@ Load = Callable[..., BlockHead]
 KINDS: Mapping[str, tuple[Load, eagle.Tensors, dict[str, Any]]] = {
     "dflash": (load_dflash, blocks.dflash_tensors(), {**blocks.DFLASH, **SLIDING}),
     "dspark": (load_dspark, blocks.dspark_tensors(draft_vocab=40), {**blocks.DSPARK, **SLIDING}),
+    "dspark rnn": (load_dspark, blocks.dspark_tensors(markov="rnn"), blocks.DSPARK_RNN),
     "peagle": (load_peagle, blocks.peagle_tensors(), blocks.PEAGLE),
 }
 

@@ -349,6 +349,7 @@ def _dspark_path(
         windows=[None] * made.NUM_LAYERS,
     )
     last, chain, sure, seen = text[-1], [], [], []
+    state = torch.zeros(made.RANK, dtype=torch.float64)
     for slot in range(count):
         before = t["markov_head.markov_w1.weight"][last]
         both = torch.cat((hidden[slot], before))
@@ -356,6 +357,11 @@ def _dspark_path(
         if "markov_head.gate_proj.weight" in t:
             gate = t["markov_head.gate_proj.weight"] @ both + t["markov_head.gate_proj.bias"]
             gated = torch.sigmoid(gate) * before
+        if "markov_head.joint_proj.weight" in t:
+            joint = t["markov_head.joint_proj.weight"] @ torch.cat((state, before, hidden[slot]))
+            keep, new, out = (joint + t["markov_head.joint_proj.bias"]).view(3, -1)
+            state = torch.sigmoid(keep) * state + (1 - torch.sigmoid(keep)) * torch.tanh(new)
+            gated = torch.tanh(out)
         known = t["lm_head.weight"] @ hidden[slot] + t["markov_head.markov_w2.weight"] @ gated
         logits = known
         if "d2t" in t:
@@ -371,19 +377,19 @@ def _dspark_path(
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 40])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # some are fused in float32
 def test_dspark_draws_left_to_right_as_the_formula_says(
     tmp_path: Path,
     target: Target,
     draft_vocab: int | None,
-    gated: bool,
+    markov: str,
     temperature: float,
     dtype: torch.dtype,
 ) -> None:
-    tensors = made.dspark_tensors(draft_vocab=draft_vocab, gated=gated)
-    config = {**made.DSPARK, "markov_head_type": "gated" if gated else "vanilla"}
+    tensors = made.dspark_tensors(draft_vocab=draft_vocab, markov=markov)
+    config = {**made.DSPARK, "markov_head_type": markov}
     folder = eagle.save_head(tmp_path / "head", tensors, config)
     assert states_read("dspark", str(folder)) == "2,5,9"
     head = load_dspark(folder, target.folder, dtype, CPU)
@@ -406,13 +412,15 @@ def test_dspark_draws_left_to_right_as_the_formula_says(
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 40])
+@pytest.mark.parametrize("markov", ["vanilla", "rnn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_chains_of_dspark_are_those_of_its_steps(
-    tmp_path: Path, target: Target, draft_vocab: int | None, dtype: torch.dtype
+    tmp_path: Path, target: Target, draft_vocab: int | None, markov: str, dtype: torch.dtype
 ) -> None:
     """With cuts, and rows of several parameters at once."""
-    tensors = made.dspark_tensors(draft_vocab=draft_vocab)
-    folder = eagle.save_head(tmp_path / "head", tensors, made.DSPARK)
+    tensors = made.dspark_tensors(draft_vocab=draft_vocab, markov=markov)
+    config = {**made.DSPARK, "markov_head_type": markov}
+    folder = eagle.save_head(tmp_path / "head", tensors, config)
     head = load_dspark(folder, target.folder, dtype, CPU)
     params = (
         SamplingParams(temperature=0.0),
@@ -507,7 +515,7 @@ def test_block_modules_of_another_kind_are_refused_by_name(tmp_path: Path, targe
                 with pytest.raises(ConfigError, match="not an P-EAGLE module"):
                     load(folder, target.folder, torch.float32, CPU)
     cases: list[tuple[str, dict[str, Tensor | None], Config, str]] = [
-        ("dspark", {}, {"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
+        ("dspark", {}, {"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
         ("dspark", {"markov_head.markov_w2.weight": torch.zeros(3, 6)}, {}, r"\[3, 6\]; \[97, 6\]"),
         ("dspark", {"confidence_head.proj.weight": torch.zeros(1, 5)}, {}, r"\[1, 5\]; \[1, 38\]"),
         ("dspark", {"confidence_head.other": torch.zeros(1)}, {}, "confidence_head.other"),

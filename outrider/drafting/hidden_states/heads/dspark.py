@@ -1,8 +1,8 @@
 """DSpark (DeepSpec): DFlash whose slots know the token before, and how sure they are.
 
-A slot's logits get a bias of low rank by the token before it, so the tokens of a path are chosen
-left to right, without another forward. The anchor's own slot guesses the first token, unless
-config.json says otherwise.
+A slot's logits get a bias of low rank by the token before it, or (`rnn`) by all tokens of its path
+up to there, so the tokens of a path are chosen left to right, without another forward. The anchor's
+own slot guesses the first token, unless config.json says otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.drafting.cpu.biased_chains import BiasedChains
 
-_TYPES = ("vanilla", "gated")
+_TYPES = ("vanilla", "gated", "rnn")
 
 
 def load_dspark(
@@ -101,17 +101,17 @@ class DSparkHead(DFlashHead):
         """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
         normed, known = self._slots(states[:, :depth])
         if width == 1 and self._chains is not None:
-            ids = self._chains.draw(known, tokens, draws.batch)
+            ids = self._chains.draw(normed, known, tokens, draws.batch)
             return self._with_confidence(normed, tokens, chain_nodes(ids))
-        rows = torch.arange(len(states), device=self.device)
 
-        def step(row: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
-            of_place = normed[:, place], known[:, place]
-            if width > 1:  # else each row has one path
-                of_place = of_place[0][row], of_place[1][row]
-            return row, self._biased(*of_place, last)
+        def step(paths: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
+            mine, logits = normed[:, place], known[:, place]
+            if (count := len(last) // len(states)) > 1:  # paths of a row
+                mine = mine.repeat_interleave(count, dim=0)
+                logits = logits.repeat_interleave(count, dim=0)
+            return self._biased(paths, mine, logits, last)
 
-        guesses = guess_paths(step, rows, tokens, draws, depth, width)
+        guesses = guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
         if width > 1 or self._confidence is None:
             return guesses
         return self._with_confidence(normed, tokens, guesses)
@@ -137,9 +137,21 @@ class DSparkHead(DFlashHead):
         steps = np.diff(scores, axis=1, prepend=np.float32(0))
         return confidences_of_log_probs(np.minimum(steps, 0))
 
+    def begin(self, states: Tensor) -> Tensor:
+        """Return outputs with a place behind each for the state of the path up to it."""
+        path = self._no_tokens(states)[:, None].expand(-1, states.shape[1], -1)
+        return torch.cat((states, path), dim=-1)
+
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        normed, known = self._slots(states[:, depth : depth + 1])
-        return states, self._biased(normed[:, 0], known[:, 0], tokens)
+        outputs, paths = states[..., : self.state_size], states[..., self.state_size :]
+        normed, known = self._slots(outputs[:, depth : depth + 1])
+        path, logits = self._biased(paths[:, depth], normed[:, 0], known[:, 0], tokens)
+        paths[:, depth + 1 : depth + 2] = path[:, None]
+        return states, logits
+
+    def _no_tokens(self, outputs: Tensor) -> Tensor:
+        """Return the state of paths without tokens: [n, width], the width perhaps 0."""
+        return outputs.new_zeros(len(outputs), self._before.state_size if self._before else 0)
 
     def _slots(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return normed outputs and logits without bias: [n, depth, hidden], [n, depth, known]."""
@@ -148,11 +160,13 @@ class DSparkHead(DFlashHead):
         normed = self._ops.rms_norm(flat, self._norm, self._shape.eps)
         return normed.view(rows, depth, -1), self._known_logits(flat).view(rows, depth, -1)
 
-    def _biased(self, normed: Tensor, known: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [m, vocab] of slots that follow `tokens` [m]."""
+    def _biased(
+        self, paths: Tensor, normed: Tensor, known: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states of paths on which `tokens` [m] follow, and logits [m, vocab]."""
         if self._before is not None:
-            known = self._before.add(tokens, normed, known.contiguous())
-        return spread(known, self._target_ids, self.vocab_size)
+            paths, known = self._before.add(paths, tokens, normed, known.contiguous())
+        return paths, spread(known, self._target_ids, self.vocab_size)
 
     def _log_confidence(self, normed: Tensor, before: Tensor) -> Tensor:
         """Return log P(accepted, given that those before are) [n, depth]."""
@@ -165,21 +179,34 @@ class DSparkHead(DFlashHead):
 
 
 class _Markov:
-    """The bias of a slot's logits by the token before: a product of low rank, perhaps gated."""
+    """The bias of a slot's logits by the tokens before: a product of low rank."""
 
     def __init__(
-        self, embedding: Tensor, product: Linear, gate: Linear | None, chains: BiasedChains | None
+        self, kind: str, embedding: Tensor, product: Linear, joint: Linear | None, rank: int
     ) -> None:
-        self.embedding, self._product, self._gate = embedding, product, gate
-        self.rank = embedding.shape[1]
-        self.chains = chains  # a faster way to draw chains, on a CPU
+        """`joint` is the gate of `gated`, or what makes state and bias of `rnn`."""
+        self._kind, self._product, self._joint = kind, product, joint
+        self.embedding, self.rank = embedding, rank
+        self.state_size = rank if kind == "rnn" else 0
+        self.chains: BiasedChains | None = None  # a faster way to draw chains, on a CPU
 
-    def add(self, tokens: Tensor, normed: Tensor, known: Tensor) -> Tensor:
-        """Return logits [m, known] with the biases by tokens [m] and outputs [m, hidden]."""
+    def add(
+        self, paths: Tensor, tokens: Tensor, normed: Tensor, known: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states after tokens [m], and logits [m, known] with the biases by them.
+
+        `paths` [m, state_size] are the states before, `normed` [m, hidden] the slots' outputs.
+        """
         before = F.embedding(tokens, self.embedding)
-        if self._gate is not None:
-            before = torch.sigmoid(self._gate(torch.cat((normed, before), dim=-1))) * before
-        return self._product.add(before, known)
+        if self._kind == "gated":
+            assert self._joint is not None
+            before = torch.sigmoid(self._joint(torch.cat((normed, before), dim=-1))) * before
+        elif self._kind == "rnn":
+            assert self._joint is not None
+            parts = self._joint(torch.cat((paths, before, normed), dim=-1)).chunk(3, dim=-1)
+            paths = torch.lerp(torch.tanh(parts[1]), paths, torch.sigmoid(parts[0]))
+            before = torch.tanh(parts[2])
+        return paths, self._product.add(before, known)
 
 
 def _markov(
@@ -193,20 +220,27 @@ def _markov(
     if kind not in _TYPES:
         raise ConfigError(
             f"config.json in {checkpoint.folder}: markov_head_type {kind!r} is not supported; "
-            f"known are {' and '.join(_TYPES)}."
+            f"known are {', '.join(_TYPES)}."
         )
     rank = checkpoint.stored(name).shape[-1]
     embedding = place.put(checkpoint.tensor(name, vocab_size, rank))
     product = checkpoint.tensor(found.name("markov_head.markov_w2.weight"), num_known, rank)
-    gate, chains = None, None
-    if kind == "gated":
-        width = rank + found.checkpoint.stored(found.name("norm.weight")).shape[0]
-        weight = checkpoint.tensor(found.name("markov_head.gate_proj.weight"), rank, width)
-        bias = checkpoint.tensor(found.name("markov_head.gate_proj.bias"), rank)
-        gate = place.linear(weight, bias)
-    elif place.device.type == "cpu" and place.dtype in (torch.float32, torch.bfloat16):
+    hidden = checkpoint.stored(found.name("norm.weight")).shape[0]
+    joint: tuple[Tensor, Tensor] | None = None
+    if kind != "vanilla":
+        layer = found.name(f"markov_head.{'gate' if kind == 'gated' else 'joint'}_proj.")
+        size = (rank, hidden + rank) if kind == "gated" else (3 * rank, 2 * rank + hidden)
+        joint = (
+            checkpoint.tensor(f"{layer}weight", *size),
+            checkpoint.tensor(f"{layer}bias", size[0]),
+        )
+    linear = None if joint is None else place.linear(*joint)
+    markov = _Markov(kind, embedding, place.linear(product), linear, rank)
+    on_cpu = place.device.type == "cpu" and place.dtype in (torch.float32, torch.bfloat16)
+    if kind != "gated" and on_cpu:
         # Imported here: on a GPU nothing needs Numba.
         from outrider.drafting.cpu.biased_chains import BiasedChains
 
-        chains = BiasedChains(embedding, place.put(product), ids)
-    return _Markov(embedding, place.linear(product), gate, chains)
+        put = None if joint is None else (place.put(joint[0]), place.put(joint[1]))
+        markov.chains = BiasedChains(embedding, place.put(product), put, ids)
+    return markov
