@@ -73,15 +73,20 @@ class TargetDraws:
         Logits [n, m, vocab] of m places per row become int64 and float32 [n, m, count], the best
         first; fewer if the vocabulary is smaller. Cut tokens have a probability of 0.
         """
-        scores = logits.float()
-        batch = self._batch
-        if batch is not None:
-            scores = self._noised(_cut(scores, batch), batch, depth)
+        scores = self._scores(logits, depth)
         if count == 1:  # in fewer passes
             best, tokens = scores.max(dim=-1, keepdim=True)
             return tokens, (scores - best).exp_().sum(dim=-1, keepdim=True).log_().neg_()
         top = scores.topk(min(count, logits.shape[-1]), dim=-1)
         return top.indices, (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+
+    def first(self, logits: Tensor, depth: int) -> Tensor:
+        """Return the likeliest token of each row at `depth`: [n, vocab] to int64 [n]."""
+        return self._scores(logits[:, None], depth)[:, 0].argmax(dim=-1)
+
+    def _scores(self, logits: Tensor, depth: int) -> Tensor:
+        scores, batch = logits.float(), self._batch
+        return scores if batch is None else self._noised(_cut(scores, batch), batch, depth)
 
 
 def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -91,18 +91,18 @@ class DSparkHead(DFlashHead):
             # One output is a product that CPUs are slow at in bfloat16.
             exact = torch.promote_types(place.dtype, torch.float32)
             self._confidence = place.put(weight).to(exact), place.put(bias).to(exact)
-        # These chains have no log probabilities, which stand for confidences where no head has any.
-        markov = self._before if self._confidence is not None else None
-        self._chains = None if markov is None else markov.chains
+        self._chains = None if self._before is None else self._before.chains
 
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
         """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
         normed, known = self._slots(states[:, :depth])
-        if width == 1 and self._chains is not None:
-            ids = self._chains.draw(normed, known, tokens, draws.batch)
-            return self._with_confidence(normed, tokens, chain_nodes(ids))
+        if width == 1 and self._confidence is not None:  # log probabilities tell nothing more
+            ids = self._drawn(normed, known, tokens, draws)
+            before = torch.cat((tokens[:, None], ids[:, :-1]), dim=1)
+            sure = self._log_confidence(normed, before).float().view(torch.int32)
+            return torch.cat((chain_nodes(ids), sure[:, None]), dim=1)
 
         def step(paths: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
             mine, logits = normed[:, place], known[:, place]
@@ -111,15 +111,18 @@ class DSparkHead(DFlashHead):
                 logits = logits.repeat_interleave(count, dim=0)
             return self._biased(paths, mine, logits, last)
 
-        guesses = guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
-        if width > 1 or self._confidence is None:
-            return guesses
-        return self._with_confidence(normed, tokens, guesses)
+        return guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
 
-    def _with_confidence(self, normed: Tensor, tokens: Tensor, guesses: Tensor) -> Tensor:
-        before = torch.cat((tokens[:, None], guesses[:, 0, :-1].long()), dim=1)
-        sure = self._log_confidence(normed, before).float().view(torch.int32)
-        return torch.cat((guesses, sure[:, None]), dim=1)
+    def _drawn(self, normed: Tensor, known: Tensor, tokens: Tensor, draws: TargetDraws) -> Tensor:
+        """Return chains that follow `tokens`, int64 [n, depth]."""
+        if self._chains is not None:
+            return self._chains.draw(normed, known, tokens, draws.batch)
+        paths, chain = self._no_tokens(normed), list[Tensor]()
+        for place in range(known.shape[1]):
+            paths, logits = self._biased(paths, normed[:, place], known[:, place], tokens)
+            tokens = draws.first(logits, place)
+            chain.append(tokens)
+        return torch.stack(chain, dim=1)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
         return [
