@@ -105,10 +105,10 @@ class DSparkHead(DFlashHead):
             return torch.cat((chain_nodes(ids), sure[:, None]), dim=1)
 
         def step(paths: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
-            mine, logits = normed[:, place], known[:, place]
-            if (count := len(last) // len(states)) > 1:  # paths of a row
-                mine = mine.repeat_interleave(count, dim=0)
-                logits = logits.repeat_interleave(count, dim=0)
+            count = len(last) // len(states)  # of a row
+            mine, logits = (
+                each[:, place, None].expand(-1, count, -1).flatten(0, 1) for each in (normed, known)
+            )
             return self._biased(paths, mine, logits, last)
 
         return guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
