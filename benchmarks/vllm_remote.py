@@ -1,13 +1,14 @@
 """Measure vLLM with Outrider's proposers, beside vLLM's own draft model and no speculation.
 
     python -m benchmarks.vllm_remote --model TARGET --draft-model DRAFT --vllm FOLDER|PYTHON
-        [--gpus 0 1] [--eagle3 HEAD]
+        [--gpus 0 1] [--eagle3 HEAD] [--more-tokens 6]
 
 TARGET and DRAFT are folders, of inflated models too (benchmarks/inflate.py). vLLM without drafts
 and with Outrider's lies on the first GPU, and Outrider's proposer on the last: with two GPUs it
-drafts ahead. vLLM with its own methods is on the last GPU too; with `--eagle3`, it also speculates
-with that module. All are loaded at once, with KV caches of a fixed size, and measured in turns.
-What fails is left out, and told of in the results, which are written after each concurrency.
+drafts ahead. For each K Outrider has an engine and a proposer. vLLM with its own methods is on the
+last GPU too; with `--eagle3`, it also speculates with that module. All are loaded at once, with KV
+caches of a fixed size, and measured in turns. What fails is left out, and told of in the results,
+which are written after each concurrency.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ from benchmarks.lib.processes import Child, ProcessError, module_child, stopping
 from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import Run, TokenIds
 from benchmarks.lib.stack import samples
+from benchmarks.lib.timed_proposer import read_times
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
-_BASE, _OURS = "vllm none", "vllm + outrider"
+_BASE, _OURS = "vllm none", "vllm + outrider K="
 _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
+_CLASS = "benchmarks.lib.timed_proposer.TimedProposer"
 _TITLE = "vLLM with Outrider's proposers"
-_PORT, _DATA_PORT, _METRICS_PORT = 7001, 7002, 7003
-_PORTS = f"--port {_PORT} --data-port {_DATA_PORT} --metrics-port {_METRICS_PORT}"
-# Metrics of the draft side, and the label that tells their parts.
-_COUNTED = {"proposers_attached": "", "pool_rounds_total": "fate", "round_seconds_total": "part"}
+_PORT = 7001  # the first of four of each K: gRPC, data, metrics, and the proposer's metrics
+# Metrics of the draft side and of the proposer, and the label that tells their parts.
+_COUNTED = {
+    **{"proposers_attached": "", "pool_rounds_total": "fate", "round_seconds_total": "part"},
+    **{f"proposer_{name}_seconds_sum": "" for name in ("cycle", "forward", "ahead")},
+    **{f"proposer_{name}": "" for name in ("cycle_seconds_count", "ahead_seconds_count")},
+    "proposer_cycle_sessions_sum": "",
+}
 _FATES = ("hit", "waited", "late", "wrong", "none")
 _PARTS = ("propose", "network", "wait", "score")
 _KV_CACHE_BYTES = 6 << 30  # then --vllm-memory is just what must be free at the start
@@ -50,6 +57,8 @@ class _Drafted(VllmSystem):
     """vLLM with Outrider's proposer."""
 
     proposer: Child
+    port: int
+    times: Path
 
     def wait_attached(self, timeout_s: float) -> None:
         """Wait until the proposer drafts for the engine. Raises `ProcessError`."""
@@ -61,16 +70,49 @@ class _Drafted(VllmSystem):
             time.sleep(0.2)
 
     def counts(self) -> dict[str, float]:
-        """Return proposers, rounds by their drafts' fate, and seconds by part, so far.
+        """Return what was counted so far.
 
-        Raises `ProcessError`.
+        That is proposers, rounds by their drafts' fate, seconds by part, and what `propose` and the
+        proposer took. Raises `ProcessError`.
         """
-        found = dict.fromkeys(("proposers_attached", *_FATES, *_PARTS), 0.0)
-        for sample in samples(f"http://127.0.0.1:{_METRICS_PORT}"):
-            if (label := _COUNTED.get(name := sample.name.removeprefix("outrider:"))) is not None:
-                key = sample.labels.get(label, name)
-                found[key] = found.get(key, 0.0) + sample.value
-        return found
+        names = (
+            "proposers_attached",
+            *_FATES,
+            *_PARTS,
+            *(n for n, by in _COUNTED.items() if not by),
+        )
+        found = dict.fromkeys(names, 0.0)
+        for port in (self.port + 2, self.port + 3):
+            for sample in samples(f"http://127.0.0.1:{port}"):
+                name = sample.name.removeprefix("outrider:")
+                if (label := _COUNTED.get(name)) is not None:
+                    key = sample.labels.get(label, name)
+                    found[key] = found.get(key, 0.0) + sample.value
+        return found | read_times(self.times)
+
+    def told(self, concurrency: int, before: dict[str, float]) -> list[str]:
+        """Return notes about the rounds since then. Raises `ProcessError`."""
+        spent = {name: value - before.get(name, 0.0) for name, value in self.counts().items()}
+        if not (rounds := sum(spent[fate] for fate in _FATES)):
+            return []
+        fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
+        parts = [f"{part} {spent[part] * 1e3 / rounds:.2f} ms" for part in _PARTS]
+        notes = [f"a round: {', '.join([*fates, *parts])}"]
+        if steps := spent.get("steps"):
+            names = {"propose": "propose_s", "its CPU": "propose_cpu_s", "waited": "waited_s"}
+            means = [f"{name} {spent[key] * 1e3 / steps:.2f} ms" for name, key in names.items()]
+            notes.append(f"a step of {spent['rows'] / steps:.1f} rows: {', '.join(means)}")
+        if cycles := spent["proposer_cycle_seconds_count"]:
+            cycle, ahead, size = (
+                spent[f"proposer_{name}_sum"] / cycles
+                for name in ("cycle_seconds", "ahead_seconds", "cycle_sessions")
+            )
+            notes.append(
+                f"{cycles:.0f} batches of {size:.1f} sessions: {cycle * 1e3:.2f} ms, "
+                f"and {ahead * 1e3:.2f} ms ahead "
+                f"({spent['proposer_ahead_seconds_count']:.0f} times)"
+            )
+        return [f"- {concurrency} concurrent, {self.name}, {note}" for note in notes]
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`."""
@@ -85,6 +127,8 @@ def parser() -> argparse.ArgumentParser:
     add_vllm_flags(p)
     p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.1)
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
+    p.add_argument("--more-tokens", type=int, nargs="+", default=[], help="other K of Outrider's")
+    p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
     p.add_argument("--their-tokens", type=int, default=4, help="K of vLLM's own methods")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -111,7 +155,7 @@ def _run(args: argparse.Namespace) -> int:
         systems = _start(args, Path(folder), children, failures)
         for n in args.concurrency:
             for rounds in (1, args.rounds):  # the first compiles, and lets the policy learn
-                before = _rounds(systems)
+                before = _counts(systems)
                 plan = Plan(n, rounds, max(2, args.waves * n))
                 found = measure(systems, plan, loaded, args.max_tokens, children, failures)
                 for system in systems:
@@ -119,29 +163,31 @@ def _run(args: argparse.Namespace) -> int:
                         system.worker.child.stop()
                 systems = [system for system in systems if system.name not in failures]
             cells += found
-            notes += _told(n, before, _rounds(systems))
+            notes += _told(systems, n, before)
             failed = [f"- {name} failed: {why}" for name, why in failures.items()]
             setup["notes"] = [*notes, *failed]
             print(report.write_cells(cells, lambda _: _BASE, setup, _TITLE, args.out), flush=True)
     return 0 if cells else 2
 
 
-def _rounds(systems: Sequence[VllmSystem]) -> dict[str, float]:
+def _counts(systems: Sequence[VllmSystem]) -> dict[str, dict[str, float]]:
+    found = {}
     for system in systems:
         if isinstance(system, _Drafted):
             with contextlib.suppress(ProcessError):  # its next run tells why
-                return system.counts()
-    return {}
+                found[system.name] = system.counts()
+    return found
 
 
-def _told(concurrency: int, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Return a note about Outrider's rounds at one concurrency."""
-    spent = {name: after[name] - before[name] for name in before if name in after}
-    if not (rounds := sum(spent.get(fate, 0.0) for fate in _FATES)):
-        return []
-    fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
-    parts = [f"{part} {spent[part] * 1e3 / rounds:.2f} ms" for part in _PARTS]
-    return [f"- {concurrency} concurrent, a round of {_OURS}: {', '.join([*fates, *parts])}"]
+def _told(
+    systems: Sequence[VllmSystem], concurrency: int, before: dict[str, dict[str, float]]
+) -> list[str]:
+    notes: list[str] = []
+    for system in systems:
+        if isinstance(system, _Drafted) and system.name in before:
+            with contextlib.suppress(ProcessError):
+                notes += system.told(concurrency, before[system.name])
+    return notes
 
 
 def _start(
@@ -154,28 +200,33 @@ def _start(
     place = VllmPlace.find(args.vllm)
     if place is None:
         raise ProcessError("--vllm is needed: a folder of vLLM's wheels, or another Python.")
-    draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
+    draft = resolve_model(args.draft_model, "draft")
+    ours = {f"{_OURS}{k}": k for k in (args.num_speculative_tokens, *args.more_tokens)}
     speculations = {
         _BASE: None,
-        _OURS: speculative_config("custom_class", "outrider.vllm.proposer.RemoteProposer", k),
+        **{name: speculative_config("custom_class", _CLASS, k) for name, k in ours.items()},
         _DRAFT_MODEL: speculative_config("draft_model", draft, args.their_tokens),
     }
     if args.eagle3:
         speculations[_EAGLE3] = speculative_config("eagle3", args.eagle3, args.their_tokens)
+    speculations = {name: each for name, each in speculations.items() if name not in args.without}
     on_cpu = args.device == "cpu"
     fitting = {"enforce_eager": True} if on_cpu else {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
 
     def start(name: str) -> VllmSystem | None:
-        gpu = args.gpus[0 if name in (_BASE, _OURS) else -1]
+        gpu = args.gpus[0 if name == _BASE or name in ours else -1]
         peers = GpuPeers(place, args, log_dir, children, gpu)
         options = fitting | {"speculative_config": speculations[name]}
         try:
-            if name != _OURS:
+            if name not in ours:
                 return peers.start(name, **options)
-            proposer = _proposer(args, draft, log_dir, children)
-            ports = {"outrider": _PORTS}
-            engine = peers.start(name, **options, additional_config=ports)
-            system = _Drafted(**vars(engine), proposer=proposer)
+            port = _PORT + 4 * list(ours).index(name)
+            times = log_dir / f"times-{port}.json"
+            proposer = _proposer(args, draft, log_dir, children, port)
+            flags = f"--port {port} --data-port {port + 1} --metrics-port {port + 2}"
+            plugin = {"outrider": flags, "times": str(times)}
+            engine = peers.start(name, **options, additional_config=plugin)
+            system = _Drafted(**vars(engine), proposer=proposer, port=port, times=times)
             system.wait_attached(args.start_timeout)
             return system
         except ProcessError as error:
@@ -190,13 +241,16 @@ def _start(
         pool.shutdown(wait=False)  # who ends the program waits for no start
 
 
-def _proposer(args: argparse.Namespace, draft: Path, log_dir: Path, children: list[Child]) -> Child:
+def _proposer(
+    args: argparse.Namespace, draft: Path, log_dir: Path, children: list[Child], port: int
+) -> Child:
     """Start a proposer, which dials until the engine listens."""
-    command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{_PORT}"]
+    command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{port}"]
     command += ["--port", "0", "--method", "draft_model", "--model", str(draft)]
+    command += ["--metrics-port", f"{port + 3}"]
     command += ["--dtype", "bfloat16", "--device", args.device, *args.proposer_flags]
     env = {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
-    return module_child("proposer", command, log_dir, children, env)
+    return module_child(f"proposer-{port}", command, log_dir, children, env)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ class VllmEngine:
 
     def start(self, log_dir: Path, children: list[Child]) -> Worker:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
-        name = f"vllm-{(self.options.get('speculative_config') or {}).get('method', 'none')}"
+        speculation = self.options.get("speculative_config") or {}
+        name = f"vllm-{speculation.get('method', 'none')}"
+        name += f"-{speculation['num_speculative_tokens']}" if speculation else ""
         say(f"starting {name}: it compiles first, which takes minutes")
         settings = {
             "model": str(self.target),
