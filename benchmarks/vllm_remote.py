@@ -31,15 +31,15 @@ from benchmarks.lib.processes import Child, ProcessError, module_child, stopping
 from benchmarks.lib.program import add_vllm_flags, guarded, measuring_arguments, say
 from benchmarks.lib.records import Run, TokenIds
 from benchmarks.lib.stack import samples
-from benchmarks.lib.timed_proposer import read_times
+from benchmarks.lib.timed_rounds import read_times
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
 _BASE, _OURS = "vllm none", "vllm + outrider K="
+_BARE = "vllm bare K="  # wrong drafts from within: how fast a round with drafts can be
 _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
-_CLASS = "benchmarks.lib.timed_proposer.TimedProposer"
+_CLASSES = "benchmarks.lib.timed_rounds."
 _TITLE = "vLLM with Outrider's proposers"
-_PORT = 7001  # the first of four of each K: gRPC, data, metrics, and the proposer's metrics
 # Metrics of the draft side and of the proposer, and the label that tells their parts.
 _COUNTED = {
     **{"proposers_attached": "", "pool_rounds_total": "fate", "round_seconds_total": "part"},
@@ -53,12 +53,48 @@ _KV_CACHE_BYTES = 6 << 30  # then --vllm-memory is just what must be free at the
 
 
 @dataclass(frozen=True)
-class _Drafted(VllmSystem):
+class _Timed(VllmSystem):
+    """vLLM with a class that times its rounds."""
+
+    times: Path
+
+    def counts(self) -> dict[str, float]:
+        """Return what was counted so far."""
+        return read_times(self.times)
+
+    def told(self, concurrency: int, before: dict[str, float]) -> list[str]:
+        """Return notes about the rounds since then. Raises `ProcessError`."""
+        spent = {name: value - before.get(name, 0.0) for name, value in self.counts().items()}
+        return [f"- {concurrency} concurrent, {self.name}, {note}" for note in self.notes(spent)]
+
+    def notes(self, spent: dict[str, float]) -> list[str]:
+        """Say what was spent in each step."""
+        if not (steps := spent.get("steps")):
+            return []
+        names = {"propose": "propose_s", "its CPU": "cpu_s", "waited": "waited_s"}
+        means = [f"{name} {spent[key] * 1e3 / steps:.2f} ms" for name, key in names.items()]
+        hit_ms = spent["hit_s"] * 1e3 / max(1.0, spent["hits"])
+        return [
+            f"a step of {spent['rows'] / steps:.1f} rows: {', '.join(means)}; after all rows had "
+            f"drafts at once ({spent['hits'] / steps:.0%}), {hit_ms:.2f} ms to the next"
+        ]
+
+
+@dataclass(frozen=True)
+class _Bare(_Timed):
+    """vLLM with wrong drafts, of which some steps are enough."""
+
+    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
+        """See `System.run`."""
+        return super().run(prompts[:concurrency], max_tokens // 4, concurrency)
+
+
+@dataclass(frozen=True)
+class _Drafted(_Timed):
     """vLLM with Outrider's proposer."""
 
     proposer: Child
     port: int
-    times: Path
 
     def wait_attached(self, timeout_s: float) -> None:
         """Wait until the proposer drafts for the engine. Raises `ProcessError`."""
@@ -88,20 +124,15 @@ class _Drafted(VllmSystem):
                 if (label := _COUNTED.get(name)) is not None:
                     key = sample.labels.get(label, name)
                     found[key] = found.get(key, 0.0) + sample.value
-        return found | read_times(self.times)
+        return found | super().counts()
 
-    def told(self, concurrency: int, before: dict[str, float]) -> list[str]:
-        """Return notes about the rounds since then. Raises `ProcessError`."""
-        spent = {name: value - before.get(name, 0.0) for name, value in self.counts().items()}
-        if not (rounds := sum(spent[fate] for fate in _FATES)):
-            return []
-        fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
-        parts = [f"{part} {spent[part] * 1e3 / rounds:.2f} ms" for part in _PARTS]
-        notes = [f"a round: {', '.join([*fates, *parts])}"]
-        if steps := spent.get("steps"):
-            names = {"propose": "propose_s", "its CPU": "propose_cpu_s", "waited": "waited_s"}
-            means = [f"{name} {spent[key] * 1e3 / steps:.2f} ms" for name, key in names.items()]
-            notes.append(f"a step of {spent['rows'] / steps:.1f} rows: {', '.join(means)}")
+    def notes(self, spent: dict[str, float]) -> list[str]:
+        """Say what became of drafts, and what was spent in each step and batch."""
+        notes = super().notes(spent)
+        if rounds := sum(spent[fate] for fate in _FATES):
+            fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
+            parts = [f"{part} {spent[part] * 1e3 / rounds:.2f} ms" for part in _PARTS]
+            notes.append(f"a round: {', '.join([*fates, *parts])}")
         if cycles := spent["proposer_cycle_seconds_count"]:
             cycle, ahead, size = (
                 spent[f"proposer_{name}_sum"] / cycles
@@ -112,7 +143,7 @@ class _Drafted(VllmSystem):
                 f"and {ahead * 1e3:.2f} ms ahead "
                 f"({spent['proposer_ahead_seconds_count']:.0f} times)"
             )
-        return [f"- {concurrency} concurrent, {self.name}, {note}" for note in notes]
+        return notes
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`."""
@@ -129,6 +160,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
     p.add_argument("--more-tokens", type=int, nargs="+", default=[], help="other K of Outrider's")
     p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
+    p.add_argument("--port", type=int, default=7001, help="the first of four ports of each K")
     p.add_argument("--their-tokens", type=int, default=4, help="K of vLLM's own methods")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -173,7 +205,7 @@ def _run(args: argparse.Namespace) -> int:
 def _counts(systems: Sequence[VllmSystem]) -> dict[str, dict[str, float]]:
     found = {}
     for system in systems:
-        if isinstance(system, _Drafted):
+        if isinstance(system, _Timed):
             with contextlib.suppress(ProcessError):  # its next run tells why
                 found[system.name] = system.counts()
     return found
@@ -184,7 +216,7 @@ def _told(
 ) -> list[str]:
     notes: list[str] = []
     for system in systems:
-        if isinstance(system, _Drafted) and system.name in before:
+        if isinstance(system, _Timed) and system.name in before:
             with contextlib.suppress(ProcessError):
                 notes += system.told(concurrency, before[system.name])
     return notes
@@ -201,10 +233,13 @@ def _start(
     if place is None:
         raise ProcessError("--vllm is needed: a folder of vLLM's wheels, or another Python.")
     draft = resolve_model(args.draft_model, "draft")
-    ours = {f"{_OURS}{k}": k for k in (args.num_speculative_tokens, *args.more_tokens)}
+    k = args.num_speculative_tokens
+    ours, bare = {f"{_OURS}{each}": each for each in (k, *args.more_tokens)}, f"{_BARE}{k}"
+    ours_class = f"{_CLASSES}TimedProposer"
     speculations = {
         _BASE: None,
-        **{name: speculative_config("custom_class", _CLASS, k) for name, k in ours.items()},
+        bare: speculative_config("custom_class", f"{_CLASSES}BareProposer", k),
+        **{name: speculative_config("custom_class", ours_class, k) for name, k in ours.items()},
         _DRAFT_MODEL: speculative_config("draft_model", draft, args.their_tokens),
     }
     if args.eagle3:
@@ -214,19 +249,21 @@ def _start(
     fitting = {"enforce_eager": True} if on_cpu else {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
 
     def start(name: str) -> VllmSystem | None:
-        gpu = args.gpus[0 if name == _BASE or name in ours else -1]
+        gpu = args.gpus[0 if name in (_BASE, bare, *ours) else -1]
         peers = GpuPeers(place, args, log_dir, children, gpu)
         options = fitting | {"speculative_config": speculations[name]}
         try:
-            if name not in ours:
+            if name not in (bare, *ours):
                 return peers.start(name, **options)
-            port = _PORT + 4 * list(ours).index(name)
+            port = args.port + 4 * [*ours, bare].index(name)
             times = log_dir / f"times-{port}.json"
-            proposer = _proposer(args, draft, log_dir, children, port)
             flags = f"--port {port} --data-port {port + 1} --metrics-port {port + 2}"
             plugin = {"outrider": flags, "times": str(times)}
+            proposer = None if name == bare else _proposer(args, draft, log_dir, children, port)
             engine = peers.start(name, **options, additional_config=plugin)
-            system = _Drafted(**vars(engine), proposer=proposer, port=port, times=times)
+            if proposer is None:
+                return _Bare(**vars(engine), times=times)
+            system = _Drafted(**vars(engine), times=times, proposer=proposer, port=port)
             system.wait_attached(args.start_timeout)
             return system
         except ProcessError as error:

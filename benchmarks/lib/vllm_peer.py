@@ -57,12 +57,12 @@ class VllmEngine:
     max_num_seqs: int = 16
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `LLM`
     start_timeout_s: float = 600.0
+    name: str = ""  # of its log; else its method's
 
     def start(self, log_dir: Path, children: list[Child]) -> Worker:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
-        speculation = self.options.get("speculative_config") or {}
-        name = f"vllm-{speculation.get('method', 'none')}"
-        name += f"-{speculation['num_speculative_tokens']}" if speculation else ""
+        method = (self.options.get("speculative_config") or {}).get("method", "none")
+        name = self.name or f"vllm-{method}"
         say(f"starting {name}: it compiles first, which takes minutes")
         settings = {
             "model": str(self.target),
@@ -129,6 +129,7 @@ class GpuPeers:
             max(args.concurrency),
             {"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True, **options},
             start_timeout_s=args.start_timeout,
+            name=name.replace(" ", "-"),
         )
         worker = engine.start(self.log_dir, self.children)
         return VllmSystem(name, worker, frozenset(args.concurrency), args.request_timeout)
