@@ -123,10 +123,12 @@ class CostModel:
         self.sizes = StepSizes()
         self.steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
+        self._rounds_s: dict[float, float] = {}  # see `round_s`; each row asks
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in a step that only verified."""
         self.num_rows = num_rows
+        self._rounds_s.clear()
         run = self.sizes.run(num_rows, np.array(num_tokens, np.float64))
         self.steps.observe(int(run), seconds)
 
@@ -136,8 +138,10 @@ class CostModel:
 
     def round_s(self, k: float) -> float:
         """Return the seconds of a step of as many rows as the last, with k draft tokens each."""
-        run = self.sizes.run(self.num_rows, np.array(self.num_rows * (1 + k)))
-        return self.steps.estimate(float(run))
+        if (seconds := self._rounds_s.get(k)) is None:
+            run = self.sizes.run(self.num_rows, np.array(self.num_rows * (1 + k)))
+            seconds = self._rounds_s[k] = self.steps.estimate(float(run))
+        return seconds
 
     def draft_times(self, d: Drafting) -> DraftTimes:
         """Return what a row's drafts take, to be added to."""

@@ -132,9 +132,14 @@ class DraftTracker:
         times = self.policy.measured.costs.draft_times(d)
         times.observe(arrived.at, seconds, arrived.draft_s, num_tokens, alone=alone)
 
-    def choose_rows(self, rows: Rows[R], num_prefilling: int, now: float) -> Ready[R]:
-        """Return which rows run now, of those that lack at most a draft."""
-        ready: list[R] = []
+    def choose_rows(
+        self, rows: Rows[R], num_prefilling: int, now: float, ready_rows: Rows[R] = ()
+    ) -> Ready[R]:
+        """Return which rows run now, of those that lack at most a draft.
+
+        `ready_rows` lack none, and nothing is noted of them.
+        """
+        ready: list[R] = [*ready_rows]
         waiting: list[R] = []
         may_wait, drafting = self.policy.may_wait, self.policy.mode.drafts
         for row in rows:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
+from outrider.draft_tree import DraftTree
 from outrider.policy.base import DraftMode, StepDone
 from outrider.rounds import BlockFate, Round
 from outrider.rows.tracker import ArrivedBlock, DraftTracker
@@ -38,7 +39,6 @@ class Step:
     rows: list[HostedRow] = field(default_factory=list)  # that emitted tokens, and go on
     emitted: list[Emitted] = field(default_factory=list)  # that is not counted yet
     counted: bool = True
-    noted: list[Emitted] | None = None  # the last `emitted` that the tracker knows
     num_early_blocks: int = 0  # that came before its result, and are not counted yet
     launched: list[HostedRow] = field(default_factory=list)  # of the rows, those that go on
     timings: StepTimings | None = None  # None: it is accounted for
@@ -55,8 +55,9 @@ class Accounting:
         self.step = Step()
         self.blocks: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
         """Blocks that came and are not counted yet."""
-        self.verified: list[tuple[HostedRow, bytes]] = []
-        """Confidences of draft tokens of the next round, which the tracker does not know yet."""
+        self.verified: list[tuple[HostedRow, DraftTree, int, int]] = []
+        """Drafts of the next round whose confidences the tracker does not know yet: the row, its
+        draft, the node that its text has reached, and how many tokens are verified."""
 
     def begin_again(self) -> None:
         """Forget the step, after a fault."""
@@ -101,30 +102,42 @@ class Accounting:
     def settle(self) -> None:
         """Count the rounds of the last step, once."""
         step = self.step
-        if self.note_rounds() and step.rows:
-            self.tracker.choose_rows(step.rows, step.num_prefilling, step.ended)
-        for row, confidences in self.verified:
-            self.tracker.verifies(row, confidences)
+        going_on = [row for row in self.note_rounds() if not row.ended]
+        if going_on:
+            self.tracker.choose_rows(going_on, step.num_prefilling, step.ended)
+        for row, draft, node, count in self.verified:
+            self.tracker.verifies(row, draft.first_confidences(count, node))
         self.verified = []
-        self.count_blocks()
+        self._tell_of(self.blocks)
+        self.blocks = []
         if not step.counted:
             step.counted = True
             for emitted in step.emitted:
                 self._count(emitted)
 
-    def note_rounds(self) -> bool:
-        """Tell the tracker of the last step's rounds; False if it knows them."""
-        step = self.step
-        if step.noted is step.emitted:
-            return False
-        step.noted = step.emitted
-        later = self.blocks[step.num_early_blocks :]
-        del self.blocks[step.num_early_blocks :]
-        self.count_blocks()
-        self.blocks = later
+    def note_rounds(self, *, undrafted: bool = False) -> list[HostedRow]:
+        """Tell the tracker of the last step's rounds, once; return the rows.
+
+        `undrafted`: only of rows without a draft at hand, whose wait depends on it.
+        """
+        step, n = self.step, self.step.num_early_blocks
+        early, later = self.blocks[:n], self.blocks[n:]
+        if undrafted:
+            kept = [each for each in early if each[0].draft is not None]
+            early = [each for each in early if each[0].draft is None]
+        else:
+            kept = []
+        self._tell_of(early)
+        self.blocks, step.num_early_blocks = kept + later, len(kept)
+        rows = []
         for each in step.emitted:
-            self.tracker.round_done(each.row, each.round, each.wrong, step.ended)
-        return True
+            row = each.row
+            if row.noted or (undrafted and row.draft is not None):
+                continue
+            self.tracker.round_done(row, each.round, each.wrong, step.ended)
+            row.noted = True
+            rows.append(row)
+        return rows
 
     def _count(self, emitted: Emitted) -> None:
         row, first, num_output, round_, _, proposer_id, method = emitted
@@ -143,13 +156,13 @@ class Accounting:
     def block_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
         """Note a block. A useful one is counted later: its row can run."""
         self.blocks.append((row, block, fate))
-        if fate is not BlockFate.USEFUL and self.step.noted is self.step.emitted:
-            self.count_blocks()  # whether the row waits depends on it
+        if fate is not BlockFate.USEFUL and row.noted:  # whether the row waits depends on it
+            self._tell_of([each for each in self.blocks if each[0] is row])
+            self.blocks = [each for each in self.blocks if each[0] is not row]
 
-    def count_blocks(self) -> None:
+    def _tell_of(self, blocks: Sequence[tuple[HostedRow, PostedBlock, BlockFate]]) -> None:
         """Tell the tracker of blocks that came."""
-        arrived, self.blocks = self.blocks, []
-        for row, block, fate in arrived:
+        for row, block, fate in blocks:
             at = self._clock() if block.arrived_at is None else block.arrived_at
             made_by, draft_s = block.proposer_id, block.draft_us * 1e-6
             self.tracker.block_arrived(

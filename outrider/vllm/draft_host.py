@@ -208,6 +208,7 @@ class DraftHost(Inbox):
             round_, method, d = chain_round(drafted, accepted), row.draft_method, row.drafting
             row.token_ids += tokens
             row.num_drafted = row.num_verified = 0
+            row.noted = False
             wrong = row.walk(base_len, tokens, drafted)
             first = base_len == row.num_prompt_tokens
             proposer_id = d.offered.proposer.proposer_id or ""
@@ -231,17 +232,16 @@ class DraftHost(Inbox):
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
         self._take_messages(0.0)
         rows = self._accounting.step.rows
-        if any(row.draft is None for row in rows):
-            self._wait_for_drafts(rows)
+        if undrafted := [row for row in rows if row.draft is None]:
+            self._wait_for_drafts(rows, undrafted)
         drafts = dict.fromkeys(names, _NO_DRAFT)
-        told: list[tuple[HostedRow, bytes]] = []
+        told: list[tuple[HostedRow, DraftTree, int, int]] = []
         for row in rows:
             if (draft := row.draft) is not None:
                 drafts[row.name] = path = self._draft(row, draft)
                 if draft.confidences and path and row.request.verification_rule is _COUPLED:
-                    told.append((row, draft.first_confidences(len(path), row.draft_node)))
-        if told:
-            self._cut(drafts, told)
+                    told.append((row, draft, row.draft_node, len(path)))
+        self._accounting.verified += self._cut(drafts, told)
         for row in rows:
             row.num_drafted = len(drafts[row.name])
         if len(names) <= self._max_graph_rows and len(rows) == len(names):
@@ -249,14 +249,16 @@ class DraftHost(Inbox):
         self._tell()  # last, since the event loop would take the interpreter at once
         return list(drafts.values())
 
-    def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
-        self._accounting.note_rounds()
+    def _wait_for_drafts(self, rows: Sequence[HostedRow], undrafted: list[HostedRow]) -> None:
+        self._tell()  # first, for proposers draft meanwhile
+        self._accounting.note_rounds(undrafted=True)
+        at_hand = [row for row in rows if row.draft is not None]
+        num_prefilling = self._accounting.step.num_prefilling
         while True:
             now = self._clock()
-            ready = self.tracker.choose_rows(rows, self._accounting.step.num_prefilling, now)
+            ready = self.tracker.choose_rows(undrafted, num_prefilling, now, at_hand)
             if ready.rows or ready.wake_at <= now:
                 return
-            self._tell()
             self._take_messages(ready.wake_at - now)
 
     def _draft(self, row: HostedRow, draft: DraftTree) -> list[int]:
@@ -266,14 +268,23 @@ class DraftHost(Inbox):
             draft.first_path(min(row.drafting.num_draft_tokens, self._k, room), row.draft_node)
         )
 
-    def _cut(self, drafts: dict[str, list[int]], told: list[tuple[HostedRow, bytes]]) -> None:
-        """Leave out draft tokens that are not worth verifying, by their proposers' confidence."""
-        step = self._accounting.step
+    def _cut(
+        self, drafts: dict[str, list[int]], told: list[tuple[HostedRow, DraftTree, int, int]]
+    ) -> list[tuple[HostedRow, DraftTree, int, int]]:
+        """Leave out draft tokens that are not worth verifying, by their proposers' confidence.
+
+        Returns the drafts that told any, with how many tokens are left.
+        """
+        policy, step = self.tracker.policy, self._accounting.step
+        if not told or policy.measured.costs.padded:  # then shorter drafts save nothing
+            return told
         others = len(step.rows) - len(told) + step.num_prefilling
-        cut = self.tracker.policy.cut([(row.drafting, each) for row, each in told], others)
-        for (row, each), count in zip(told, cut, strict=True):
+        confidences = [draft.first_confidences(n, node) for _, draft, node, n in told]
+        pairs = zip(told, confidences, strict=True)
+        counts = policy.cut([(row.drafting, each) for (row, *_), each in pairs], others)
+        for (row, *_), count in zip(told, counts, strict=True):
             del drafts[row.name][count:]
-            self._accounting.verified.append((row, each[:count]))
+        return [(*each[:3], count) for each, count in zip(told, counts, strict=True)]
 
     def _fill_up(self, drafts: dict[str, list[int]]) -> None:
         """Make all drafts equally long, if there is one; it costs less than it loses without.
@@ -295,6 +306,7 @@ class DraftHost(Inbox):
         events = self._accounting.finish(len(self._rows))
         if events is not None:
             self.listener.stepped(events)
+        self._take_messages(0.0)  # what is here now does not delay the drafts after this step
 
     def distrust(self) -> None:
         """Take all rows' texts for wrong, after a fault: they begin again."""

@@ -25,5 +25,6 @@ class HostedRow(DraftedRow):
         self.started_at = started_at
         self.num_drafted = 0  # tokens of the draft that was chosen for the next step
         self.num_verified = 0  # of them in the step that runs
+        self.noted = True  # the tracker knows its last round
         self.ended = False
         self.stale = False  # the text may not be vLLM's
