@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shlex
 import sys
 import tempfile
@@ -160,6 +161,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
     p.add_argument("--more-tokens", type=int, nargs="+", default=[], help="other K of Outrider's")
     p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: arguments of vLLM's LLM")
     p.add_argument("--port", type=int, default=7001, help="the first of four ports of each K")
     p.add_argument("--their-tokens", type=int, default=4, help="K of vLLM's own methods")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
@@ -247,6 +249,7 @@ def _start(
     speculations = {name: each for name, each in speculations.items() if name not in args.without}
     on_cpu = args.device == "cpu"
     fitting = {"enforce_eager": True} if on_cpu else {"kv_cache_memory_bytes": _KV_CACHE_BYTES}
+    fitting |= args.options
 
     def start(name: str) -> VllmSystem | None:
         gpu = args.gpus[0 if name in (_BASE, bare, *ours) else -1]
