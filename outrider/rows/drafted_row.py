@@ -59,14 +59,19 @@ class DraftedRow:
         A block from an older base than the present draft's does not replace it, nor does a smaller
         one from the same: branches arrive after the chain that they belong to.
         """
-        if not 0 <= block.base_len <= len(self.token_ids):
+        length = len(self.token_ids)
+        if block.base_len == length and block.token_ids:  # as most are, of a proposer in time
+            node = -1
+        elif not 0 <= block.base_len <= length:
             return BlockFate.INVALID
-        since = self.token_ids[block.base_len :]
-        node = block.descend(since)
-        if node is None:
-            return BlockFate.LATE if block.is_outrun(since) else BlockFate.WRONG
-        if block.is_leaf(node):
-            return BlockFate.LATE
+        else:
+            since = self.token_ids[block.base_len :]
+            reached = block.descend(since)
+            if reached is None:
+                return BlockFate.LATE if block.is_outrun(since) else BlockFate.WRONG
+            if block.is_leaf(reached):
+                return BlockFate.LATE
+            node = reached
         if self.draft is None or (block.base_len, len(block.token_ids)) >= (
             self.draft_base,
             len(self.draft.token_ids),

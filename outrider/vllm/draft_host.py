@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from outrider.draft_port import NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.params import VerificationRule
 from outrider.policy.base import DraftMode, Policy
 from outrider.rounds import BlockFate, chain_round, token_kinds
 from outrider.rows.tracker import DraftTracker
@@ -40,7 +39,6 @@ from outrider.vllm.accounting import Accounting, Emitted
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 
-_COUPLED: Final = VerificationRule.COUPLED
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
 _log = logging.getLogger(__name__)
@@ -239,7 +237,7 @@ class DraftHost(Inbox):
         for row in rows:
             if (draft := row.draft) is not None:
                 drafts[row.name] = path = self._draft(row, draft)
-                if draft.confidences and path and row.request.verification_rule is _COUPLED:
+                if path and row.coupled and draft.confidences:
                     told.append((row, draft, row.draft_node, len(path)))
         self._accounting.verified += self._cut(drafts, told)
         for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.params import VerificationRule
 from outrider.policy.row import Drafting
 from outrider.rows.drafted_row import DraftedRow
 from outrider.types import Request
@@ -22,6 +23,7 @@ class HostedRow(DraftedRow):
     ) -> None:
         super().__init__(request, max_len=max_len, stop_ids=stop_ids, drafting=drafting)
         self.name = name
+        self.coupled = request.verification_rule is VerificationRule.COUPLED
         self.started_at = started_at
         self.num_drafted = 0  # tokens of the draft that was chosen for the next step
         self.num_verified = 0  # of them in the step that runs

@@ -1,0 +1,78 @@
+"""What is done before the next drafts are chosen, and what waits for the device to work again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.types import StepEvents
+from tests.support.services.vllm_steps import VllmSteps
+
+
+async def test_host_tells_of_a_miss_before_it_weighs_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch)
+    proposer, order = steps.attach(), []
+    steps.step()
+    steps.post(proposer, steps.block("a"))  # "b" has none
+    choose_rows, stepped = steps.host.tracker.choose_rows, steps.stepped
+
+    def choosing(*args: Any) -> Any:
+        order.append("weighed")
+        return choose_rows(*args)
+
+    def telling(events: StepEvents) -> None:
+        order.extend(["told"] * bool(events.commits))
+        stepped(events)
+
+    monkeypatch.setattr(steps, "stepped", telling)
+    steps.plugin._launched()
+    monkeypatch.setattr(steps.host.tracker, "choose_rows", choosing)
+    steps.step()
+    assert order[order.index("told") + 1] == "weighed"
+
+
+async def test_host_notes_each_round_once_after_what_came_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch)
+    proposer, tracker = steps.attach(), steps.host.tracker
+    noted: list[tuple[str, str]] = []
+    round_done, block_arrived = tracker.round_done, tracker.block_arrived
+
+    def done(row: Any, *args: Any) -> None:
+        noted.append((row.name, "round"))
+        round_done(row, *args)
+
+    def arrived(block: Any) -> None:
+        noted.append((block.row.name, "block"))
+        block_arrived(block)
+
+    monkeypatch.setattr(tracker, "round_done", done)
+    monkeypatch.setattr(tracker, "block_arrived", arrived)
+    steps.step()
+    for i in range(6):
+        drafted = ("a", "b") if i % 3 == 2 else ("ab"[i % 2],)
+        steps.post(proposer, *(steps.block(name, 8 if i % 2 else 2) for name in drafted))
+        steps.step()
+    steps.plugin._launched()
+    for name in ("a", "b"):
+        mine = [what for row, what in noted if row == name]
+        assert mine.count("round") == 7
+        assert mine.count("block") == 4
+        assert "block block" not in " ".join(mine)  # one came before each step
+        stats = steps.host.take_stats(name)
+        assert stats is not None
+        assert stats.hits + stats.misses_late + stats.misses_wrong <= 7
+
+
+async def test_host_takes_offers_while_the_device_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = VllmSteps(monkeypatch)
+    steps.step()
+    steps.attach()
+    rows = steps.host._rows.values()
+    assert [row.drafting.proposer_id for row in rows] == [None, None]
+    steps.plugin._launched()
+    assert [row.drafting.proposer_id for row in rows] == ["p", "p"]
