@@ -7,6 +7,7 @@ time. Times were measured on two H200s with an 8B target and a 1B draft.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -145,6 +146,8 @@ class LockStep(Listener):
         self._finished: list[str] = []
         self.stats: list[RequestStats] = []
         self.tokens = 0
+        self.propose_s: list[float] = []  # CPU time of each step's choice of drafts
+        self._world_s = 0.0  # CPU time of the simulation within them
 
     def rate(self, seconds: float) -> float:
         """Run for so long; return tokens per second, and keep the accounts of what ended then."""
@@ -170,8 +173,11 @@ class LockStep(Listener):
         emitted = [self._verified(name) for name in names]
         lengths = np.array([len(self._texts[name]) for name in names], np.int32)
         table = np.zeros((len(names), CONTEXT), np.int32)  # only read if the host lost its place
+        began, self._world_s = time.thread_time(), 0.0
         self.host.commit(names, emitted, lengths, table)
-        self._drafts = dict(zip(names, self.host.choose_drafts(names), strict=True))
+        chosen = self.host.choose_drafts(names)
+        self.propose_s.append(time.thread_time() - began - self._world_s)
+        self._drafts = dict(zip(names, chosen, strict=True))
         self._finished = [name for name in names if len(self._texts[name]) >= self._ends[name]]
         for name in self._finished:
             del self._texts[name], self._drafts[name]
@@ -212,6 +218,7 @@ class LockStep(Listener):
         self.host.set_drafting(request.session_id, offer)
 
     def stepped(self, events: StepEvents) -> None:
+        began = time.thread_time()
         step_us = 0 if events.timings is None else round(events.timings.forward_ms * 1e3)
         batch = draft_pb2.SessionBatch(step_us=step_us, on_demand=events.on_demand)
         for commit in events.commits:
@@ -227,6 +234,7 @@ class LockStep(Listener):
             )
         if events.commits:
             self._tell(batch)
+        self._world_s += time.thread_time() - began
 
     def _tell(self, batch: draft_pb2.SessionBatch) -> None:
         self._inbox.append((self.now + _WAY_S, batch.SerializeToString()))
@@ -271,10 +279,12 @@ class LockStep(Listener):
         return self._take()
 
     def _deliver(self) -> None:
+        began = time.thread_time()
         self._run_proposer()
         while self._blocks and self._blocks[0][0] <= self.now:
             at, blocks = self._blocks.popleft()
             self.host.post_blocks([_posted(block, at) for block in blocks])
+        self._world_s += time.thread_time() - began
 
 
 def _posted(block: draft_pb2.Block, at: float) -> PostedBlock:
