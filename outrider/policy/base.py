@@ -58,7 +58,7 @@ class StepDone:
     drafted: int  # rows that verified a draft
     comparable: bool  # a row goes on from the step before, and a proposer is there
     answered: int = 0  # rows whose proposer has sent a block
-    prompt_tokens: int = 0  # processed
+    prompt_s: float = 0.0  # that prompts took beside the other rows
     prompts_only: bool = False  # all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted
     proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft

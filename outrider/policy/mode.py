@@ -90,8 +90,8 @@ class ModeTrials:
             if seconds > 0.0:
                 current.tokens.add(tokens / rounds, rounds)
                 current.seconds.add(seconds / rounds, rounds)
-            # While the incumbent drafts, steps without any draft bring no trial nearer.
-            self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
+                # While the incumbent drafts, steps without any draft bring no trial nearer.
+                self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
             if self.on_trial and (self._steps_left <= 0.0 or self._is_lost(step.num_running)):
                 self._end(self._is_better())
             elif not self.on_trial and (self._steps_left <= 0.0 or self._is_behind()):
@@ -99,12 +99,13 @@ class ModeTrials:
 
     def _begin(self, *, ahead: bool) -> None:
         """Try the next mode in turn. Where nobody runs `ahead`, both that draft are one."""
-        modes, one = list(DraftMode), self.incumbent.drafts and not ahead
-        after = modes.index(self._last_tried) + 1
-        turn = [mode for mode in modes[after:] + modes if mode is not self.incumbent]
-        if self._is_behind():
+        modes = list(DraftMode)
+        turn = modes[modes.index(self._last_tried) + 1 :] + modes
+        if self._is_behind() or (self.incumbent.drafts and not ahead):
             turn = [DraftMode.OFF]
-        self.mode = self._last_tried = next(m for m in turn if not (one and m.drafts))
+        elif not ahead:
+            turn = [DraftMode.ON_DEMAND]
+        self.mode = self._last_tried = next(mode for mode in turn if mode is not self.incumbent)
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.mode] = self._no_speed()
@@ -146,14 +147,13 @@ class ModeSelector:
     around a power of two stays one size. Texts are others if their mean temperature has risen to
     `SAMPLED_TEMPERATURE`, or fallen to its half.
 
-    Steps with prompts are left out, unless all have some, as with many rows.
+    The time that prompts take is left out: it comes with every text, drafted for or not.
     """
 
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
         self._last_step_at: float | None = None
         self._with_prompts = False  # a step of prompts only came after the last other step
-        self._left_out = 0  # steps in a row with prompts
         self._restart()
 
     def _restart(self) -> None:
@@ -171,12 +171,11 @@ class ModeSelector:
         if step.prompts_only:  # its time is that of the round which the others wait for
             self._with_prompts = True
             return
-        self._left_out = self._left_out + 1 if step.prompt_tokens else 0
-        with_prompts = self._with_prompts or 0 < self._left_out <= FEWEST_STEPS
-        before, self._last_step_at, self._with_prompts = self._last_step_at, step.at, False
+        left_out, self._with_prompts = self._with_prompts, False
+        before, self._last_step_at = self._last_step_at, step.at
         changed = self._change(step.num_running, step.temperature)
-        if step.comparable and not (changed or with_prompts or before is None):
-            self.current.observe(step, step.at - before)
+        if step.comparable and not (changed or left_out or before is None):
+            self.current.observe(step, step.at - before - step.prompt_s)
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size has changed. True if it or the texts have."""

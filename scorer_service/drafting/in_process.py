@@ -60,8 +60,14 @@ class _Session:
 class InProcessProposer:
     """Implements `ColocatedProposer`. Used on the engine's thread."""
 
-    def __init__(self, build: Callable[[], tuple[Proposer, str]], proposer_id: str) -> None:
+    def __init__(
+        self,
+        build: Callable[[], tuple[Proposer, str]],
+        proposer_id: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._build = build
+        self._clock = clock
         self.id = proposer_id
         self._listener: DraftListener | None = None  # None: nothing is drafted
         self._keys: dict[int, SessionKey] = {}  # by session
@@ -132,7 +138,7 @@ class InProcessProposer:
         return bool(self._queue.wanting)
 
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
-        began = time.perf_counter()
+        began = self._clock()
         self._on_device = False
         own_rows = self._take_features(engine)
         with self._containing_failures():
@@ -146,8 +152,8 @@ class InProcessProposer:
                         self.close(new.session_id)
             self._on_device = self._leave_on_device(engine)
             if self._queue.wanting and not self._on_device:
-                self._draft(engine, time.perf_counter())
-        self._drafting = began, time.perf_counter()
+                self._draft(engine, self._clock())
+        self._drafting = began, self._clock()
         engine.count_drafting(self._drafting[1] - began)
 
     def after_launch(self, engine: ColocatedEngine) -> None:
@@ -192,7 +198,7 @@ class InProcessProposer:
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post the wanted drafts, made since `began`, and return when they were made."""
         round_ = self._proposer.draft([*self._queue.wanting], NO_PACE)
-        now = time.perf_counter()  # one time for all drafts of a batch
+        now = self._clock()  # one time for all drafts of a batch
         draft_us = round((now - began) * 1e6)
         for key, tree in round_.drafts:
             self._queue.answered(key)

@@ -112,13 +112,16 @@ class TwoDevices(World):
         seed: int = 1,
         policy: Policy | None = None,
         ragged: bool = False,
+        prefill_budget: int = 1024,
+        max_num_batched_tokens: int = 1024,
     ) -> None:
         self._ragged = ragged
         pages = 16_384
         config = EngineConfig(
             num_pages=pages,
             max_model_len=1024,
-            max_num_batched_tokens=1024,
+            max_num_seqs=max(128, rows),
+            max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=False,
         )
         self.policy = policy or AdaptivePolicy(K)
@@ -134,7 +137,11 @@ class TwoDevices(World):
         method = DraftModelProposer(
             draft,
             name="draft",
-            limits=ProposerLimits(max_branches=max_branches, prefill_budget=1024),
+            limits=ProposerLimits(
+                max_branches=max_branches,
+                prefill_budget=prefill_budget,
+                max_sessions=max(256, rows),
+            ),
             fork_drafter=EagerForks(draft),
             clock=clock,
         )
@@ -213,9 +220,12 @@ def _step_s(step: Step, *, ragged: bool) -> float:
     rows = step.rows
     drafts = [len(row.draft) for row in rows]
     k = sum(drafts) / len(rows) if ragged else max(drafts)
-    plain, verifying = (np.interp(len(rows), _ROWS, ms) for ms in (_PLAIN_MS, _VERIFYING_MS))
     prompts = sum([len(row.slice.token_ids) - len(row.draft) - 1 for row in rows])
     blocks = sum([bool(row.draft) for row in rows])
-    return float(1e-3 * (plain + (verifying - plain) * k / K)) + (
-        _HOST_S + _PROMPT_S * prompts + _BLOCK_S * blocks
-    )
+    return verify_s(len(rows), k) + _HOST_S + _PROMPT_S * prompts + _BLOCK_S * blocks
+
+
+def verify_s(rows: int, k: float) -> float:
+    """Seconds of the device for a step of rows with `k` draft tokens each, in the mean."""
+    plain, verifying = (np.interp(rows, _ROWS, ms) for ms in (_PLAIN_MS, _VERIFYING_MS))
+    return float(1e-3 * (plain + (verifying - plain) * k / K))

@@ -51,7 +51,7 @@ class Load:
                     at=self.now,
                     drafted=self.rows * caught_up,
                     answered=round(self.rows * self.answered * mode.drafts),
-                    prompt_tokens=100 * prompt,
+                    prompt_s=0.03 * prompt,
                     temperature=self.temperature,
                     may_run_ahead=self.runs_ahead,
                 )
