@@ -46,7 +46,7 @@ class ModeTrials:
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: self._no_speed() for mode in DraftMode}
         self._last_tried = incumbent
-        self._interval = self._steps_left = float(self._trial_steps)  # of a trial, or until one
+        self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
 
@@ -60,9 +60,9 @@ class ModeTrials:
 
     def begin_anew(self) -> None:
         """Forget what drafts brought, as other texts have come."""
-        self.mode, self.catching_up = self.incumbent, False
-        self._interval = float(self._trial_steps)
-        self._steps_left = 4 * self._interval  # many rows still have texts of before
+        self._steps_left = float(self._trial_steps)
+        if self.incumbent.drafts:  # many rows still have texts of before
+            self.mode, self._steps_left = self.incumbent, float(MOST_STEPS)
         self._speeds |= {mode: self._no_speed() for mode in DraftMode if mode.drafts}
 
     def settle(self) -> None:
@@ -93,29 +93,34 @@ class ModeTrials:
                 # While the incumbent drafts, steps without any draft bring no trial nearer.
                 self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
             if self.on_trial and (self._steps_left <= 0.0 or self._is_lost(step.num_running)):
-                self._end(self._is_better())
-            elif not self.on_trial and (self._steps_left <= 0.0 or self._is_behind()):
-                self._begin(ahead=step.may_run_ahead)
+                self._end(self._wins(self.mode))
+            elif not self.on_trial:
+                faster = self._faster(ahead=step.may_run_ahead)
+                if faster or self._steps_left <= 0.0:
+                    self._begin(faster or self._next(ahead=step.may_run_ahead))
 
-    def _begin(self, *, ahead: bool) -> None:
-        """Try the next mode in turn. Where nobody runs `ahead`, both that draft are one."""
+    def _faster(self, *, ahead: bool) -> DraftMode | None:
+        """Return the mode that brought more than the present drafts do, if one is known."""
+        tried, best = self._speeds, self._speeds[self.incumbent]
+        mode = max([m for m in DraftMode if ahead or not m.drafts], key=lambda m: tried[m].rate)
+        known = best.seconds.weight >= 0.8 * self._trial_steps  # as well as a trial tells
+        behind = self.incumbent.drafts and known and tried[mode].rate > WORTH * best.rate
+        return mode if behind else None
+
+    def _next(self, *, ahead: bool) -> DraftMode:
+        """Return the next mode in turn. Where nobody runs `ahead`, both that draft are one."""
+        if not ahead:
+            return DraftMode.OFF if self.incumbent.drafts else DraftMode.ON_DEMAND
         modes = list(DraftMode)
         turn = modes[modes.index(self._last_tried) + 1 :] + modes
-        if self._is_behind() or (self.incumbent.drafts and not ahead):
-            turn = [DraftMode.OFF]
-        elif not ahead:
-            turn = [DraftMode.ON_DEMAND]
-        self.mode = self._last_tried = next(mode for mode in turn if mode is not self.incumbent)
+        return next(mode for mode in turn if mode is not self.incumbent)
+
+    def _begin(self, mode: DraftMode) -> None:
+        self.mode = self._last_tried = mode
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.mode] = self._no_speed()
         self.settle()
-
-    def _is_behind(self) -> bool:
-        """Return whether drafts bring less than none did: that hardly changes, and is known."""
-        plain, best = self._speeds[DraftMode.OFF], self._speeds[self.incumbent]
-        known = best.seconds.weight >= 0.8 * self._trial_steps  # as well as a trial tells
-        return self.incumbent.drafts and known and plain.rate > WORTH * best.rate
 
     def _is_lost(self, num_rows: int) -> bool:
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
@@ -124,17 +129,16 @@ class ModeTrials:
         early = not self.incumbent.drafts and 4 * self._steps_left > 3 * self._trial_steps
         return not early and tried.rate < (1.0 - luck) * best.rate
 
-    def _is_better(self) -> bool:
-        tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
-        if self.mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
+    def _wins(self, mode: DraftMode) -> bool:
+        tried, best = self._speeds[mode], self._speeds[self.incumbent]
+        if mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
             return tried.rate > WORTH * best.rate and tried.tokens.mean >= 1.0
-        return tried.rate * WORTH > best.rate
+        return tried.rate > best.rate
 
     def _end(self, won: bool) -> None:
-        longer = min(max(MOST_STEPS, 2 * self._interval), self._trial_steps / MOST_LOST)
-        self._interval = self._trial_steps if won else longer
-        self._steps_left = max(self._interval, 0.0 if won else self._lost_steps / MOST_LOST)
+        self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
         if won:
+            self._steps_left = float(self._trial_steps)
             self._last_tried, self.incumbent = self.incumbent, self.mode
         self.mode = self.incumbent
         self.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.policy.waiting import Waiting
+from tests.support.simulators.in_process import InProcess
 from tests.support.simulators.one_device import OneDevice
 from tests.support.simulators.two_devices import TwoDevices
 
@@ -48,6 +49,15 @@ def test_drafts_that_pay_in_no_mode_are_not_made() -> None:
     world = TwoDevices(32, 1.0)
     world.rate(2.0)
     assert world.rate(6.0) > 0.97 * rate_without(32)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_trials_of_drafts_in_process_that_do_not_pay_are_short(rows: int) -> None:
+    """Rates that were taken beside bursts of prompts made no drafts look slow."""
+    plain, world = InProcess(rows, 1.0, speculate=False), InProcess(rows, 1.0)
+    plain.run(2.0)
+    world.run(2.0)
+    assert world.rate(4.0) > 0.98 * plain.rate(4.0)
 
 
 def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,117 +1,92 @@
 """A closed loop of requests that the scorer's own process drafts for, between its steps.
 
-The proposer that drafts there is the real one; its forwards take the simulated device's time.
+The proposer is the real one; its forwards take the simulated device's time.
 """
 
 from __future__ import annotations
 
 from outrider.draft_port import DraftOffer
 from outrider.drafting.proposer import SessionStart
-from outrider.policy.base import Policy
+from outrider.types import Request
 from scorer_service.drafting.in_process import InProcessProposer
-from tests.support.simulators.two_devices import K, PROMPT, TwoDevices, verify_s
+from tests.support.simulators.simulation import Player
+from tests.support.simulators.two_devices import HOST_S, PROMPT, K, TwoDevices, verify_s
 
 
 class InProcess(TwoDevices):
     """Steps take what their tokens take. Without drafts the next step is launched ahead."""
 
+    max_num_batched_tokens, prefill_budget = 2048, 4096
+
     def __init__(
-        self,
-        rows: int,
-        temperature: float,
-        *,
-        speculate: bool = True,
-        seed: int = 1,
-        policy: Policy | None = None,
+        self, rows: int, temperature: float, *, speculate: bool = True, seed: int = 1
     ) -> None:
         self._here: InProcessProposer | None = None
         super().__init__(
-            rows,
-            temperature,
-            speculate=speculate,
-            max_branches=0,
-            own_device=False,
-            seed=seed,
-            policy=policy,
-            ragged=True,
-            prefill_budget=4096,
-            max_num_batched_tokens=2048,
+            *(rows, temperature), speculate=speculate, max_branches=0, seed=seed, ragged=True
         )
-        for n in (1, 8, 16, 32, 64, 128, 256):  # as a start measures them
-            for k in (0, 1, 2, 4):
-                self.policy.measured.costs.observe_step(n, n * (1 + k), verify_s(n, k))
-        (player,) = self.players
-        self.players.clear()
-        self._clock = player.clock
-        self._here = InProcessProposer(
-            lambda: (player.method, ""), "here", clock=lambda: player.clock.now
-        )
+        player = self.players.pop()
+        self._draft_clock = player.clock
+        self._here = InProcessProposer(lambda: (player.method, ""), "here", player.clock)
         self._here.build()
         self._here.listen(self)
-        for session in [*self.requests]:
-            self._attach(session)
+        for n in (1, 8, 16, 32, 64, 128, 256):  # as a start measures them
+            for k in range(K + 1):
+                self.policy.measured.costs.observe_step(n, n * (1 + k), verify_s(n, k))
+        for request in self.requests.values():
+            self._attach(request)
 
-    def submit(self, request):  # type: ignore[no-untyped-def]
+    def submit(self, request: Request) -> None:
         super().submit(request)
         if self._here is not None:
-            self._attach(request.session_id)
+            self._attach(request)
 
-    def _open(self, player, session: int) -> None:  # type: ignore[no-untyped-def]
+    def _open(self, player: Player, session: int) -> None:
         pass  # see `_attach`
 
-    def _attach(self, session: int) -> None:
-        if not self._speculate:
-            return
-        running = len(self.engine._scheduler.by_session)
-        drafting = running.bit_length() not in self.engine.snapshot().undrafted_sizes
-        request = self.requests[session]
-        k = K if drafting else 0
-        start = SessionStart((), request.sampling, k, max_len=PROMPT + request.stop.max_tokens)
-        here = self._here
-        assert here is not None
+    def _attach(self, request: Request) -> None:
+        engine, here, session = self.engine, self._here, request.session_id
+        running = len(engine._scheduler.by_session)
+        asked = running.bit_length() not in engine.snapshot().undrafted_sizes
+        most = PROMPT + request.stop.max_tokens
+        start = SessionStart((), request.sampling, K * asked, max_len=most)
 
         def attach() -> None:
-            offer = DraftOffer("here", K, colocated=True, requested=drafting)
-            self.engine.set_drafting(session, offer)
-            here.open(self.engine, session, 1, start, PROMPT)
+            assert here is not None
+            engine.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
+            here.open(engine, session, 1, start, PROMPT)
 
-        self._command(attach)
+        if self._speculate:
+            self._command(attach)
 
-    def first_draft(self, session_id: int, epoch: int) -> None: ...
+    def first_draft(self, *_: int) -> None:
+        pass
 
-    def lost(self, session_id: int, epoch: int) -> None:
+    def lost(self, *_: int) -> None:
         raise AssertionError
 
-    def failed(self) -> None:
-        raise AssertionError
+    failed = lost
 
     def _work(self) -> None:
-        here = self._here
         if self._in_flight:
             return
         self.engine.collect()
         for command in self._commands:
             command()
         self._commands.clear()
-        drafted = False
-        if here is not None:
-            self._clock.now = self.now
-            here.draft_between_steps(self.engine)
-            drafted = self._clock.now > self.now
-            self.now = self._clock.now
-        if self.engine.launch():
-            flight = self.engine._in_flight
-            assert flight is not None
-            self._in_flight = True
-            self.rows_per_step.append(len(flight.step.rows))
-            seconds = self._seconds() if drafted else self._seconds() - 0.35e-3
-            self.at(self.now + seconds, self._collect)
+        host_s = HOST_S  # hidden by the step before where nothing is drafted
+        if self._here is not None:
+            self._draft_clock.now = self.now
+            self._here.draft_between_steps(self.engine)
+            host_s = 0.0 if self.now < self._draft_clock.now else HOST_S
+            self.now = self._draft_clock.now
+        self._in_flight = self.engine.launch()
+        if self._in_flight:
+            self.at(self.now + self._seconds() - host_s, self._collect)
         events = self.engine.finalize_step()
-        if not self._in_flight:
-            wake = self.now + 1e-5 if here is not None and here.busy else self.engine.wake_at
-            if wake < float("inf"):
-                self.at(max(self.now, wake), self._work)
-        if events is not None:
-            assert not events.failures
-            if events.timings is not None:
-                self._publish(events)
+        busy = self._here is not None and self._here.busy
+        wake_at = self.now + 1e-5 if busy else self.engine.wake_at
+        if not self._in_flight and wake_at < float("inf"):
+            self.at(max(self.now, wake_at), self._work)
+        if events is not None and events.timings is not None:
+            self._publish(events)

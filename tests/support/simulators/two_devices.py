@@ -24,7 +24,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import DraftMode
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 from tests.support.simulators.simulation import VOCAB, Clock, Net, Player, World
@@ -35,7 +35,7 @@ AGREEMENT = np.array([0.025, 0.40], np.float32)  # 0.73 and 0.38 of the draft to
 _ROWS = (1, 8, 32, 64, 128, 256)  # the last two are reckoned from the device's FLOP/s
 _PLAIN_MS = (4.02, 4.39, 4.98, 5.6, 7.2, 10.5)
 _VERIFYING_MS = (4.29, 4.87, 6.08, 8.8, 16.0, 30.0)
-_HOST_S, _BLOCK_S = 0.35e-3, 25e-6  # of the scorer's Python: a step, and a block
+HOST_S, _BLOCK_S = 0.35e-3, 25e-6  # of the scorer's Python: a step, and a block
 DRAFT_ROWS = (1, 8, 16, 32, 128, 512, 1024)
 DRAFT_MS = (0.61, 0.74, 0.84, 1.0, 1.67, 3.78, 7.5)
 _PROMPT_S, _DRAFT_PROMPT_S = 0.015e-3, 0.0045e-3  # a token
@@ -101,6 +101,8 @@ class TwoDevices(World):
     while else all rows take as much as the one with the longest draft.
     """
 
+    max_num_batched_tokens = prefill_budget = 1024  # of a step, and of prompts in a draft
+
     def __init__(
         self,
         rows: int,
@@ -110,10 +112,7 @@ class TwoDevices(World):
         max_branches: int = 16,
         own_device: bool = True,
         seed: int = 1,
-        policy: Policy | None = None,
         ragged: bool = False,
-        prefill_budget: int = 1024,
-        max_num_batched_tokens: int = 1024,
     ) -> None:
         self._ragged = ragged
         pages = 16_384
@@ -121,10 +120,10 @@ class TwoDevices(World):
             num_pages=pages,
             max_model_len=1024,
             max_num_seqs=max(128, rows),
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=False,
         )
-        self.policy = policy or AdaptivePolicy(K)
+        self.policy = AdaptivePolicy(K)
         self.policy.measured.costs.padded = not ragged
         self._step_now = 0.005
         target = _ShortSighted(VOCAB, 16, pages, 1024)
@@ -139,7 +138,7 @@ class TwoDevices(World):
             name="draft",
             limits=ProposerLimits(
                 max_branches=max_branches,
-                prefill_budget=prefill_budget,
+                prefill_budget=self.prefill_budget,
                 max_sessions=max(256, rows),
             ),
             fork_drafter=EagerForks(draft),
@@ -222,7 +221,7 @@ def _step_s(step: Step, *, ragged: bool) -> float:
     k = sum(drafts) / len(rows) if ragged else max(drafts)
     prompts = sum([len(row.slice.token_ids) - len(row.draft) - 1 for row in rows])
     blocks = sum([bool(row.draft) for row in rows])
-    return verify_s(len(rows), k) + _HOST_S + _PROMPT_S * prompts + _BLOCK_S * blocks
+    return verify_s(len(rows), k) + HOST_S + _PROMPT_S * prompts + _BLOCK_S * blocks
 
 
 def verify_s(rows: int, k: float) -> float:

@@ -186,6 +186,14 @@ def test_prompts_do_not_count_as_steps_of_a_mode(
     assert load.incumbent.drafts == drafts
 
 
+def test_trials_take_as_many_steps_beside_prompts() -> None:
+    """They waited for steps without, and none of many rows' has none."""
+    load = Load(128, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}, prompt_every=1)
+    load.play(20)
+    taken = load.play(100)
+    assert 0 < taken[ON_DEMAND] + taken[AHEAD] < 20
+
+
 def test_a_trial_whose_proposer_never_catches_up_ends() -> None:
     load = Load(64, answered=0.1)
     taken = load.play(20_000)
