@@ -22,6 +22,7 @@ WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row after a change: until then drafts and delays are of before
 MOST_LOST = 0.005  # of the time, by trials; and so many steps they are where nothing changes
+OTHER_TEXTS = 0.8 * SAMPLED_TEMPERATURE  # of difference: texts of both kinds stay below it
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 
@@ -148,8 +149,8 @@ class ModeSelector:
     """Runs trials by size of batch.
 
     A size begins with what was better at the size before it. A number of rows that goes up and down
-    around a power of two stays one size. Texts are others if their mean temperature has risen to
-    `SAMPLED_TEMPERATURE`, or fallen to its half.
+    around a power of two stays one size. Texts are others if their mean temperature has risen or
+    fallen by `OTHER_TEXTS` since they were.
 
     The time that prompts take is left out: it comes with every text, drafted for or not.
     """
@@ -162,7 +163,7 @@ class ModeSelector:
 
     def _restart(self) -> None:
         """Forget every trial: drafts' costs were other proposers'."""
-        self._size, self._sampled = 1, False
+        self._size, self._temperature = 1, 0.0
         self.current = ModeTrials(1, DraftMode.AHEAD)
         self._known = {1: self.current}
 
@@ -184,8 +185,7 @@ class ModeSelector:
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size has changed. True if it or the texts have."""
         least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
-        sampled = temperature >= SAMPLED_TEMPERATURE / (2 if self._sampled else 1)
-        other_texts, self._sampled = sampled is not self._sampled, sampled
+        other_texts = abs(temperature - self._temperature) >= OTHER_TEXTS
         if not 3 * least <= 4 * num_rows < 10 * least:
             size = num_rows.bit_length()
             if size not in self._known:
@@ -194,6 +194,7 @@ class ModeSelector:
         elif not other_texts:
             return False
         if other_texts:
+            self._temperature = temperature
             for trials in self._known.values():
                 trials.begin_anew()
         self.current.settle()
