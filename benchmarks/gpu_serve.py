@@ -69,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
     p.add_argument("--cell-seconds", type=float, default=0.0, help="more waves, to last so long")
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="vLLM's is 0")
-    p.add_argument("--top-p", type=float, default=1.0, help="not of vLLM's requests")
     return p
 
 
@@ -189,9 +188,8 @@ class Bench:
         for temperature in args.temperature:
             name = f"{place}, T = {temperature:g}"
             asked = frozenset(args.concurrency), args.request_timeout
-            sampling = {"temperature": temperature, "top_p": args.top_p}
             plain, drafting = (
-                OutriderSystem(system, stack, method, *asked, **sampling)
+                OutriderSystem(system, stack, method, *asked, temperature)
                 for system, method in ((f"none beside {name}", "none"), (name, args.method))
             )
             self._baselines |= dict.fromkeys([name, *(p.name for p in self._peers)], plain.name)

@@ -55,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--rate", type=float, help="requests a second that arrive")
     how.add_argument("--in-flight", type=int, help="requests at a time")
     p.add_argument("--burst", type=int, default=1, help="with --rate: requests that come together")
-    p.add_argument("--ramp", type=float, default=0.0, help="with --in-flight: seconds of begin")
     p.add_argument("--seconds", type=float, default=30.0, help="in which requests begin")
     p.add_argument("--requests", type=int, default=1_000_000, help="at most")
     p.add_argument("--connections", type=int, default=16_384, help="open at most")
@@ -103,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     async def drive() -> float:
         driver = Driver(endpoint, requests(args, endpoint, key), limits, tally)
         if args.in_flight is not None:
-            return await driver.closed_loop(args.in_flight, args.ramp)
+            return await driver.closed_loop(args.in_flight)
         come = poisson(args.rate, args.seed)
         if args.burst > 1:
             come = bursts(args.rate, args.burst, args.seed)

@@ -20,6 +20,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ class _Timed(VllmSystem):
 
     def told(self, concurrency: int, before: dict[str, float]) -> list[str]:
         """Return notes about the rounds since then. Raises `ProcessError`."""
-        spent = {name: value - before.get(name, 0.0) for name, value in self.counts().items()}
+        spent = defaultdict(float, self.counts())
+        for name, value in before.items():
+            spent[name] -= value
         return [f"- {concurrency} concurrent, {self.name}, {note}" for note in self.notes(spent)]
 
     def notes(self, spent: dict[str, float]) -> list[str]:
@@ -101,7 +104,7 @@ class _Drafted(_Timed):
         """Wait until the proposer drafts for the engine. Raises `ProcessError`."""
         self.proposer.ready(timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not self.counts()["proposers_attached"]:
+        while not self.counts().get("proposers_attached"):
             if time.monotonic() > deadline or not self.proposer.running:
                 raise ProcessError(f"the proposer was not attached{self.proposer.tail()}")
             time.sleep(0.2)
@@ -112,19 +115,12 @@ class _Drafted(_Timed):
         That is proposers, rounds by their drafts' fate, seconds by part, and what `propose` and the
         proposer took. Raises `ProcessError`.
         """
-        names = (
-            "proposers_attached",
-            *_FATES,
-            *_PARTS,
-            *(n for n, by in _COUNTED.items() if not by),
-        )
-        found = dict.fromkeys(names, 0.0)
+        found = defaultdict[str, float](float)
         for port in (self.port + 2, self.port + 3):
             for sample in samples(f"http://127.0.0.1:{port}"):
                 name = sample.name.removeprefix("outrider:")
                 if (label := _COUNTED.get(name)) is not None:
-                    key = sample.labels.get(label, name)
-                    found[key] = found.get(key, 0.0) + sample.value
+                    found[sample.labels.get(label, name)] += sample.value
         return found | super().counts()
 
     def notes(self, spent: dict[str, float]) -> list[str]:

@@ -30,7 +30,6 @@ class Job:
     max_tokens: int
     method: str = "none"  # no speculation, or a method of the stack
     temperature: float = 0.0
-    top_p: float = 1.0
     seed: int | None = None
 
 
@@ -74,9 +73,7 @@ class Client:
     def _call(self, job: Job, timeout_s: float) -> AsyncIterable[generation_pb2.GenerateResponse]:
         request = generation_pb2.GenerateRequest(
             tokens=generation_pb2.TokenPrompt(token_ids=job.prompt),
-            sampling=common_pb2.SamplingParams(
-                temperature=job.temperature, top_p=job.top_p, seed=job.seed
-            ),
+            sampling=common_pb2.SamplingParams(temperature=job.temperature, seed=job.seed),
             stop=common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True),
             speculation=common_pb2.SpeculationParams(
                 enabled=job.method != "none", method=job.method

@@ -48,8 +48,6 @@ class StackConfig:
     dtype: str
     num_speculative_tokens: int
     start_timeout_s: float
-    scorer_threads: int = 2
-    proposer_threads: int = 1
     draft_dtype: str = "float32"
     methods: tuple[str, ...] = ("draft_model",)
     device: str = "cpu"
@@ -104,7 +102,7 @@ class Stack:
                 f"proposer-{route.name}-{method}",
                 "proposer_service",
                 *("--scorer", self._dialled(route), "--pool", route.name, "--port", 0),
-                *("--method", method, "--threads", config.proposer_threads),
+                *("--method", method, "--threads", 1),
                 *_model_flags(config, method),
                 *route.flags,
                 gpu=route.gpu,
@@ -199,13 +197,14 @@ class OutriderSystem:
     concurrencies: frozenset[int]
     timeout_s: float
     temperature: float = 0.0
-    top_p: float = 1.0
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`. The i-th prompt has seed i."""
-        rest = (self.method, self.temperature, self.top_p)
         completions, wall_s = self.stack.client.generate(
-            [Job(prompt, max_tokens, *rest, seed=i) for i, prompt in enumerate(prompts)],
+            [
+                Job(prompt, max_tokens, self.method, self.temperature, seed)
+                for seed, prompt in enumerate(prompts)
+            ],
             concurrency,
             timeout_s=self.timeout_s,
         )
@@ -229,7 +228,7 @@ def _scorer_flags(config: StackConfig) -> tuple[str, ...]:
     return (
         *("--model", config.model, "--dtype", config.dtype),
         *("--num-speculative-tokens", str(config.num_speculative_tokens)),
-        *("--threads", str(config.scorer_threads)),
+        *("--threads", "2"),
         "--no-enable-prefix-caching",  # the same prompts come again and again
         *_device(config.device),
         *(memory if config.device != "cpu" else ()),
