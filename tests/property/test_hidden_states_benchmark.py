@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.hidden_states import RULES, Bench, Contender, document, draft_model, heads, row
+from benchmarks.hidden_states import RULES, Bench, Contender, draft_model, heads, row, tables
 from benchmarks.lib.replay import lengths, replay
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import eagle_checkpoints
@@ -98,7 +98,7 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
     assert rows[1].drafted is not None
     assert rows[0].drafted <= K < rows[1].drafted
     assert rows[0].state_bytes == 2 * config.hidden_size
-    lines = document(rows, "command", {"cpu": "this", "k": K})
+    lines = tables(rows)
     assert sum(line.startswith("| 0 medusa") for line in lines) == 4
     assert sum("known" in line for line in lines) == 1
 
@@ -121,5 +121,5 @@ def test_rules_of_a_draft_model_are_measured_and_coupled_keeps_the_text(tmp_path
         with_draft = sample.stats.rounds - sample.stats.k_histogram[0]
         assert rows[-1].length == pytest.approx(1 + sample.stats.accepted / with_draft)
     assert rows[0].equal == 1.0
-    text = "\n".join(document(rows, "command", {"cpu": "this"}))
+    text = "\n".join(tables(rows))
     assert all(f"| 0.8 draft_model, {rule} " in text for rule in RULES)
