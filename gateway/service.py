@@ -174,8 +174,10 @@ class Gateway:
 
 
 def check_scorer(info: scorer_pb2.GetScorerInfoResponse, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` for a scorer whose tokens would not mean what ours do."""
+    """Raise `ConfigError` for a scorer without streams, or whose tokens mean other things."""
     who = f"scorer {info.scorer_id} ({info.model})"
+    if not info.steps_version:
+        raise ConfigError(f"{who} offers no GenerateSteps, as gateways need: upgrade it.")
     if info.tokenizer_hash != tokenizer.hash:
         raise ConfigError(
             f"{who} uses another tokenizer than this gateway: start both with the same --model."

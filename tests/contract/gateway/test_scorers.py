@@ -220,7 +220,11 @@ async def test_routing_of_prompts_that_begin_alike_uses_all_scorers() -> None:
 
 @pytest.mark.parametrize(
     ("info", "message"),
-    [({"tokenizer_hash": "other"}, "another tokenizer"), ({"vocab_size": 5}, "knows 5 tokens")],
+    [
+        ({"tokenizer_hash": "other"}, "another tokenizer"),
+        ({"vocab_size": 5}, "knows 5 tokens"),
+        ({"steps_version": 0}, "offers no GenerateSteps"),
+    ],
 )
 async def test_start_with_unfit_scorer_fails(info: Any, message: str) -> None:
     scorer = fake_scorer(scripted(), **info)
