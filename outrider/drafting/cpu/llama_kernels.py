@@ -158,7 +158,7 @@ def biased_chains(
                 for i in range(3 * rank):
                     parts[0, i] += _widen(biases.joint_bias[i])
                 for i in range(rank):
-                    keep = np.float32(1) / (np.float32(1) + _exp(-parts[0, i]))
+                    keep = _sigmoid(parts[0, i])
                     new = np.tanh(parts[0, rank + i])
                     inputs[0, i] = new + keep * (inputs[0, i] - new)
                     before[0, i] = np.tanh(parts[0, 2 * rank + i])
@@ -308,6 +308,11 @@ def _exp(x: _Float) -> _Float:
 
 
 @compiled
+def _sigmoid(x: _Float) -> _Float:
+    return np.float32(1.0) / (np.float32(1.0) + _exp(min(-x, np.float32(88.0))))
+
+
+@compiled
 def _rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     for t in range(len(x)):
         row = x[t]
@@ -349,8 +354,7 @@ def _silu_mul(gate_up: Floats, out: Floats) -> None:
     for t in range(len(out)):
         for i in range(width):
             gate = gate_up[t, i]
-            sigmoid = np.float32(1.0) / (np.float32(1.0) + _exp(min(-gate, np.float32(88.0))))
-            out[t, i] = gate * sigmoid * gate_up[t, width + i]
+            out[t, i] = gate * _sigmoid(gate) * gate_up[t, width + i]
 
 
 @compiled

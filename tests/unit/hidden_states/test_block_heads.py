@@ -440,6 +440,22 @@ def test_fused_chains_of_dspark_are_those_of_its_steps(
         assert [chain[:1] for chain in fused] == [chain[:1] for chain in stepped]
 
 
+def test_fused_chains_of_dspark_forget_their_path_where_a_gate_is_shut(
+    tmp_path: Path, target: Target
+) -> None:
+    tensors = made.dspark_tensors(markov="rnn")
+    tensors["markov_head.joint_proj.bias"][: made.RANK] = -150.0  # e^150 is beyond float32
+    config = {**made.DSPARK, "markov_head_type": "rnn"}
+    folder = eagle.save_head(tmp_path / "head", tensors, config)
+    head = load_dspark(folder, target.folder, torch.float32, CPU)
+    rows = _inputs(head, (7, 7, 7))
+    drafter = _drafter(head, tree_width=1)
+    assert head._chains is not None
+    fused = [chain for chain, _ in drafter.sure_chains(rows)]
+    head._chains = None
+    assert fused == [chain for chain, _ in drafter.sure_chains(rows)]
+
+
 def test_dspark_without_markov_head_and_confidence_is_dflash_from_the_anchor(
     tmp_path: Path, target: Target
 ) -> None:
