@@ -28,6 +28,19 @@ class Emitted(NamedTuple):  # one per row and step: a dataclass takes three time
     method: str
 
 
+class Verified(NamedTuple):  # likewise
+    """A draft of a row's next round."""
+
+    row: HostedRow
+    draft: DraftTree
+    node: int  # that the row's text has reached
+    num_tokens: int  # that are verified
+
+    def confidences(self) -> bytes:
+        """Return those of the tokens that are verified."""
+        return self.draft.first_confidences(self.num_tokens, self.node)
+
+
 @dataclass(slots=True)
 class Step:
     """The step that runs, or ran last."""
@@ -55,9 +68,8 @@ class Accounting:
         self.step = Step()
         self.blocks: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
         """Blocks that came and are not counted yet."""
-        self.verified: list[tuple[HostedRow, DraftTree, int, int]] = []
-        """Drafts of the next round whose confidences the tracker does not know yet: the row, its
-        draft, the node that its text has reached, and how many tokens are verified."""
+        self.verified: list[Verified] = []
+        """Drafts of the next round whose confidences the tracker does not know yet."""
 
     def begin_again(self) -> None:
         """Forget the step, after a fault."""
@@ -105,8 +117,8 @@ class Accounting:
         going_on = [row for row in self.note_rounds() if not row.ended]
         if going_on:
             self.tracker.choose_rows(going_on, step.num_prefilling, step.ended)
-        for row, draft, node, count in self.verified:
-            self.tracker.verifies(row, draft.first_confidences(count, node))
+        for each in self.verified:
+            self.tracker.verifies(each.row, each.confidences())
         self.verified = []
         self._tell_of(self.blocks)
         self.blocks = []
@@ -122,12 +134,8 @@ class Accounting:
         """
         step, n = self.step, self.step.num_early_blocks
         early, later = self.blocks[:n], self.blocks[n:]
-        if undrafted:
-            kept = [each for each in early if each[0].draft is not None]
-            early = [each for each in early if each[0].draft is None]
-        else:
-            kept = []
-        self._tell_of(early)
+        kept = [each for each in early if undrafted and each[0].draft is not None]
+        self._tell_of([each for each in early if not undrafted or each[0].draft is None])
         self.blocks, step.num_early_blocks = kept + later, len(kept)
         rows = []
         for each in step.emitted:

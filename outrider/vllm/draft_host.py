@@ -35,7 +35,7 @@ from outrider.types import (
     StepEvents,
     StepTimings,
 )
-from outrider.vllm.accounting import Accounting, Emitted
+from outrider.vllm.accounting import Accounting, Emitted, Verified
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 
@@ -233,12 +233,12 @@ class DraftHost(Inbox):
         if undrafted := [row for row in rows if row.draft is None]:
             self._wait_for_drafts(rows, undrafted)
         drafts = dict.fromkeys(names, _NO_DRAFT)
-        told: list[tuple[HostedRow, DraftTree, int, int]] = []
+        told: list[Verified] = []
         for row in rows:
             if (draft := row.draft) is not None:
                 drafts[row.name] = path = self._draft(row, draft)
                 if path and row.coupled and draft.confidences:
-                    told.append((row, draft, row.draft_node, len(path)))
+                    told.append(Verified(row, draft, row.draft_node, len(path)))
         self._accounting.verified += self._cut(drafts, told)
         for row in rows:
             row.num_drafted = len(drafts[row.name])
@@ -266,9 +266,7 @@ class DraftHost(Inbox):
             draft.first_path(min(row.drafting.num_draft_tokens, self._k, room), row.draft_node)
         )
 
-    def _cut(
-        self, drafts: dict[str, list[int]], told: list[tuple[HostedRow, DraftTree, int, int]]
-    ) -> list[tuple[HostedRow, DraftTree, int, int]]:
+    def _cut(self, drafts: dict[str, list[int]], told: list[Verified]) -> list[Verified]:
         """Leave out draft tokens that are not worth verifying, by their proposers' confidence.
 
         Returns the drafts that told any, with how many tokens are left.
@@ -277,12 +275,10 @@ class DraftHost(Inbox):
         if not told or policy.measured.costs.padded:  # then shorter drafts save nothing
             return told
         others = len(step.rows) - len(told) + step.num_prefilling
-        confidences = [draft.first_confidences(n, node) for _, draft, node, n in told]
-        pairs = zip(told, confidences, strict=True)
-        counts = policy.cut([(row.drafting, each) for (row, *_), each in pairs], others)
-        for (row, *_), count in zip(told, counts, strict=True):
-            del drafts[row.name][count:]
-        return [(*each[:3], count) for each, count in zip(told, counts, strict=True)]
+        counts = policy.cut([(each.row.drafting, each.confidences()) for each in told], others)
+        for each, count in zip(told, counts, strict=True):
+            del drafts[each.row.name][count:]
+        return [each._replace(num_tokens=count) for each, count in zip(told, counts, strict=True)]
 
     def _fill_up(self, drafts: dict[str, list[int]]) -> None:
         """Make all drafts equally long, if there is one; it costs less than it loses without.
