@@ -49,7 +49,7 @@ class Draws(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What makes a bias of logits by the tokens before."""
+    """Holds the weights that make a bias of logits from the tokens before."""
 
     embedding: Matrix  # [vocab, rank]
     product: Matrix  # [known, rank]

@@ -225,6 +225,6 @@ def _step_s(step: Step, *, ragged: bool) -> float:
 
 
 def verify_s(rows: int, k: float) -> float:
-    """Seconds of the device for a step of rows with `k` draft tokens each, in the mean."""
+    """Return the device's seconds for a step of rows with `k` draft tokens each, in the mean."""
     plain, verifying = (np.interp(rows, _ROWS, ms) for ms in (_PLAIN_MS, _VERIFYING_MS))
     return float(1e-3 * (plain + (verifying - plain) * k / K))
