@@ -150,7 +150,7 @@ class Engine:
     def may_launch_ahead(self) -> bool:
         """Tell whether `launch_ahead` is worth a call before the step in flight is collected."""
         flight = self._in_flight
-        if flight is None or self._behind is not None or self.features is not None:
+        if flight is None or self._behind is not None:
             return False
         drafts = any(row.draft for row in flight.step.rows)
         return not drafts and flight.pending.verified is not None

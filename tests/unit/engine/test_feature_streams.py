@@ -18,6 +18,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.hidden_states import streams
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.runner import Runner
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
@@ -25,6 +26,7 @@ from outrider.policy.base import Policy
 from outrider.policy.fixed import FixedPolicy
 from outrider.policy.row import Drafting
 from outrider.types import Request, StepEvents
+from tests.support.models.at_once import AtOnce
 from tests.support.models.features import CAPTURED, row
 from tests.support.simulators.feature_world import Done, Eager, FeatureModel
 
@@ -32,11 +34,13 @@ CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=128, max_num_batc
 PROMPT = tuple(range(20))
 
 
-def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:
+def make(
+    max_wait_s: float = 0.0, policy: Policy | None = None, runner: type[Runner] = Runner
+) -> Engine:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = HiddenStateStreams(model.capture())
     policy = policy or FixedPolicy(3, max_wait_s=max_wait_s)
-    return Engine(model, CONFIG, policy=policy, features=streams)
+    return Engine(model, CONFIG, policy=policy, features=streams, runner=runner(model))
 
 
 def request(session_id: int, max_tokens: int = 6) -> Request:
@@ -124,36 +128,68 @@ def test_streams_in_one_step_read_bounded_rows(
             sent[part.session_id] += count
 
 
-def test_streams_without_wanted_draft_keep_rows_in_the_pool() -> None:
-    class Switched(FixedPolicy):
-        on = False
+class Switched(FixedPolicy):
+    """Wants drafts while it is on."""
 
-        def choose_counts(self, rows: Sequence[Drafting]) -> list[int]:
-            return [self.on * count for count in super().choose_counts(rows)]
+    on = False
 
+    def choose_counts(self, rows: Sequence[Drafting]) -> list[int]:
+        return [self.on * count for count in super().choose_counts(rows)]
+
+
+def undrafted(runner: type[Runner] = Runner) -> tuple[Engine, Switched]:
+    """An engine with a long prompt, whose proposer reads hidden states, and its policy."""
     policy = Switched(3, max_wait_s=0.0)
-    engine, window = make(policy=policy), FeatureWindow()
+    engine, window = make(policy=policy, runner=runner), FeatureWindow()
     prompt = tuple(i % 30 for i in range(80))
     engine.submit(replace(request(1, max_tokens=40), prompt_token_ids=prompt))
     engine.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
+    return engine, policy
 
-    def sent(num_steps: int) -> list[tuple[int, int]]:
-        """The first row of every part, and how many there are."""
-        parts: list[tuple[int, int]] = []
-        for _ in range(num_steps):
-            events = engine.step()
-            if events is not None and events.features is not None:
-                rows = events.features.rows
-                parts += [(part.start, len(part.rows) // CAPTURED.row_bytes) for part in rows]
-        return parts
 
-    assert not sent(10)
+def sent(events: StepEvents | None) -> list[tuple[int, bytes]]:
+    """Return the first position of each part, and its rows."""
+    if events is None or events.features is None:
+        return []
+    return [(part.start, bytes(part.rows)) for part in events.features.rows]
+
+
+def test_streams_without_wanted_draft_keep_rows_in_the_pool() -> None:
+    engine, policy = undrafted()
+    assert not any(sent(engine.step()) for _ in range(10))
     policy.on = True
-    parts = sent(3)
-    assert parts[0][0] == 0
-    assert parts[0][1] > len(prompt)
-    ends = [start + count for start, count in parts]
-    assert [start for start, _ in parts[1:]] == ends[:-1]
+    parts = [part for _ in range(3) for part in sent(engine.step())]
+    sizes = [len(rows) // CAPTURED.row_bytes for _, rows in parts]
+    assert sizes[0] > 80
+    assert [start for start, _ in parts] == [sum(sizes[:i]) for i in range(len(parts))]
+
+
+def test_streams_after_steps_launched_ahead_send_the_same_rows() -> None:
+    """Whoever launched each step, all rows are there when drafts are wanted again."""
+    lazy, policy = undrafted()
+    for _ in range(10):
+        lazy.step()
+    policy.on = True
+    [(start, expected)] = [part for _ in range(2) for part in sent(lazy.step())][:1]
+
+    engine, policy = undrafted(AtOnce)
+    engine.launch()
+    ahead = 0
+    for i in range(12):
+        policy.on = i >= 9
+        behind = engine.launch_ahead()
+        ahead += behind
+        engine.collect()
+        if not behind:
+            engine.launch()
+        if found := sent(engine.finalize_step()):
+            break
+    assert ahead > 6
+    at, rows = found[0]
+    assert at == start == 0
+    shared = min(len(rows), len(expected))
+    assert shared > 85 * CAPTURED.row_bytes
+    assert rows[:shared] == expected[:shared]
 
 
 def test_streams_for_late_proposer_send_without_a_step() -> None:
