@@ -33,7 +33,7 @@ class PastCommit(NamedTuple):
 
     length: int  # tokens after it; a block's base_len names it
     at: float
-    awaited: bool  # no draft was left
+    measures: bool  # the time to its answer is that of one draft: none was left
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ class DraftTracker:
         # No proposer drafted for longer than it was asked; without a commit, since its last block.
         since = d.awaited.last_block_at if commit is None else commit.at
         passed_s = max(0.0, arrived.at - since)  # a guess may come before the commit that it meets
-        if commit is not None and commit.awaited and d.awaited.blocks > 1:
+        if commit is not None and commit.measures and d.awaited.blocks > 1:
             self._measure(arrived, commit.at, passed_s)  # the first one took the prompt's time
         d.awaited.last_block_at = max(d.awaited.last_block_at, arrived.at)
         if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
@@ -245,12 +245,15 @@ class DraftTracker:
         if not (round_.drafted or wrong) and rests(row, drafting=self.policy.mode.drafts):
             d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
             return
-        if d.round.looked_at is None or not awaited.asked:  # no draft was to come before
+        resumes = d.round.looked_at is None or not awaited.asked  # no draft was to come before
+        if resumes:
             awaited.since = now
         awaited.asked = d.num_draft_tokens > 0
         confidences = d.round.confidences
         d.round = CurrentRound(committed_at=now, wrong=wrong)
-        awaited.commits.append(PastCommit(len(row.token_ids), now, row.draft is None))
+        # A proposer that resumes first catches up on all commits since it drafted last.
+        measures = row.draft is None and not resumes
+        awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
         d.unlearned = round_, confidences
 
     def step_done(self, rows: Rows[Drafting], step: StepDone, *, decoded: bool) -> None:
