@@ -63,9 +63,7 @@ class AdaptivePolicy(Policy):
         if self._unknown or not self.measured.costs.steps.estimate(1):
             chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
-            chosen = self._choose(rows, survivals)
-            if self._modes.current.on_trial:  # whether that pays is asked
-                chosen[:, 0] |= limits > 0
+            chosen = self._choose(rows, survivals) & (survivals > 0.0)
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
         counts: list[int] = chosen.sum(1).tolist()
@@ -90,7 +88,8 @@ class AdaptivePolicy(Policy):
         cohorts = running / num_rows
         together_s = costs.steps_s(running, np.array([float(running)]))[0] / cohorts
         seconds = np.maximum(seconds, (seconds + waits_s) / cohorts)
-        seconds[0] = min(seconds[0], together_s)
+        # Whether to draft at all is measured better than added up.
+        seconds[0] = np.inf if self._modes.current.compared else min(seconds[0], together_s)
         return choose_nodes(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:

@@ -61,6 +61,16 @@ class ModeTrials:
         """True if the mode is not the incumbent."""
         return self.mode is not self.incumbent
 
+    @property
+    def compared(self) -> bool:
+        """True if the mode's drafts are on trial, or were compared with none."""
+        return self.on_trial or (self._is_known and self._speeds[DraftMode.OFF].rate > 0.0)
+
+    @property
+    def _is_known(self) -> bool:
+        """True if the incumbent was measured as well as a trial tells."""
+        return self._speeds[self.incumbent].seconds.weight >= 0.8 * self._trial_steps
+
     def begin_anew(self) -> None:
         """Forget what drafts brought, as other texts have come."""
         self._steps_left = float(self._trial_steps)
@@ -107,8 +117,7 @@ class ModeTrials:
         """Return the mode that brought more than the present drafts do, if one is known."""
         tried, best = self._speeds, self._speeds[self.incumbent]
         mode = max([m for m in DraftMode if ahead or not m.drafts], key=lambda m: tried[m].rate)
-        known = best.seconds.weight >= 0.8 * self._trial_steps  # as well as a trial tells
-        behind = self.incumbent.drafts and known and tried[mode].rate > WORTH * best.rate
+        behind = self.incumbent.drafts and self._is_known and tried[mode].rate > WORTH * best.rate
         return mode if behind else None
 
     def _next(self, *, ahead: bool) -> DraftMode:
