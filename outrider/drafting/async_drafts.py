@@ -55,7 +55,8 @@ class AsyncProposer(Protocol):
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Return the place on the device of the drafts that the next `draft` returns.
 
-        The commits of `sessions` have been made. None unless all of them have such a draft.
+        The commits of `sessions` have been made. None unless all of them have such a draft, but
+        for those that the next `draft` would give none.
         """
 
 
@@ -98,18 +99,22 @@ class AsyncDrafts(Generic[S, D]):
             placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
             self._launched = _Launched(loop, placed)
 
-    def on_device(self, states: Sequence[S]) -> DeviceDrafts | None:
-        """Return the place on the device of what `take` returns; None unless it has all."""
+    def on_device(self, states: Sequence[S], gets_none: Callable[[S], bool]) -> DeviceDrafts | None:
+        """Return the place on the device of what `take` returns.
+
+        None unless it has all but those states that get no draft now in any case.
+        """
         launched = self._launched
         if launched is None or launched.loop.tokens is None:
             return None
-        places = {state.key: self._place(launched, state) for state in states}
-        found = {key: place for key, place in places.items() if place is not None}
-        if len(found) < len(states):
-            return None
-        most = launched.loop.tokens.shape[1]
-        lengths = {state.key: min(most, state.follower.wanted) for state in states}
-        return DeviceDrafts(launched.loop.tokens, found, lengths)
+        most, places, lengths = launched.loop.tokens.shape[1], {}, {}
+        for state in states:
+            if (place := self._place(launched, state)) is not None:
+                places[state.key] = place
+                lengths[state.key] = min(most, state.follower.wanted)
+            elif not gets_none(state):
+                return None
+        return DeviceDrafts(launched.loop.tokens, places, lengths) if places else None
 
     def take(self, states: Sequence[S]) -> dict[S, D]:
         """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""

@@ -313,16 +313,11 @@ class Engine:
     def schedule_with_device_drafts(self, drafts: DeviceDrafts) -> bool:
         """Let the next step verify drafts that the device will have by then.
 
-        After its launch the drafts are to be posted. False, with nothing changed, unless the
-        engine holds only rows that lack just these drafts: the tokens of a prompt fit no captured
-        step, and a newcomer would wait for one more round.
+        After its launch the drafts are to be posted. False, with nothing changed, unless all of
+        them are for rows that lack just their draft, and no other row has one at hand.
         """
         sequences = self._scheduler.by_session
-        if (
-            self._in_flight is not None
-            or not lack_only(drafts, sequences)
-            or not self._runner.takes_device_drafts(len(sequences), max(drafts.lengths.values()))
-        ):
+        if self._in_flight is not None or not lack_only(drafts, sequences):
             return False
         hold_places(drafts, sequences)
         self._device_drafts = drafts

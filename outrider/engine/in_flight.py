@@ -111,12 +111,15 @@ class StepClock:
 
 
 def lack_only(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> bool:
-    """Return whether `sequences` are rows that lack just these drafts to run."""
-    return drafts.lengths.keys() == sequences.keys() and all(
-        seq.admitted
+    """Return whether `drafts` are for rows that lack just these, and no other has a draft."""
+    drafted = [sequences.get(session) for session in drafts.lengths]
+    others = [seq for session, seq in sequences.items() if session not in drafts.lengths]
+    return all(seq.draft is None for seq in others) and all(
+        seq is not None
+        and seq.admitted
         and seq.num_computed == len(seq.token_ids) - 1
         and not seq.needs_eager_sampling  # by drafts that the host has
-        for seq in sequences.values()
+        for seq in drafted
     )
 
 

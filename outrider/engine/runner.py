@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -19,7 +19,7 @@ from outrider.engine.sampling.prompt_logprobs import split_prompt_logits, split_
 from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows
-from outrider.engine.step import DrawnTokens, ScheduledRow, Step, StepResult
+from outrider.engine.step import ScheduledRow, Step, StepResult, fill_in_drafts
 from outrider.engine.tree_mask import depths
 from outrider.engine.tree_walk import path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
@@ -52,9 +52,6 @@ class StepRunner(Protocol):
         The step before may be in flight if `step` knows all that it needs of it.
         """
 
-    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
-        """Tell whether `Step.device_drafts` may have so many rows of at most so many tokens."""
-
 
 @dataclass(frozen=True, slots=True)
 class FailedLaunch:
@@ -78,14 +75,15 @@ class Verified(NamedTuple):
     logprobs: Tensor | None = None  # `drawn_logprobs`, if any row asks for them
 
 
+FillIn = Callable[[Tensor], None]
+"""Replaces placeholders among packed input ids on the device: see `Step.fill_in`."""
+
+
 class Forwards(Protocol):
     """A faster way to do some of a model's forwards."""
 
-    def logits(self, rows: Sequence[RowSlice], drawn: DrawnTokens | None) -> Tensor | None:
-        """Return what the model's `forward` returns; None if these rows do not fit.
-
-        `drawn` replaces placeholders among the rows' last tokens.
-        """
+    def logits(self, rows: Sequence[RowSlice], fill_in: FillIn) -> Tensor | None:
+        """Return what the model's `forward` returns; None if these rows do not fit."""
 
 
 class Runner:
@@ -102,10 +100,6 @@ class Runner:
         """Enqueue the step; on a CPU, `wait` does the work."""
         return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
 
-    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
-        """Return False: drafts are packed on the host."""
-        return False
-
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
         """Return the logits to choose from [num_logits, vocab_size], and prompts' logprobs, if any.
@@ -113,11 +107,10 @@ class Runner:
         May raise what the model raises.
         """
         slices = [row.forward_slice for row in step.rows]
-        logits = None if self._forwards is None else self._forwards.logits(slices, step.drawn)
+        logits = None if self._forwards is None else self._forwards.logits(slices, step.fill_in)
         if logits is None:
             batch = pack(slices, self.model.page_size, self.model.device)
-            if step.drawn is not None:
-                step.drawn.fill_in_packed(batch.input_ids, slices)
+            step.fill_in(batch.input_ids)
             logits = self.model.forward(batch)
         if any(row.num_prompt_logits for row in step.rows):
             scored = [row.scored_tokens for row in step.rows]
@@ -144,8 +137,13 @@ class Runner:
             tokens, order = walk.tokens, path_order(walk.at, counts)
         else:
             choices = per_row(drawn, counts)
-            drafts = padded([row.draft for row in rows], max(counts) - 1, -1)
-            accepted = verify_rows(drafts.to(drawn.device, non_blocking=True), choices)
+            width = max(counts) - 1
+            drafts = padded([row.draft for row in rows], width, -1)
+            drafts = drafts.to(drawn.device, non_blocking=True)
+            if step.device_drafts is not None:
+                firsts = range(0, len(rows) * width, width) if width else [0] * len(rows)
+                fill_in_drafts(step.device_drafts, rows, firsts, drafts.view(-1))
+            accepted = verify_rows(drafts, choices)
             tokens = torch.cat((accepted[:, None], choices), dim=1)
         if all(row.seq.request.top_logprobs is None for row in rows):
             return Verified(tokens)

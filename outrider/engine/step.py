@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,11 +70,6 @@ class DrawnTokens(NamedTuple):
     verified: Tensor  # on the device: `Verified.tokens` of the step in flight
     sources: tuple[int, ...]  # per row of the step behind: its row of `verified`, or -1 for none
 
-    def fill_in_packed(self, input_ids: Tensor, rows: Rows[RowSlice]) -> None:
-        """Enqueue their copy to `input_ids` int64 [num_tokens], where one row follows another."""
-        ends = accumulate([len(row.token_ids) for row in rows])
-        self.fill_in(input_ids, [end - 1 for end in ends])
-
     def fill_in(self, input_ids: Tensor, last: Rows[int]) -> None:
         """Enqueue their copy to `input_ids` int64 [num_tokens].
 
@@ -85,6 +81,23 @@ class DrawnTokens(NamedTuple):
         input_ids.index_copy_(0, places, drawn.to(input_ids.dtype))
 
 
+def fill_in_drafts(
+    late: DeviceDrafts, rows: Rows[ScheduledRow], firsts: Rows[int], to: Tensor
+) -> None:
+    """Enqueue the copy of drafts on the device to `to` [n], each from its place in `firsts` on.
+
+    What is there of rows that have no such draft stays.
+    """
+    sessions, steps = [row.seq.session_id for row in rows], np.arange(late.tokens.shape[1])
+    drafted = zip(sessions, rows, strict=True)
+    lengths = [len(row.draft) if session in late.places else 0 for session, row in drafted]
+    starts = [late.places.get(session, 0) * len(steps) for session in sessions]
+    real = steps < np.array(lengths)[:, None]  # [rows, tokens of a draft]
+    places = [(np.array(first)[:, None] + steps)[real] for first in (starts, firsts)]
+    source, target = torch.from_numpy(np.stack(places)).to(to.device, non_blocking=True)
+    to.index_copy_(0, target, late.tokens.flatten().index_select(0, source).to(to.dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The frozen input of one forward."""
@@ -93,10 +106,23 @@ class Step:
     num_tokens: int
     prompts_only: bool = False  # all rows that decode wait for drafts
     device_drafts: DeviceDrafts | None = None
-    """Drafts that replace those of all rows. A runner that ignores them stays correct: it verifies
-    the rows' own drafts, which are placeholders."""
+    """Drafts for which rows have placeholders."""
     drawn: DrawnTokens | None = None
     """Tokens for which rows have placeholders; not with drafts."""
+
+    def fill_in(self, input_ids: Tensor) -> None:
+        """Enqueue the copy of what replaces placeholders to `input_ids` int64 [num_tokens].
+
+        There one row follows another.
+        """
+        if self.drawn is None and self.device_drafts is None:
+            return
+        ends = [*accumulate([len(row.slice.token_ids) for row in self.rows])]
+        if self.drawn is not None:
+            self.drawn.fill_in(input_ids, [end - 1 for end in ends])
+        if self.device_drafts is not None:
+            firsts = [end - len(row.draft) for end, row in zip(ends, self.rows, strict=True)]
+            fill_in_drafts(self.device_drafts, self.rows, firsts, input_ids)
 
 
 @dataclass(frozen=True, slots=True)

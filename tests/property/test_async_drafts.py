@@ -27,6 +27,7 @@ from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buck
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import Runner, StepRunner, _Enqueued
 from outrider.engine.sampling.verify import choose_and_verify
+from outrider.engine.step import Step
 from outrider.params import SamplingParams
 from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
@@ -280,22 +281,26 @@ def test_async_drafts_behind_prompts_are_launched(
     assert counts["late"] > num_late / (2 if samplings is SAMPLINGS else 5)
 
 
-def test_engine_with_eager_step_waits_for_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is packed with them: what stands for them would be refused."""
+def test_eager_steps_with_device_drafts_emit_the_plain_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps with prompts are eager: other rows' drafts stay on the device there, too."""
     requests = draw_requests(97)
     captured = run(requests, drafts=True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
-    assert run(requests, drafts=True, runner=Runner) == captured
+    beside_prompts = 0
+    launch = Engine._launch
 
+    def noted(engine: Engine, step: Step, began: float, **how: Any) -> Any:
+        nonlocal beside_prompts
+        prompts = any(row.slice.num_logits < len(row.slice.token_ids) for row in step.rows)
+        beside_prompts += prompts and step.device_drafts is not None
+        return launch(engine, step, began, **how)
 
-def test_runner_takes_device_drafts_only_if_captured() -> None:
-    model = recordable_llama()
-    runner = captured_runner(model)
-    assert runner.takes_device_drafts(4, K)
-    assert not runner.takes_device_drafts(4, K + 1)
-    assert not runner.takes_device_drafts(5, K)
-    assert not Runner(model).takes_device_drafts(1, 1)
+    monkeypatch.setattr(Engine, "_launch", noted)
+    assert run(requests, drafts=True, runner=Runner)[1] == captured[1]
+    assert beside_prompts > 0
 
 
 def test_device_drafts_that_are_never_posted_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if self._async_drafts is None or len(states) < len(sessions):
             return None
-        return self._async_drafts.on_device(states)
+        return self._async_drafts.on_device(states, lambda state: state.patient)
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         if self._brancher is None:

@@ -183,7 +183,14 @@ class RecurrentProposer(FeatureMethod):
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
-        return self._async_drafts.on_device(states) if len(states) == len(sessions) else None
+        if len(states) < len(sessions):
+            return None
+        return self._async_drafts.on_device(states, self._lacks_rows)
+
+    def _lacks_rows(self, state: FeatureSession) -> bool:
+        """Return whether rows are yet to come, and those at hand are not worth a forward."""
+        fresh = state.num_rows - self._caches[state.key].computed
+        return not state.ready and fresh < _PART
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         """Feed rows of sessions that another method drafts for.
@@ -298,8 +305,8 @@ class RecurrentProposer(FeatureMethod):
                 continue
             cache.computed = min(cache.computed, length - LEAD)
             fresh = max(0, state.num_rows - cache.computed)
-            if fresh < _PART and not state.ready:
-                fresh = 0  # until the others have come
+            if self._lacks_rows(state):
+                fresh = 0
             missing = fresh if fresh <= _SHORT else min(fresh, budget)
             if fresh > _SHORT:
                 budget -= missing

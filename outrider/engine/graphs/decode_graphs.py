@@ -131,13 +131,6 @@ class DecodeGraphs:
         place.events[2].record()
         return _InFlight(step, verified, on_host, logprobs, place.events)
 
-    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
-        """Return whether a captured step, which reads its inputs on the device, would fit."""
-        return any(
-            bucket.query_len > num_drafted and bucket.rows >= num_rows and not bucket.trees
-            for bucket in self._buckets
-        )
-
     def trial_times(self, repeats: int = 2) -> list[tuple[int, int, float]]:
         """Return (rows, tokens, seconds) of every bucket over no context, as a first estimate."""
         times = []

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts
 from outrider.engine.batch import PackedBatch
-from outrider.engine.graphs.staging import PageLayout, Staging, select_rows
+from outrider.engine.graphs.staging import PageLayout, Staging
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
-from outrider.engine.step import DrawnTokens, ScheduledRow
+from outrider.engine.step import DrawnTokens, ScheduledRow, fill_in_drafts
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
@@ -291,17 +291,9 @@ class DecodeInputs:
     def take_device_drafts(
         self, late: DeviceDrafts, rows: Sequence[ScheduledRow], bucket: Bucket
     ) -> None:
-        """Enqueue, behind the copy, what replaces the rows' drafts by those on the device."""
-        to, count, width = self._views[bucket], len(rows), late.tokens.shape[1]
-        places = [late.places[row.seq.session_id] for row in rows]
-        drafts = select_rows(late.tokens, places).flatten()
-        steps = np.arange(width)
-        real = steps < to.draft_lens[:count, None]  # [count, width]
-        targets = (to.cu_seqlens[:count, None] + 1 + steps)[real]
-        pairs = torch.from_numpy(np.stack((np.flatnonzero(real), targets)))
-        source, target = pairs.to(drafts.device, non_blocking=True)
-        ids = self._staging.device("input_ids")
-        ids.index_copy_(0, target, drafts.index_select(0, source).to(ids.dtype))
+        """Enqueue, behind the copy, what replaces rows' drafts by those on the device."""
+        firsts = [start + 1 for start in self.row_starts(bucket)[: len(rows)]]
+        fill_in_drafts(late, rows, firsts, self._staging.device("input_ids"))
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""

@@ -17,7 +17,7 @@ from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, PrefillInputs
 from outrider.engine.graphs.staging import PageLayout
-from outrider.engine.step import DrawnTokens
+from outrider.engine.runner import FillIn
 
 
 class LayeredModel(Model, Protocol):
@@ -70,9 +70,9 @@ class PrefillGraphs:
         self._buckets = CapturedBuckets(buckets, captured, lambda b: (b.tokens, b.rows))
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[RowSlice], drawn: DrawnTokens | None = None) -> Tensor | None:
+    def logits(self, rows: Sequence[RowSlice], fill_in: FillIn | None = None) -> Tensor | None:
         """Return what the model's `forward` returns for these rows; None if no bucket fits."""
-        index = self._run(rows, drawn)
+        index = self._run(rows, fill_in)
         if index is None:
             return None
         assert self._hidden is not None
@@ -88,7 +88,7 @@ class PrefillGraphs:
         self._hidden[:1, :1].tolist()
         return True
 
-    def _run(self, rows: Sequence[RowSlice], drawn: DrawnTokens | None = None) -> Tensor | None:
+    def _run(self, rows: Sequence[RowSlice], fill_in: FillIn | None = None) -> Tensor | None:
         """Leave the rows' states in `_hidden` and return which of their tokens get logits."""
         if any(row.parents for row in rows):
             return None
@@ -97,8 +97,8 @@ class PrefillGraphs:
         if bucket is None:
             return None
         index = self._inputs.fill(rows, bucket)
-        if drawn is not None:
-            self._inputs.take_drawn(drawn, rows)
+        if fill_in is not None:
+            fill_in(self._inputs.input_ids)  # behind their copy
         self._buckets[bucket]()
         return index
 

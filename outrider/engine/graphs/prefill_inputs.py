@@ -18,7 +18,6 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.staging import PageLayout, Staging
-from outrider.engine.step import DrawnTokens
 
 _TOKENS = (*range(64, 1024, 64), *range(1024, 2049, 128))
 """Sizes of which a launch of all kernels takes longer than the forward."""
@@ -98,9 +97,10 @@ class PrefillInputs:
         self._staging.send("block_table", num_rows)
         return batch.logits_index
 
-    def take_drawn(self, drawn: DrawnTokens, rows: Sequence[RowSlice]) -> None:
-        """Enqueue, behind the copy, what replaces placeholders by tokens on the device."""
-        drawn.fill_in_packed(self._staging.device("input_ids"), rows)
+    @property
+    def input_ids(self) -> Tensor:
+        """Return the place of input ids on the device: int64 [at least tokens]."""
+        return self._staging.device("input_ids")
 
 
 def _fill(to: NDArray[Any], numbers: Tensor, rest: int) -> None:
