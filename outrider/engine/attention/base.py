@@ -65,7 +65,7 @@ class PagedStep:
     pool_of: Any  # layer_idx -> LayerPool, or None for latent attention
 
 
-def paged_attention_forward(  # noqa: PLR0913 - `AttentionInterface` sets the signature
+def paged_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -73,24 +73,22 @@ def paged_attention_forward(  # noqa: PLR0913 - `AttentionInterface` sets the si
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
     paged: PagedStep | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """Map query [1, H, T, D] to [1, T, H, Dv], as `transformers` calls it.
 
-    Raises `UnsupportedModelError` if the model's modules do not hand `paged` on.
+    Of its `settings`, scaling, sliding_window, softcap and s_aux count. Raises
+    `UnsupportedModelError` if the model's modules do not hand `paged` on.
     """
     if paged is None:
         raise UnsupportedModelError("its modules do not hand keyword arguments on to attention")
     heads, tokens, dim = query.shape[1:]
+    scaling = settings.get("scaling")
     params = AttentionParams(
         scaling=dim**-0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        sliding_window=settings.get("sliding_window"),
+        softcap=settings.get("softcap"),
+        sinks=settings.get("s_aux"),
     )
     kv_heads = key.shape[1]
     # Modules with partial rotation concatenate the parts head by head.
