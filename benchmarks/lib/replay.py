@@ -14,14 +14,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from benchmarks.lib.loop import engine_of
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
+from outrider.engine.engine import Engine
+from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.policy.fixed import FixedPolicy
 from outrider.types import Request
 
 SPARE = 16  # tokens recorded beyond those of interest, so that no round reaches the end
@@ -67,14 +69,18 @@ class Replay:
 
 
 def record(
-    model: PagedModel,
-    config: EngineConfig,
-    requests: Sequence[tuple[TokenIds, SamplingParams]],
-    num_tokens: int,
+    model: PagedModel, requests: Sequence[tuple[TokenIds, SamplingParams]], num_tokens: int
 ) -> list[Capture]:
     """Write `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
     pool = model.pools.features
-    engine, streams = engine_of(model, config, 1)
+    streams = None if pool is None else HiddenStateStreams(pool)
+    config = EngineConfig(
+        page_size=model.page_size,
+        num_pages=model.num_pages,
+        max_model_len=min(model.max_model_len, model.page_size * model.num_pages),
+        enable_prefix_caching=False,
+    )
+    engine = Engine(model, config, policy=FixedPolicy(1, max_wait_s=60.0), features=streams)
     stop = StopParams(max_tokens=num_tokens + SPARE, ignore_eos=True)
     for session, (prompt, sampling) in enumerate(requests):
         engine.submit(Request(session, prompt, sampling, stop))

@@ -13,9 +13,9 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.hidden_states import Bench, draft_model
+from benchmarks.hidden_states import draft_model, load_target
 from benchmarks.lib import prompts
-from benchmarks.lib.replay import Capture, replay
+from benchmarks.lib.replay import Capture, record, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
@@ -55,7 +55,7 @@ def recordings() -> dict[float, list[Capture]]:
     """Held-out texts of the embedded target, and all states that heads read, by temperature."""
     target = resolve_model(None, "target")
     specs = [proposer(method, "chain").traits.features for method in ("dspark", "eagle3", "mtp")]
-    bench = Bench(target, [spec for spec in specs if spec], K)
+    model = load_target(target, [spec for spec in specs if spec])
     file = target.parent / "heldout_prompts.jsonl"
     known = prompts.load(file, target, count=48, max_prompt_tokens=96).token_ids
     chosen = known[:: len(known) // NUM_PROMPTS][:NUM_PROMPTS]
@@ -64,14 +64,13 @@ def recordings() -> dict[float, list[Capture]]:
         for temperature in (0.0, 1.0)
         for seed, prompt in enumerate(chosen)
     ]
-    recorded = bench.record(requests, NUM_TOKENS)
+    recorded = record(model, requests, NUM_TOKENS)
     return {0.0: recorded[:NUM_PROMPTS], 1.0: recorded[NUM_PROMPTS:]}
 
 
 def proposer(method: str, shape: str) -> Proposer:
     if method == "draft_model":
         (one,) = draft_model(resolve_model(None, "draft"), [K])
-        assert one.proposer is not None
         return one.proposer
     width = TREE_WIDTH if shape == "tree" else 1
     config = HeadConfig(name=method, dtype="float32", tree_width=width, max_draft_tokens=K)

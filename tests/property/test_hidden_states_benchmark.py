@@ -8,15 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.hidden_states import RULES, Bench, Contender, draft_model, heads, row, tables
-from benchmarks.lib.replay import lengths, replay
-from outrider.params import SamplingParams, VerificationRule
+from benchmarks.hidden_states import draft_model, heads, load_target, row, tables
+from benchmarks.lib.replay import record, replay
+from outrider.params import SamplingParams
 from tests.support.checkpoints import eagle_checkpoints
 from tests.support.checkpoints.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
 from tests.support.checkpoints.tiny_pair import save_pair
 
 PROMPT, OUTPUT, K = tuple(range(2, 30)), 24, 3
-NONE = Contender("none", "", 0, None)
 
 
 def medusa_by_heart(target: Path, folder: Path, text: tuple[int, ...]) -> Path:
@@ -57,9 +56,9 @@ def eagle3(folder: Path, hidden: int, vocab_size: int) -> Path:
 
 
 def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) -> None:
-    target, _ = save_pair(tmp_path, eps=0.5)
+    target, draft = save_pair(tmp_path, eps=0.5)
     greedy = SamplingParams(0.0)
-    plain = Bench(target, [], 1).run(PROMPT, greedy, OUTPUT, NONE)
+    (plain,) = record(load_target(target, []), [(PROMPT, greedy)], OUTPUT)
     text = (*PROMPT, *plain.token_ids)
     config = AutoModelForCausalLM.from_pretrained(target).config
     given = {
@@ -73,29 +72,19 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
         *(("mlp_speculator", "chain", K), ("mlp_speculator", "tree", 9)),
         *(("eagle3", "chain", K), ("eagle3", "tree", 9)),
     ]
-    specs = [c.proposer.traits.features for c in contenders if c.proposer is not None]
-    bench = Bench(target, [spec for spec in specs if spec], 9)
+    contenders += draft_model(draft, [K])
+    specs = [spec for c in contenders if (spec := c.proposer.traits.features) is not None]
+    model = load_target(target, specs)
     rows = []
     for sampling in (greedy, SamplingParams(0.9, seed=3)):
-        alone = [bench.run(PROMPT, sampling, OUTPUT, NONE)]
-        texts = bench.record([(PROMPT, sampling)] * 2, OUTPUT)
-        assert [one.token_ids[:OUTPUT] for one in texts] == [alone[0].token_ids] * 2
+        alone, *_ = texts = record(model, [(PROMPT, sampling)] * 2, OUTPUT)
+        assert [one.token_ids for one in texts] == [alone.token_ids] * 2
         for one in contenders:
-            samples = [bench.run(PROMPT, sampling, OUTPUT, one)]
-            assert samples[0].token_ids == alone[0].token_ids
-            assert one.proposer is not None
-            found = replay(texts, one.proposer, one.k)
-            assert found.rounds == 2 * len(samples[0].draft_s), "as many as the engine's"
-            by_category = lengths(texts, one.proposer, one.k, ["known", ""])
-            assert by_category == {"known": found.length}
-            rows.append(row(sampling.temperature, one, found, samples, alone, by_category))
+            rows.append(row(sampling.temperature, one, texts, ["known", ""]))
+            assert rows[-1].by_category == {"known": replay([alone], one.proposer, one.k).length}
     for known in rows[:2]:
-        assert known.length is not None
         assert known.length > K
         assert known.positions[0] == 1.0
-        assert known.equal == 1.0
-    assert rows[0].drafted is not None
-    assert rows[1].drafted is not None
     assert rows[0].drafted <= K < rows[1].drafted
     assert rows[0].state_bytes == 2 * config.hidden_size
     lines = tables(rows)
@@ -106,20 +95,3 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
 def test_heads_with_a_method_that_reads_no_states_raises(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="ngram reads no hidden states"):
         heads({"ngram": "x"}, str(tmp_path), [K], [])
-
-
-def test_rules_of_a_draft_model_are_measured_and_coupled_keeps_the_text(tmp_path: Path) -> None:
-    target, draft = save_pair(tmp_path, eps=0.1)
-    bench, sampling = Bench(target, [], K), SamplingParams(0.8, seed=4)
-    plain = [bench.run(PROMPT, sampling, OUTPUT, NONE)]
-    contenders = draft_model(draft, [K], [VerificationRule(rule) for rule in RULES])
-    rows = []
-    for one in contenders:
-        (sample,) = [bench.run(PROMPT, sampling, OUTPUT, one)]
-        assert len(sample.token_ids) == OUTPUT
-        rows.append(row(0.8, one, None, [sample], plain, {}))
-        with_draft = sample.stats.rounds - sample.stats.k_histogram[0]
-        assert rows[-1].length == pytest.approx(1 + sample.stats.accepted / with_draft)
-    assert rows[0].equal == 1.0
-    text = "\n".join(tables(rows))
-    assert all(f"| 0.8 draft_model, {rule} " in text for rule in RULES)

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.lib.replay import record
 from outrider.cli.ports import free_port
-from outrider.config import EngineConfig
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
@@ -272,8 +271,7 @@ def test_states_of_training_are_those_that_a_scorer_sends(case: str, folder: Pat
     spec = FeatureSpec(size, head.layers, final_norm=not head.layers)
     options = ModelOptions(page_size=4, num_pages=64, features=spec)
     model = load_model(folder / "target", options, dtype=torch.float32)
-    config = EngineConfig(page_size=4, num_pages=64, max_model_len=128)
-    (sent,) = record(model, config, [(prompt, SamplingParams(temperature=0.0))], 8)
+    (sent,) = record(model, [(prompt, SamplingParams(temperature=0.0))], 8)
     batch = target.read(torch.tensor([[*prompt, *sent.token_ids[:8]]]), head.layers)
     expected = batch.layers if head.layers else batch.hidden
     found = sent.rows[: len(prompt) + 8].float()
