@@ -50,6 +50,10 @@ def features_of(rows: Sequence[DraftInput]) -> list[Tensor]:
     return [row.features for row in rows if row.features is not None]
 
 
+Chain = tuple[list[int], bytes]
+"""Tokens, and their confidences (`outrider.drafting.confidence`) if they are told."""
+
+
 class ChainDrafter(Protocol):
     """A faster way to draft chains after few tokens, over the model's own cache."""
 
@@ -57,19 +61,11 @@ class ChainDrafter(Protocol):
     def max_tokens(self) -> int:
         """The most tokens to catch up, of all rows together, for which it is faster."""
 
-    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftInput]) -> list[Chain]:
         """Feed rows and draft a chain for each; most tokens wanted first."""
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:
         """Feed rows that no draft is wanted for; False if there is no faster way."""
-
-
-@runtime_checkable
-class SureDrafter(ChainDrafter, Protocol):
-    """A `ChainDrafter` that knows how sure its tokens are."""
-
-    def draft_sure(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
-        """Return what `draft` returns, each chain with its tokens' confidences."""
 
 
 @dataclass(frozen=True, slots=True)

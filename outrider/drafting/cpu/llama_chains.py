@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.drafting.confidence import confidences_of
 from outrider.drafting.cpu.llama_kernels import Draws, Fed, draft
 from outrider.drafting.cpu.llama_weights import Floats, Weights, read_weights
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import Chain, DraftInput
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.pools import HeadMajorPool, KVPools
 from outrider.engine.model.llama import fits
@@ -58,12 +58,8 @@ class LlamaChains:
         """Feed nothing, since a prompt is no faster here."""
         return False
 
-    def draft(self, inputs: Sequence[DraftInput]) -> list[list[int]]:
+    def draft(self, inputs: Sequence[DraftInput]) -> list[Chain]:
         """Feed the rows' tokens and draft their chains, as `draft_chains` does."""
-        return [chain for chain, _ in self.draft_sure(inputs)]
-
-    def draft_sure(self, inputs: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
-        """Implement `SureDrafter`."""
         slices = [row.slice for row in inputs]
         tokens = [token for row in slices for token in row.token_ids]
         positions = [row.start + i for row in slices for i in range(len(row.token_ids))]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLoop, DraftInput, Forks
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, Forks
 from outrider.drafting.graphs.chains import draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, chains_of, read_chains
@@ -93,18 +93,18 @@ class DraftModelLoops:
         self._inputs = LoopInputs(capture.shapes, layout)
         self._loops = CapturedLoops(capture, self._inputs, self._loop, _output_shape)
 
-    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftInput]) -> list[Chain]:
         """Return what `draft_chains` returns, by captured loops where they hold the rows."""
         return self._loops.drafts(rows, read_chains, self._draft_eagerly)
 
-    def _draft_eagerly(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+    def _draft_eagerly(self, rows: Sequence[DraftInput]) -> list[Chain]:
         if not rows[0].wanted and self.feed([row.slice for row in rows]):
             return []
         return draft_chains(self._model, rows)
 
     def launch_after_verify(
         self, rows: Sequence[DraftInput], verify_output: Tensor
-    ) -> AsyncLoop[list[int]] | None:
+    ) -> AsyncLoop[Chain] | None:
         """Implement `AsyncDrafter`."""
         return self._loops.launch_after_verify(rows, verify_output, read_chains, chains_of)
 

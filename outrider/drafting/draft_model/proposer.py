@@ -28,13 +28,8 @@ from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
 from outrider.drafting.draft_model.brancher import Brancher
 from outrider.drafting.draft_model.session import SHORT, DraftRow, DraftState
-from outrider.drafting.drafters import (
-    AsyncDrafter,
-    ChainDrafter,
-    ForkDrafter,
-    SureDrafter,
-)
-from outrider.drafting.graphs.chains import draft_sure_chains, sample_chains
+from outrider.drafting.drafters import AsyncDrafter, Chain, ChainDrafter, ForkDrafter
+from outrider.drafting.graphs.chains import draft_chains, sample_chains
 from outrider.drafting.masks import DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DEFAULT_LIMITS,
@@ -95,7 +90,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._outcomes = Outcomes()
         self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
-        self._async_drafts: AsyncDrafts[DraftState, list[int]] | None = None
+        self._async_drafts: AsyncDrafts[DraftState, Chain] | None = None
         if isinstance(chain_drafter, AsyncDrafter):
             self._async_drafts = AsyncDrafts(chain_drafter, DraftState.continues)
         self._brancher: Brancher | None = None
@@ -115,7 +110,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._unpublished.update(dict.fromkeys(states))
         if self._async_drafts is not None:
             drafts = self._async_drafts.take(states)
-            for state, chain in drafts.items():
+            for state, (chain, _) in drafts.items():
                 done.drafts.append((state.key, state.take_async(self._pool, chain)))
             states = [state for state in states if state not in drafts]
         rows = self._plan(states, done)
@@ -289,20 +284,17 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 return False
         return True
 
-    def _run_chains(self, rows: list[DraftRow]) -> list[tuple[list[int], bytes]]:
-        """Feed rows, those that want drafts first, and return the drafts with confidences."""
+    def _run_chains(self, rows: list[DraftRow]) -> list[Chain]:
+        """Feed rows, those that want drafts first, and return the drafts."""
         fast = self._chain_drafter
         inputs = [row.input() for row in rows]
         ready = [row for row in inputs if row.wanted]
         num_tokens = sum([len(row.slice.token_ids) for row in ready])
-        chains: list[tuple[list[int], bytes]] = []
+        chains: list[Chain] = []
         masked = any(row.mask is not None for row in ready)
         if fast and ready and num_tokens <= fast.max_tokens and not masked:
-            if isinstance(fast, SureDrafter):
-                chains = fast.draft_sure(ready)
-            else:
-                chains = [(chain, b"") for chain in fast.draft(ready)]
+            chains = fast.draft(ready)
             ready, inputs = [], inputs[len(ready) :]
         if inputs and (ready or not (fast and fast.feed([row.slice for row in inputs]))):
-            chains += draft_sure_chains(self._model, inputs)
+            chains += draft_chains(self._model, inputs, sure=True)
         return chains

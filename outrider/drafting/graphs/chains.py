@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.confidence import confidences_of
-from outrider.drafting.drafters import DraftInput, Forks
+from outrider.drafting.drafters import Chain, DraftInput, Forks
 from outrider.drafting.graphs.batches import DraftForward, LoopBatches, eager_batches
 from outrider.drafting.likeliest import draw_of_likeliest, possible, top_candidates
 from outrider.engine.batch import PackedBatch, RowSlice, pack
@@ -35,24 +35,15 @@ def run_loop(
     return drawn
 
 
-def draft_chains(model: DraftForward, rows: Sequence[DraftInput], lead: int = 1) -> list[list[int]]:
+def draft_chains(
+    model: DraftForward, rows: Sequence[DraftInput], lead: int = 1, *, sure: bool = False
+) -> list[Chain]:
     """Feed rows, as `eager_batches` takes them, and draft a chain for each that wants one.
 
-    No token comes to the host before the end, unless a row is masked.
+    No token comes to the host before the end, unless a row is masked. If `sure`, confidences are
+    told.
     """
-    return [tokens for tokens, _ in _draft(model, rows, lead, _choose)]
-
-
-def draft_sure_chains(
-    model: DraftForward, rows: Sequence[DraftInput]
-) -> list[tuple[list[int], bytes]]:
-    """Draft chains as `draft_chains`, each with its tokens' confidences."""
-    return _draft(model, rows, 1, _choose_of_two)
-
-
-def _draft(
-    model: DraftForward, rows: Sequence[DraftInput], lead: int, draw: Draw
-) -> list[tuple[list[int], bytes]]:
+    draw = _choose_of_two if sure else _choose
     with torch.inference_mode():
         if not rows[0].wanted:
             feed(model, rows)
@@ -60,14 +51,14 @@ def _draft(
         batches = eager_batches(rows, model, lead=lead)
         drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(draw, rows))
         flat, *gaps = [torch.cat(parts).cpu() for parts in zip(*drawn, strict=True)]
-    sure = confidences_of(gaps[0][:, 1].numpy()) if gaps else b""
+    all_told = confidences_of(gaps[0][:, 1].numpy()) if gaps else b""
     ends = itertools.accumulate([len(part[0]) for part in drawn], initial=0)
     starts, tokens = [*ends][:-1], flat.tolist()
-    chains: list[tuple[list[int], bytes]] = []
+    chains: list[Chain] = []
     for i, row in enumerate(rows):
         if row.wanted:
             places = [start + i for start in starts[: row.wanted]]
-            told = bytes([sure[place] for place in places]) if sure else b""
+            told = bytes([all_told[place] for place in places]) if sure else b""
             chains.append(([tokens[place] for place in places], told))
     return chains
 

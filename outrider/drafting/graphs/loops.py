@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLoop, DraftInput
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest
 from outrider.engine.batch import RowSlice
@@ -274,10 +274,10 @@ def chains_of(output: Tensor) -> Tensor:
     return output[:, :, 0]
 
 
-def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:
+def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Chain]:
     """Return each row's first tokens of a loop's output, int32 [rows, tokens, 1]."""
     tokens: list[list[int]] = drafted[:, :, 0].tolist()
-    return [row[:n] for row, n in zip(tokens, wanted, strict=True)]
+    return [(row[:n], b"") for row, n in zip(tokens, wanted, strict=True)]
 
 
 class _Output:

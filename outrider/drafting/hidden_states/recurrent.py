@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
-from outrider.drafting.drafters import AsyncDrafter, DraftInput
+from outrider.drafting.drafters import AsyncDrafter, Chain, DraftInput
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.heads.base import CachedHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
@@ -108,7 +108,7 @@ class CachedDrafter(AsyncDrafter[Guess], Protocol):
     def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
         """Feed rows and draft a tree for each that wants one."""
 
-    def sure_chains(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
+    def sure_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
         """Feed rows and draft a chain for each that wants one, with confidences if it has them."""
 
     def sampled_chains(

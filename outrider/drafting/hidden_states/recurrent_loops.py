@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import AsyncLoop, DraftInput, features_of
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, features_of
 from outrider.drafting.graphs.chains import draft_chains, run_loop, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, chains_of, read_chains
@@ -80,11 +80,7 @@ class RecurrentDrafter:
             return num_tokens - 1
         return max_fed_nodes(most, self.limits.tree_width, captured=self.captured)
 
-    def sure_chains(self, rows: Sequence[DraftInput]) -> list[tuple[list[int], bytes]]:
-        """Draft as `chains`, without confidences."""
-        return [(chain, b"") for chain in self.chains(rows)]
-
-    def chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+    def sure_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
         """Draft as `draft_chains`."""
         return self._drafts(rows, read_chains, self._eager_chains)
 
@@ -125,7 +121,7 @@ class RecurrentDrafter:
             rows, read, eager, lambda some: self._features.fill(features_of(some))
         )
 
-    def _eager_chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+    def _eager_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
         return draft_chains(self._forward(rows), rows, LEAD)
 
     def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
@@ -156,7 +152,7 @@ class RecurrentDrafter:
 
 def _read_lines(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
     chains = read_chains(drafted, wanted)
-    return [((chain, list(range(-1, len(chain) - 1))), b"") for chain in chains]
+    return [((tokens, list(range(-1, len(tokens) - 1))), told) for tokens, told in chains]
 
 
 def _read_grown(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:

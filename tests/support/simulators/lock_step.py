@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.drafters import DraftInput, Forks
+from outrider.drafting.drafters import Chain, DraftInput, Forks
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.batch import Model, RowSlice
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -71,10 +71,10 @@ class _Draft:
         self._spend(len(slices), 2)
         return True
 
-    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftInput]) -> list[Chain]:
         self._spend(len(rows), rows[0].wanted)
         return [
-            [self._candidates(row.slice, row.end + i)[0][0] for i in range(row.wanted)]
+            ([self._candidates(row.slice, row.end + i)[0][0] for i in range(row.wanted)], b"")
             for row in rows
         ]
 

@@ -77,7 +77,7 @@ class Bench:
     def from_scratch(self, text: list[int], sampling: SamplingParams) -> list[int]:
         table = self.pages(len(text) + self.k)
         row = RowSlice(text, 0, table, 1)
-        [chain] = draft_chains(self.model, [DraftInput(row, self.k, sampling)])
+        ((chain, _),) = draft_chains(self.model, [DraftInput(row, self.k, sampling)])
         self.pool.release(table)
         return chain
 

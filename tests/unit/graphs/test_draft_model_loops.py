@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import Chain, DraftInput
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture
@@ -96,7 +96,7 @@ class Rows:
         return RowSlice(self.texts[i], 0, pages, 1)
 
 
-def expected(model: Recordable, rows: Rows, ready: list[Ready]) -> list[list[int]]:
+def expected(model: Recordable, rows: Rows, ready: list[Ready]) -> list[Chain]:
     return [
         draft_chains(model, [DraftInput(rows.whole(i, wanted), wanted, sampling)])[0]
         for i, (wanted, sampling) in enumerate(ready)
