@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import Model, RowSlice, grouped, pack
+from outrider.engine.events import elapsed_seconds, make_events
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
 from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_token_logprobs
@@ -98,7 +98,10 @@ class Runner:
 
     def launch(self, step: Step) -> Pending:
         """Enqueue the step; on a CPU, `wait` does the work."""
-        return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
+        launched = EagerStep(self, step)
+        if self.model.device.type != "cpu":
+            launched.run()
+        return launched
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -227,64 +230,47 @@ def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
     return logits
 
 
-class _Lazy:
-    """A step that runs on the host once it is waited for."""
+class EagerStep:
+    """A step on the device's current stream, which runs once it is waited for at the latest."""
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self._runner = runner
         self._step = step
+        self._events = make_events(runner.model.device, 3)
         self.verified: Tensor | None = None  # until it has run
 
     def wait(self) -> StepResult:
-        began = time.perf_counter()
-        logits, prompts = self._runner.forward(self._step)
-        forwarded = time.perf_counter()
-        verified = self._runner.verify(self._step, logits)
-        self.verified = verified.tokens
-        tokens = verified.tokens.tolist()
-        verify_s = time.perf_counter() - forwarded
-        result = _to_result(self._step, tokens, verified.logprobs, forwarded - began, verify_s)
-        return _with_prompts(result, self._step, prompts)
+        if self.verified is None:
+            self.run()
+        times = elapsed_seconds(self._events)
+        tokens, *others = self._on_host
+        assert tokens is not None
+        return _to_result(self._step, tokens.tolist(), others, times)
 
-
-class _Enqueued:
-    """A step on the current CUDA stream."""
-
-    def __init__(self, runner: Runner, step: Step) -> None:
-        self._step = step
-        self._events = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(3)
-        ]
+    def run(self) -> None:
+        """Enqueue the work."""
         began, forwarded, done = self._events
         began.record()
-        logits, prompts = runner.forward(step)
+        logits, prompts = self._runner.forward(self._step)
         forwarded.record()
-        self.verified: Tensor | None
-        self.verified, logprobs = runner.verify(step, logits)
-        self._tokens = self.verified.to("cpu", non_blocking=True)  # pinned
-        self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
-        self._prompts = None if prompts is None else prompts.to("cpu", non_blocking=True)
+        self.verified, logprobs = self._runner.verify(self._step, logits)
+        self._on_host = [
+            None if each is None else each.to("cpu", non_blocking=True)  # pinned
+            for each in (self.verified, logprobs, prompts)
+        ]
         done.record()
-
-    def wait(self) -> StepResult:
-        began, forwarded, done = self._events
-        done.synchronize()
-        forward_s = began.elapsed_time(forwarded) * 1e-3
-        verify_s = forwarded.elapsed_time(done) * 1e-3
-        tokens = self._tokens.tolist()
-        result = _to_result(self._step, tokens, self._logprobs, forward_s, verify_s)
-        return _with_prompts(result, self._step, self._prompts)
 
 
 def _to_result(
     step: Step,
     tokens: Sequence[Sequence[int]],
-    logprobs: Tensor | None,
-    forward_s: float,
-    verify_s: float,
+    others: Sequence[Tensor | None],
+    times: Sequence[float],
 ) -> StepResult:
-    """Build the result from `Verified.tokens` and `Verified.logprobs` on the host."""
+    """Build the result from `Verified.tokens` on the host.
+
+    `others` are `Verified.logprobs` and those of prompts, `times` of the forward and verification.
+    """
     with_logits = iter(tokens)
     choices: list[Sequence[int]] = []
     accepted: list[int] = []
@@ -292,16 +278,14 @@ def _to_result(
         count, *chosen = next(with_logits) if row.slice.num_logits else (0,)
         choices.append(chosen)
         accepted.append(count)
-    logprobs_by_row = to_logprobs(step, logprobs, accepted)
-    return StepResult(choices, accepted, forward_s, verify_s, logprobs_by_row)
-
-
-def _with_prompts(result: StepResult, step: Step, values: Tensor | None) -> StepResult:
-    """Add the logprobs of prompts, which are on the host."""
-    if values is None:
-        return result
-    counts = (row.num_prompt_logits for row in step.rows)
-    return replace(result, prompt_logprobs=split_rows(values.tolist(), counts))
+    logprobs, prompts = others
+    of_prompts: Sequence[Sequence[Sequence[float]]] = ()
+    if prompts is not None:
+        counts = (row.num_prompt_logits for row in step.rows)
+        of_prompts = split_rows(prompts.tolist(), counts)
+    by_row = to_logprobs(step, logprobs, accepted)
+    forward_s, verify_s = times
+    return StepResult(choices, accepted, forward_s, verify_s, by_row, of_prompts)
 
 
 def to_logprobs(

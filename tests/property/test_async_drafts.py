@@ -25,7 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.runner import Runner, StepRunner, _Enqueued
+from outrider.engine.runner import EagerStep, Pending, Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step
 from outrider.params import SamplingParams
@@ -239,17 +239,11 @@ def test_engine_with_device_drafts_emits_the_plain_text(
     assert counts["draft"] > 0.9 * num_late
 
 
-class Event:
-    """Of a device on which nothing is enqueued."""
-
-    def __init__(self, **_how: object) -> None: ...
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, _end: Event) -> float:
-        return 1.0
+def enqueued(runner: Runner, step: Step) -> Pending:
+    """Run a step when it is launched, as a device begins it then."""
+    launched = EagerStep(runner, step)
+    launched.run()
+    return launched
 
 
 @pytest.mark.parametrize("samplings", [SAMPLINGS, (*SAMPLINGS, EDITED)], ids=["", "edited"])
@@ -270,8 +264,7 @@ def test_async_drafts_behind_prompts_are_launched(
 
     monkeypatch.setattr(DraftModelLoops, "draft", drafted)
     monkeypatch.setattr(DecodeInputs, "take_device_drafts", taken)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
+    monkeypatch.setattr(Runner, "launch", enqueued)
     requests = draw_requests(97, samplings=samplings)
     num_plain, plain = run(requests, drafts=False)
     num_late, late = run(requests, drafts=True)
@@ -287,8 +280,7 @@ def test_eager_steps_with_device_drafts_emit_the_plain_text(
     """Steps with prompts are eager: other rows' drafts stay on the device there, too."""
     requests = draw_requests(97)
     captured = run(requests, drafts=True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
+    monkeypatch.setattr(Runner, "launch", enqueued)
     beside_prompts = 0
     launch = Engine._launch
 

@@ -24,8 +24,9 @@ from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest
 from outrider.engine.batch import RowSlice
+from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
-from outrider.engine.graphs.capture import Capture, Precompile, Work, make_events
+from outrider.engine.graphs.capture import Capture, Precompile, Work
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import Model, PackedBatch
+from outrider.engine.events import Event, elapsed_seconds, make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
-from outrider.engine.graphs.capture import Capture, Event, Work, elapsed_seconds, make_events
+from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
