@@ -110,7 +110,8 @@ class ModelConfig(MethodConfig):
     quantization: Literal["int8", "none"] | None = setting(
         None,
         "of a model's weights; unset: int8 on CUDA in bfloat16, beside the weights as they are, "
-        "for products of few rows that it makes faster",
+        "for products of few rows that it makes faster; and on CPUs with AVX-512 VNNI for methods "
+        "that read hidden states, unless --dtype float32",
         choices=("int8", "none"),
     )
 
@@ -121,7 +122,10 @@ class ModelConfig(MethodConfig):
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("--max-model-len is at least 2.")
         if self.quantization == "int8" and not self._has_int8_kernels:
-            raise ConfigError("--quantization int8 is for --device cuda and --dtype bfloat16.")
+            raise ConfigError(
+                "--quantization int8 is for --dtype bfloat16, and on a CPU for methods that read "
+                "hidden states."
+            )
 
     @property
     def int8_weights(self) -> bool:
@@ -177,6 +181,10 @@ class HeadConfig(ModelConfig):
         if self.project_features and self.name not in LAYER_METHODS:
             known = ", ".join(sorted(LAYER_METHODS))
             raise ConfigError(f"--project-features is for methods that read layers: {known}.")
+
+    @property
+    def _has_int8_kernels(self) -> bool:
+        return self.dtype != "float32"
 
     @property
     def projects_features(self) -> bool:

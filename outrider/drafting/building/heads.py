@@ -35,10 +35,12 @@ from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer, ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.cpu import int8
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend, is_capturable
 from outrider.engine.model.loader import choose_llama_ops, count_pages
+from outrider.errors import ConfigError
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
 
@@ -83,6 +85,8 @@ def _build(
     fast = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     dtype = choose_dtype(method, on_cpu=fast)
     device = torch.device(method.device)
+    if method.quantization == "int8" and method.device == "cpu" and not int8.available():
+        raise ConfigError("--quantization int8: this CPU has no AVX-512 VNNI. Leave it out.")
     ops = choose_llama_ops(device, dtype, int8_weights=method.int8_weights)
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)

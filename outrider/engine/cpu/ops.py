@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from outrider.engine.cpu import elementwise
+from outrider.engine.cpu.int8 import Int8Weight, available
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache.pools import LayerPool
-from outrider.engine.layers.ops import LlamaOps, TorchOps
+from outrider.engine.layers.linear import Linear, PackedLinear
+from outrider.engine.layers.ops import LlamaOps, TorchOps, Use
 
 _TEAM_SIZE = 1 << 14  # elements from which a team of threads is faster
 
 
 class NumbaOps(LlamaOps):
-    """Rounds where `TorchOps` does; compiles its kernels, or loads them from the cache."""
+    """Rounds where `TorchOps` does; compiles its kernels, or loads them from the cache.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    With `int8`, `tune` rounds weights to int8 where the CPU multiplies these faster.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, int8: bool = False) -> None:
+        self._rounds = int8 and available()
         self._rms_norm = Kernel(elementwise.rms_norm, "4qd", dtype)
         self._qk_norm = Kernel(elementwise.qk_norm, "5qd", dtype)
         self._rotate_and_store = Kernel(elementwise.rotate_and_store, "9q", dtype)
@@ -62,3 +70,29 @@ class NumbaOps(LlamaOps):
         team = tokens * width * 4 >= _TEAM_SIZE  # exponentials are slow
         self._silu_mul(team, tokens, gate_up.data_ptr(), out.data_ptr(), width)
         return out
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
+    ) -> Tensor:
+        rounded = _rounded(linear)
+        if rounded is None:
+            return LlamaOps.norm_linear(self, x, norm, eps, linear, out)
+        if out is None:
+            out = x.new_empty(len(x), rounded.out_features)
+        return rounded.of_normed(x, norm, eps, out)
+
+    def mlp(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear) -> Tensor:
+        rounded = _rounded(down)
+        if rounded is None:
+            return LlamaOps.mlp(self, x, norm, eps, gate_up, down)
+        return rounded.of_gated(self.norm_linear(x, norm, eps, gate_up), x)
+
+    def tune(self, uses: Sequence[Use]) -> None:
+        for use in uses if self._rounds else ():
+            if isinstance(use.linear, PackedLinear) and use.linear.in_features % 4 == 0:
+                use.linear.round_to_int8(Int8Weight)
+
+
+def _rounded(linear: Linear) -> Int8Weight | None:
+    found = linear.int8 if isinstance(linear, PackedLinear) else None
+    return found if isinstance(found, Int8Weight) else None

@@ -115,6 +115,22 @@ def fma(_context, a, b, c):
     return a(a, b, c), generate
 
 
+@intrinsic
+def dot4(_context, sums, unsigned, signed):
+    """Add the products of four bytes, unsigned times signed, to each lane of int32 `sums`.
+
+    All are int32 vectors; it needs AVX-512 VNNI.
+    """
+
+    def generate(context, builder, _, args):
+        words = context.get_value_type(sums)
+        kind = ir.FunctionType(words, [words] * 3)
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+    return sums(sums, unsigned, signed), generate
+
+
 def _larger(builder, x, y):
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 

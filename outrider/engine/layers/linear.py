@@ -35,8 +35,18 @@ class Linear(Protocol):
         """Return `residual + self(x)`; `residual` may be overwritten."""
 
 
+class Int8Product(Protocol):
+    """A product with a weight and inputs that are rounded to int8."""
+
+    def __call__(self, x: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        """Write the product of x [..., in] to `out` [..., out], or add it, and return `out`."""
+
+
 class PackedLinear(nn.Module):
     """`F.linear` with a fixed weight [out, in], which is copied and packed where possible."""
+
+    int8: Int8Product | None = None
+    """What multiplies in place of the weight, which is then given up."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -53,6 +63,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map x [..., in] to [..., out], in `out` if it is given."""
+        if self.int8 is not None:
+            if out is None:
+                out = x.new_empty(*x.shape[:-1], self.out_features)
+            return self.int8(x, out)
         if self._packed:
             y = _pad_rows(self._multiply, x)
             return y if out is None else out.copy_(y)
@@ -67,12 +81,19 @@ class PackedLinear(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return `residual + self(x)`; `residual` may be overwritten."""
+        if self.int8 is not None:
+            return self.int8(x, residual, add=True)
         if self._packed:
             return _pad_rows(self._multiply_add, x, residual)
         if self._bias is not None:
             residual += self._bias
         residual.view(-1, self.out_features).addmm_(x.view(-1, self.in_features), self._weight.t())
         return residual
+
+    def round_to_int8(self, rounded: Callable[[Tensor, Tensor | None], Int8Product]) -> None:
+        """Multiply with what `rounded` makes of weight [out, in] and bias from now on."""
+        weight = self._weight.to_dense() if self._packed else self._weight
+        self.int8, self._weight = rounded(weight, self._bias), weight.new_empty(0)
 
     def _multiply(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")

@@ -176,7 +176,7 @@ def choose_llama_ops(
     if device.type == "cpu" and dtype is not torch.float16:
         from outrider.engine.cpu.ops import NumbaOps
 
-        return NumbaOps(dtype)
+        return NumbaOps(dtype, int8=int8_weights)
     if device.type == "cuda" and dtype is not torch.float64:
         from outrider.engine.cuda.llama_ops import TritonOps
 

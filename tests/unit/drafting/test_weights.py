@@ -33,13 +33,24 @@ def test_model_config_with_int8_kernels_quantizes() -> None:
     assert not replace(on_cuda, dtype="float32").int8_weights
     assert not replace(on_cuda, quantization="none").int8_weights
     argv = ["--scorer", "127.0.0.1:1", "--quantization", "int8"]
-    for flags in ([], ["--device", "cuda", "--dtype", "float32"], ["--method", "eagle3"]):
-        with pytest.raises(ConfigError, match="--quantization int8 is for --device cuda"):
+    float32 = ["--dtype", "float32"]
+    for flags in ([], ["--device", "cuda", *float32], ["--method", "eagle3", *float32]):
+        with pytest.raises(ConfigError, match="--quantization int8 is for --dtype bfloat16"):
             parse([*argv, *flags])
-    config, _ = parse([*argv, "--device", "cuda", "--method", "eagle3"])
-    (method,) = config.methods
-    assert isinstance(method, HeadConfig)
-    assert method.int8_weights
+    for device in ("cpu", "cuda"):
+        config, _ = parse([*argv, "--device", device, "--method", "eagle3"])
+        (method,) = config.methods
+        assert isinstance(method, HeadConfig)
+        assert method.int8_weights
+
+
+def test_build_proposer_with_int8_on_a_cpu_without_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    with pytest.raises(ConfigError, match="--quantization int8: this CPU has no AVX-512 VNNI"):
+        build_proposer((HeadConfig(name="medusa", quantization="int8"),), 256, print)
+    build_proposer((HeadConfig(name="medusa"),), 256, print)
 
 
 def test_take_methods_with_an_unread_model_is_refused() -> None:

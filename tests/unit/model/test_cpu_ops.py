@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.engine.cpu import int8
 from outrider.engine.cpu.ops import NumbaOps
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.layers.ops import TorchOps
+from outrider.engine.layers.linear import PackedLinear
+from outrider.engine.layers.ops import TorchOps, Use
 
 HIDDEN, HEADS, KV_HEADS, DIM = 96, 6, 2, 16
 CPU = torch.device("cpu")
 PLAIN = TorchOps()
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 MANY = 700  # tokens enough for a team of threads
+
+int8_only = pytest.mark.skipif(not int8.available(), reason="needs AVX-512 VNNI")
 
 # A sum in another order may fall on the other side of a rounding in one of thousands.
 _TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 2e-6, torch.float64: 1e-12}
@@ -85,6 +89,58 @@ def test_silu_mul_in_bfloat16_rounds_as_torch() -> None:
 def test_silu_mul_of_nan_stays_nan() -> None:
     gate_up = torch.full((1, 8), float("nan"), dtype=torch.bfloat16)
     assert NumbaOps(torch.bfloat16).silu_mul(gate_up).isnan().all()
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Round each row to one of 255 numbers."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+@int8_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 8, 19])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_rounded_to_int8_multiplies_rounded_numbers(
+    dtype: torch.dtype, rows: int, biased: bool
+) -> None:
+    torch.manual_seed(rows)
+    num_out = 70  # no multiple of a block
+    weight, x = torch.randn(num_out, HIDDEN, dtype=dtype), torch.randn(rows, HIDDEN, dtype=dtype)
+    residual = torch.randn(rows, num_out, dtype=dtype)
+    bias = torch.randn(num_out, dtype=dtype) if biased else None
+    linear = PackedLinear(weight, bias)
+    before = linear(x)
+    NumbaOps(dtype, int8=True).tune([Use(linear)])
+    expected = _rounded(x.double()) @ _rounded(weight.double()).T
+    if bias is not None:
+        expected += bias.double()
+    assert not torch.equal(linear(x), before)
+    for ours, exact in (
+        (linear(x), expected),
+        (linear(x, torch.empty_like(residual)), expected),
+        (linear.add(x, residual.clone()), expected + residual.double()),
+    ):
+        # Some numbers lie so near between two that they are rounded the other way.
+        assert (ours.double() - exact).norm() / exact.norm() < 0.003
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(rows)])
+    assert torch.equal(linear(x), alone)
+
+
+@int8_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mlp_rounded_to_int8_is_close_to_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inner = 2 * HIDDEN
+    x, norm = torch.randn(5, HIDDEN, dtype=dtype), torch.rand(HIDDEN, dtype=dtype)
+    gate_up = PackedLinear(torch.randn(2 * inner, HIDDEN, dtype=dtype) / 10, None)
+    down = PackedLinear(torch.randn(HIDDEN, inner, dtype=dtype) / 10, None)
+    plain = NumbaOps(dtype).mlp(x.clone(), norm, 1e-5, gate_up, down)
+    ops = NumbaOps(dtype, int8=True)
+    ops.tune([Use(gate_up, norm, gated=True), Use(down)])
+    rounded = ops.mlp(x.clone(), norm, 1e-5, gate_up, down)
+    error = (rounded - plain).double().norm() / (plain - x).double().norm()
+    assert 0 < error < 0.03
 
 
 def test_kernel_without_writable_cache_compiles() -> None:

@@ -126,8 +126,7 @@ class LlamaLayer:
         if rows is not None:
             heads, residual = heads.index_select(0, rows), residual.index_select(0, rows)
         x = self._o.add(heads if gate is None else heads * gate, residual)
-        gated = self._ops.norm_gated(x, self._post_norm, eps, self._gate_up)
-        return self._down.add(gated, x)
+        return self._ops.mlp(x, self._post_norm, eps, self._gate_up, self._down)
 
 
 class LlamaStack:

@@ -1,0 +1,79 @@
+"""Products with weights rounded to int8, by a compiled kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.engine.cpu.int8_linear import BLOCK, Input, int8_linear
+from outrider.engine.cpu.team import Kernel
+from outrider.engine.layers.quantized import QuantizedWeight
+
+_TEAM_SIZE = 1 << 18  # weights from which a team of threads is faster
+
+
+def available() -> bool:
+    """Return whether this CPU has the instructions."""
+    return bool(torch.cpu._is_vnni_supported())
+
+
+class Int8Weight:
+    """Implements `Int8Product`: weight [out, in] has one scale a row, and so has an input.
+
+    Sums are exact, so a row's product does not depend on the rows beside it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Round `weight`, of which `in` is a multiple of 4. Inputs and outputs have its dtype."""
+        rounded = QuantizedWeight.of(weight, torch.int8, rounds_inputs=True)
+        self.out_features, self._in_features = weight.shape
+        missing = -self.out_features % BLOCK
+        self._num_blocks = (self.out_features + missing) // BLOCK
+        numbers = F.pad(rounded.numbers.to(torch.int16) + 128, (0, 0, 0, missing)).to(torch.uint8)
+        blocks = numbers.view(self._num_blocks, BLOCK, -1, 4)
+        self._weight = blocks.transpose(1, 2).contiguous()
+        self._scales = F.pad(rounded.scales[:, 0], (0, missing))
+        self._bias = bias
+        self._team = weight.numel() >= _TEAM_SIZE
+        self._kernel = Kernel(int8_linear, "11qd", weight.dtype)
+
+    def __call__(self, x: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        return self._run(x, out, Input.PLAIN, add=add)
+
+    def of_normed(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Multiply the RMS norm of x [rows, in], times `norm` [in]."""
+        return self._run(x, out, Input.NORMED, norm=norm, eps=eps)
+
+    def of_gated(self, gate_up: Tensor, out: Tensor) -> Tensor:
+        """Add to `out` the product of silu(gate) * up, of gate_up [rows, 2 * in]."""
+        return self._run(gate_up, out, Input.GATED, add=True)
+
+    def _run(
+        self,
+        x: Tensor,
+        out: Tensor,
+        kind: Input,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        add: bool = False,
+    ) -> Tensor:
+        x = x.contiguous()
+        self._kernel(
+            self._team,
+            self._num_blocks,
+            x.data_ptr(),
+            0 if norm is None else norm.data_ptr(),
+            self._weight.data_ptr(),
+            self._scales.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // x.shape[-1],
+            self._in_features,
+            self.out_features,
+            kind,
+            add,
+            eps,
+        )
+        return out
