@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.cpu.llama_kernels import Biases, Draws, Ints, biased_chains
+from outrider.drafting.cpu.llama_kernels import Biases, Draws, biased_chains
 from outrider.drafting.cpu.llama_weights import Matrix
+from outrider.engine.cpu.int8 import Int8Weight
+from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.sampling.coupled import SamplingBatch
 
 
@@ -29,11 +31,19 @@ class BiasedChains:
         bias: Tensor,
         joint: tuple[Tensor, Tensor] | None,
         ids: Tensor | None,
+        *,
+        linear: Linear,
     ) -> None:
+        """`linear` is the product with `bias`, whose weight may be rounded later."""
+        self._linear = linear
         weight, offset = joint or (bias.new_empty(0, 0), bias.new_empty(0))
-        known: Ints = (torch.arange(len(bias)) if ids is None else ids).numpy()
         self._biases = Biases(
-            _matrix(embedding), _matrix(bias), _matrix(weight), _matrix(offset), known
+            _matrix(embedding),
+            _matrix(bias),
+            np.empty(0, np.float32),
+            _matrix(weight),
+            _matrix(offset),
+            np.empty(0, np.int64) if ids is None else ids.numpy(),
         )
 
     def draw(
@@ -45,6 +55,10 @@ class BiasedChains:
         without the bias, `tokens` int64 [n] those before, and `batch` the draws at the first place;
         None: all greedy.
         """
+        rounded = self._linear.int8 if isinstance(self._linear, PackedLinear) else None
+        if isinstance(rounded, Int8Weight) and not len(self._biases.scales):
+            numbers = rounded.numbers.view(torch.int32).flatten().numpy()
+            self._biases = self._biases._replace(product=numbers, scales=rounded.scales.numpy())
         n = len(known)
         if batch is None:
             zeros, ints = np.zeros(n, np.float32), np.zeros(n, np.int64)

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from outrider.drafting.cpu import compiled as base
 from outrider.drafting.cpu.llama_weights import Floats, Matrix, Weights
+from outrider.engine.cpu.attend import highest
+from outrider.engine.cpu.int8_linear import row_product
 
 Ints = NDArray[np.int64]
 
@@ -52,10 +54,11 @@ class Biases(NamedTuple):
     """Holds the weights that make a bias of logits from the tokens before."""
 
     embedding: Matrix  # [vocab, rank]
-    product: Matrix  # [known, rank]
+    product: Matrix | Ints  # [known, rank]; or `Int8Weight.numbers`, as int32 [any]
+    scales: Floats  # of `Int8Weight`, or [0]
     joint: Matrix  # [3 * rank, 2 * rank + hidden], of a state that goes along; else [0, any]
     joint_bias: Matrix  # [3 * rank], or [0]
-    ids: Ints  # [known]: tokens
+    ids: Ints  # [known]: tokens; [0]: all, in order
 
 
 def compiled(function: _Kernel) -> _Kernel:
@@ -162,15 +165,38 @@ def biased_chains(
                     new = np.tanh(parts[0, rank + i])
                     inputs[0, i] = new + keep * (inputs[0, i] - new)
                     before[0, i] = np.tanh(parts[0, 2 * rank + i])
-            _product(before, biases.product, added)
-            for i in range(num_known):
-                logits[biases.ids[i]] = _widen(known[row, place, i]) + added[0, i]
+            _bias(before, biases.product, biases.scales, added)
+            slot = known[row, place]
+            if len(biases.ids):
+                for i in range(num_known):
+                    logits[biases.ids[i]] = _widen(slot[i]) + added[0, i]
+            else:
+                for i in range(num_known):
+                    logits[i] = _widen(slot[i]) + added[0, i]
             if draws.temperature[row] == 0.0:
-                token = np.argmax(logits)
+                best = highest(logits)
+                token = 0
+                while token < len(logits) - 1 and logits[token] < best:
+                    token += 1
             else:
                 token, _ = draw(logits, draws, row, position[row] + place)
             chains[row, place] = token
     return chains
+
+
+def _bias(before: Any, product: Any, scales: Any, added: Any) -> None:
+    """Multiply `before` [1, rank] by float32, bfloat16 or int8 weights to `added` [1, known]."""
+
+
+@overload(_bias)  # type: ignore[untyped-decorator]
+def _bias_typed(before: Any, product: Any, scales: Any, added: Any) -> Any:  # noqa: ARG001
+    def plain(before: Any, product: Any, scales: Any, added: Any) -> Any:  # noqa: ARG001
+        _product(before, product, added)
+
+    def rounded(before: Any, product: Any, scales: Any, added: Any) -> Any:
+        row_product(before[0], product, scales, added[0])
+
+    return rounded if product.dtype == types.int32 else plain
 
 
 @compiled

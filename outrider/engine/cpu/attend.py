@@ -50,9 +50,13 @@ def attend(arguments):
     scaling = wide(bits(args[18]))
     pool_size, out_stride = num_slots * dim, kv_heads * group * dim
     blocks = array(args[2], args[1] // kv_heads * 5, np.int64)
-    heads = -(-QUERY_BLOCK * group // _TILE) * _TILE
+    # No more than the largest block needs: the allocator may return large arrays to the system.
+    most = 0
+    for i in range(2, len(blocks), 5):
+        most = max(most, blocks[i])
+    heads = -(-most * group // _TILE) * _TILE
     width = -(-longest // _KEYS) * _KEYS
-    queries = np.zeros(heads * dim, wide)
+    queries = np.empty(heads * dim, wide)
     scores = np.zeros(heads * width, wide)
     sums = np.empty(heads * dim, wide)
     rows = np.empty(_KEYS * dim, wide)
@@ -71,13 +75,13 @@ def attend(arguments):
 
         for i in range(count):  # heads of a token that share the key head are adjacent
             at = (token + i) * query_stride + kv_head * group * dim
+            own = query[at : at + group * dim]
+            scaled = queries[i * group * dim : (i + 1) * group * dim]
             for d in range(group * dim):
-                queries[i * group * dim + d] = widen(query[at + d]) * scaling
-        for i in range(count * group * dim, heads * dim):
-            queries[i] = 0
+                scaled[d] = widen(own[d]) * scaling
         tiles = -(-count * group // _TILE) * _TILE
-        for i in range(tiles * dim):
-            sums[i] = 0
+        queries[count * group * dim : tiles * dim] = 0
+        sums[: tiles * dim] = 0
         for first in range(begin, end, _KEYS):
             _gather(keys, table, page_size, first, end, rows)
             _score(queries, rows, scores[first - begin :], width, tiles, min(_KEYS, end - first))
@@ -96,8 +100,9 @@ def attend(arguments):
             _weigh(scores[first - begin :], width, rows, sums, tiles, min(_KEYS, end - first))
         for i in range(count):
             at = (token + i) * out_stride + kv_head * group * dim
+            to, found = out[at : at + group * dim], sums[i * group * dim : (i + 1) * group * dim]
             for d in range(group * dim):
-                out[at + d] = narrow(sums[i * group * dim + d], element)
+                to[d] = narrow(found[d], element)
         item = take(arguments)
 
 
@@ -156,7 +161,8 @@ def _hide(scores, lineage, window, value):
 
 
 @loop
-def _highest(scores):
+def highest(scores):
+    """Return the largest number."""
     if len(scores) < LANES:
         return max(scores)
     found = load(scores, len(scores) - LANES)
@@ -173,10 +179,10 @@ def _softmax(scores, begin, end):
     for k in range(end, len(scores)):
         scores[k] = 0
     seen = scores[begin:end]
-    highest = _highest(seen)
+    top = highest(seen)
     total = scores.dtype.type(0)
     for k in range(len(seen)):
-        seen[k] = exp(seen[k] - highest)
+        seen[k] = exp(seen[k] - top)
         total += seen[k]
     share = scores.dtype.type(1) / total
     for k in range(len(seen)):

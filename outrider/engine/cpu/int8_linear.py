@@ -97,6 +97,27 @@ def int8_linear(arguments):
 
 
 @loop
+def row_product(exact, weight, scales, out):
+    """Multiply one row [in] in float32 to `out` [out]; weight and scales as of `int8_linear`."""
+    words = len(exact) // 4
+    rounded = np.empty(words, np.int32)
+    row_scale, offset = _round_row(exact, rounded.view(np.int8))
+    sums = np.empty(BLOCK, np.int32)
+    for first in range(0, len(out), BLOCK):
+        block = weight[first * words : (first + BLOCK) * words]
+        a = b = splat(np.int32(0))
+        for k in range(words):
+            x = splat(rounded[k])
+            a = dot4(a, load(block, k * BLOCK), x)
+            b = dot4(b, load(block, k * BLOCK + LANES), x)
+        store(sums, 0, a)
+        store(sums, LANES, b)
+        to, of_block = out[first : first + BLOCK], scales[first : first + BLOCK]
+        for j in range(len(to)):
+            to[j] = np.float32(sums[j] - offset) * (row_scale * of_block[j])
+
+
+@loop
 def _widen_row(x, norm, kind, eps, exact):
     """Write what is to be multiplied to `exact` [in]."""
     width = len(exact)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cpu import elementwise
-from outrider.engine.cpu.int8 import Int8Weight, available
+from outrider.engine.cpu.int8 import Int8Weight, available, lay_in_order
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.layers.linear import Linear, PackedLinear
@@ -88,9 +88,13 @@ class NumbaOps(LlamaOps):
         return rounded.of_gated(self.norm_linear(x, norm, eps, gate_up), x)
 
     def tune(self, uses: Sequence[Use]) -> None:
-        for use in uses if self._rounds else ():
-            if isinstance(use.linear, PackedLinear) and use.linear.in_features % 4 == 0:
-                use.linear.round_to_int8(Int8Weight)
+        if not self._rounds:
+            return
+        linears = [use.linear for use in uses if isinstance(use.linear, PackedLinear)]
+        for linear in linears:
+            if linear.in_features % 4 == 0:
+                linear.round_to_int8(Int8Weight)
+        lay_in_order([each for linear in linears if (each := _rounded(linear)) is not None])
 
 
 def _rounded(linear: Linear) -> Int8Weight | None:

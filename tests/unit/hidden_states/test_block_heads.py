@@ -23,6 +23,8 @@ from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.sdpa import SdpaAttention
 from outrider.engine.batch import RowSlice
+from outrider.engine.cpu import int8
+from outrider.engine.cpu.ops import NumbaOps
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.sampling.coupled import SamplingBatch, sample
@@ -40,6 +42,7 @@ GREEDY = SamplingParams(temperature=0.0)
 TEXTS = ([5, 90, 17, 3, 88, 41, 2, 60, 33, 12, 7, 54], [9, 8, 7, 6], [61, 62, 63, 64, 65, 66, 67])
 PAGES = ([6, 1, 4, 0, 9], [2, 3, 11], [5, 7, 8, 10])  # in no order
 Config = dict[str, Any]
+int8_only = pytest.mark.skipif(not int8.available(), reason="needs AVX-512 VNNI")
 
 
 @dataclass(frozen=True)
@@ -413,15 +416,28 @@ def test_dspark_draws_left_to_right_as_the_formula_says(
 
 @pytest.mark.parametrize("draft_vocab", [None, 40])
 @pytest.mark.parametrize("markov", ["vanilla", "rnn"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "rounded"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        pytest.param(torch.float32, True, marks=int8_only),
+    ],
+)
 def test_fused_chains_of_dspark_are_those_of_its_steps(
-    tmp_path: Path, target: Target, draft_vocab: int | None, markov: str, dtype: torch.dtype
+    tmp_path: Path,
+    target: Target,
+    draft_vocab: int | None,
+    markov: str,
+    dtype: torch.dtype,
+    rounded: bool,
 ) -> None:
     """With cuts, and rows of several parameters at once."""
     tensors = made.dspark_tensors(draft_vocab=draft_vocab, markov=markov)
     config = {**made.DSPARK, "markov_head_type": markov}
     folder = eagle.save_head(tmp_path / "head", tensors, config)
     head = load_dspark(folder, target.folder, dtype, CPU)
+    NumbaOps(dtype, int8=rounded).tune(head.uses)
     params = (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, seed=2, top_k=5),

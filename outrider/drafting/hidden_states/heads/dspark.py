@@ -31,6 +31,7 @@ from outrider.drafting.hidden_states.trees import (
     guess_paths,
 )
 from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import Use
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class DSparkHead(DFlashHead):
             exact = torch.promote_types(place.dtype, torch.float32)
             self._confidence = place.put(weight).to(exact), place.put(bias).to(exact)
         self._chains = None if self._before is None else self._before.chains
+        if self._before is not None and self._chains is not None:
+            self.uses = (*self.uses, Use(self._before.product))
 
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
@@ -188,7 +191,7 @@ class _Markov:
         self, kind: str, embedding: Tensor, product: Linear, joint: Linear | None, rank: int
     ) -> None:
         """`joint` is the gate of `gated`, or what makes state and bias of `rnn`."""
-        self._kind, self._product, self._joint = kind, product, joint
+        self._kind, self.product, self._joint = kind, product, joint
         self.embedding, self.rank = embedding, rank
         self.state_size = rank if kind == "rnn" else 0
         self.chains: BiasedChains | None = None  # a faster way to draw chains, on a CPU
@@ -209,7 +212,7 @@ class _Markov:
             parts = self._joint(torch.cat((paths, before, normed), dim=-1)).chunk(3, dim=-1)
             paths = torch.lerp(torch.tanh(parts[1]), paths, torch.sigmoid(parts[0]))
             before = torch.tanh(parts[2])
-        return paths, self._product.add(before, known)
+        return paths, self.product.add(before, known)
 
 
 def _markov(
@@ -237,13 +240,19 @@ def _markov(
             checkpoint.tensor(f"{layer}weight", *size),
             checkpoint.tensor(f"{layer}bias", size[0]),
         )
-    linear = None if joint is None else place.linear(*joint)
-    markov = _Markov(kind, embedding, place.linear(product), linear, rank)
+    markov = _Markov(
+        kind,
+        embedding,
+        place.linear(product),
+        None if joint is None else place.linear(*joint),
+        rank,
+    )
     on_cpu = place.device.type == "cpu" and place.dtype in (torch.float32, torch.bfloat16)
     if kind != "gated" and on_cpu:
         # Imported here: on a GPU nothing needs Numba.
         from outrider.drafting.cpu.biased_chains import BiasedChains
 
         put = None if joint is None else (place.put(joint[0]), place.put(joint[1]))
-        markov.chains = BiasedChains(embedding, place.put(product), put, ids)
+        bias = place.put(product)
+        markov.chains = BiasedChains(embedding, bias, put, ids, linear=markov.product)
     return markov
