@@ -103,6 +103,46 @@ def rotate_and_store(arguments):
         token = take(arguments)
 
 
+def store_context(arguments):
+    """Rotate a token's keys of all layers per item, and store keys and values.
+
+    Arguments: keys_values, rope, slots, the pools' addresses int64 [layers, 2], layers, kv_heads,
+    dim, number of slots.
+    """
+    args, element = values_of(arguments), element_of(arguments)
+    tokens, layers, kv_heads, dim, num_slots = args[1], args[6], args[7], args[8], args[9]
+    width, half, pool_size = layers * kv_heads * dim, dim // 2, kv_heads * num_slots * dim
+    keys_values = array(args[2], tokens * 2 * width, element)
+    rope = array(args[3], tokens * 2 * dim, element)
+    slots = array(args[4], tokens, np.int64)
+    pools = array(args[5], layers * 2, np.int64)
+    token = take(arguments)
+    while token < tokens:
+        rows = rope[token * 2 * dim :][: 2 * dim]
+        cos_a, cos_b, sin_a, sin_b = (
+            rows[:half],
+            rows[half:dim],
+            rows[dim:][:half],
+            rows[dim:][half:],
+        )
+        for layer in range(layers):
+            keys = array(pools[2 * layer], pool_size, element)
+            values = array(pools[2 * layer + 1], pool_size, element)
+            for head in range(kv_heads):
+                at = (head * num_slots + slots[token]) * dim
+                to = keys[at : at + dim]
+                start = token * 2 * width + (layer * kv_heads + head) * dim
+                key = keys_values[start : start + dim]
+                for i in range(half):
+                    a, b = widen(key[i]), widen(key[half + i])
+                    rotated_a = widen(narrow(a * widen(cos_a[i]), element))
+                    rotated_b = widen(narrow(b * widen(cos_b[i]), element))
+                    to[i] = narrow(rotated_a + b * widen(sin_a[i]), element)
+                    to[half + i] = narrow(rotated_b + a * widen(sin_b[i]), element)
+                values[at : at + dim] = keys_values[start + width : start + width + dim]
+        token = take(arguments)
+
+
 def silu_mul(arguments):
     """Compute silu(gate) * up of a token per item. Arguments: gate_up, out, width."""
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,7 @@ class NumbaOps(LlamaOps):
         self._rms_norm = Kernel(elementwise.rms_norm, "4qd", dtype)
         self._qk_norm = Kernel(elementwise.qk_norm, "5qd", dtype)
         self._rotate_and_store = Kernel(elementwise.rotate_and_store, "9q", dtype)
+        self._store_context = Kernel(elementwise.store_context, "8q", dtype)
         self._silu_mul = Kernel(elementwise.silu_mul, "3q", dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,6 +65,27 @@ class NumbaOps(LlamaOps):
             pool.keys.shape[1],
         )
         return qkv[:, : heads * dim].view(tokens, kv_heads, -1, dim)
+
+    def store_context(
+        self, keys_values: Tensor, rope: Tensor, slots: Tensor, pools: Sequence[LayerPool]
+    ) -> None:
+        if any(pool.scales is not None for pool in pools):
+            LlamaOps.store_context(self, keys_values, rope, slots, pools)
+            return
+        kv_heads, dim, _ = pools[0].shape
+        addresses = array("q", [p.data_ptr() for pool in pools for p in (pool.keys, pool.values)])
+        self._store_context(
+            keys_values.numel() >= _TEAM_SIZE,
+            len(keys_values),
+            keys_values.data_ptr(),
+            rope.data_ptr(),
+            slots.data_ptr(),
+            addresses.buffer_info()[0],
+            len(pools),
+            kv_heads,
+            dim,
+            pools[0].keys.shape[1],
+        )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -44,6 +44,23 @@ class LlamaOps(Protocol):
         int64 [tokens]. Returns [tokens, kv_heads, group, dim].
         """
 
+    def store_context(
+        self, keys_values: Tensor, rope: Tensor, slots: Tensor, pools: Sequence[LayerPool]
+    ) -> None:
+        """Rotate keys of several layers, and store keys and values.
+
+        keys_values [tokens, 2 * layers * kv_heads * dim] may be overwritten and holds the keys of
+        all layers first. rope and slots are those of `rotate_and_store`.
+        """
+        kv_heads, dim, _ = pools[0].shape
+        tokens, layers = len(keys_values), len(pools)
+        keys, values = keys_values.view(tokens, 2, layers, kv_heads, dim).unbind(1)
+        halves = keys.reshape(tokens, layers * kv_heads, 2, dim // 2)
+        rotated = (halves * rope[:, 0:1]).addcmul_(halves.flip(2), rope[:, 1:2])
+        by_layer = rotated.view(tokens, layers, kv_heads, dim).unbind(1)
+        for pool, key, value in zip(pools, by_layer, values.unbind(1), strict=True):
+            pool.write(slots, key, value)
+
     def attend_new(
         self,
         qkv: Tensor,

@@ -76,6 +76,24 @@ def test_norm_rotate_and_store_compiled_equal_plain(dtype: torch.dtype, tokens: 
         _assert_same(ours, plain)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, MANY])
+def test_store_context_compiled_equals_plain(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    layers = 3
+    keys_values = torch.randn(tokens, 2 * layers * KV_HEADS * DIM, dtype=dtype)
+    rope = torch.randn(tokens, 2, 2, DIM // 2).to(dtype)
+    slots = torch.randperm(MANY)[:tokens]
+    results = []
+    for ops in (NumbaOps(dtype), PLAIN):
+        pools = KVPools(MANY // 4, 4, dtype, CPU)
+        mine = [pools.allocate(i, KV_HEADS, DIM, DIM) for i in range(layers)]
+        ops.store_context(keys_values.clone(), rope, slots, mine)
+        results.append([each for pool in mine for each in (pool.keys, pool.values)])
+    for ours, plain in zip(*results, strict=True):
+        _assert_same(ours, plain)
+
+
 def test_silu_mul_in_bfloat16_rounds_as_torch() -> None:
     """The products of all pairs of significands, ties among them."""
     significands = torch.arange(32, 64, 0.25)

@@ -26,6 +26,7 @@ from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
 from outrider.drafting.hidden_states.heads.llama import LlamaStack, read_stack
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.features import FeatureSpec
@@ -124,7 +125,7 @@ class DFlashHead(BlockHead):
         pairs = zip(self._norms, self._layers, strict=True)
         self.uses = (
             *(() if self._fc is None else (Use(self._fc, alone=True),)),
-            Use(self._context.product, alone=True),
+            Use(self._context.product, self._context_norm),
             *(use for norm, layer in pairs for use in layer.uses(norm)),
             Use(self._head, self._norm),
         )
@@ -185,10 +186,13 @@ class DFlashHead(BlockHead):
         x = features.to(self.dtype)
         if self._fc is not None:
             x = self._fc(x)
-        x = self._ops.rms_norm(x, self._context_norm, self._shape.eps)
-        keys, values = self._context(x, self._rope.index_select(0, batch.positions))
-        for layer, key, value in zip(self._layers, keys, values, strict=True):
-            layer.pool.write(batch.slot_mapping, key, value)
+        self._context.write(
+            x,
+            self._context_norm,
+            self._rope.index_select(0, batch.positions),
+            batch.slot_mapping,
+            [layer.pool for layer in self._layers],
+        )
 
     def _run_block(self, batch: PackedBatch, attention: BlockAttention) -> Tensor:
         """Return the last layer's outputs of the slots that guess: [rows, depth, hidden]."""
@@ -227,18 +231,16 @@ class _Context:
             norms = [checkpoint.tensor(f"{n}_norm.weight", dim) for n in names[: len(prefixes)]]
             repeated = torch.stack(norms).repeat_interleave(shape.num_kv_heads, dim=0)
             self._norms = place.put(repeated)
-        self._ops, self._num_layers, self._shape = place.ops, len(prefixes), shape
+        self._ops, self._shape = place.ops, shape
 
-    def __call__(self, x: Tensor, rope: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Map context rows [n, hidden] to keys and values [n, kv_heads, dim], by layer.
+    def write(
+        self, x: Tensor, norm: Tensor, rope: Tensor, slots: Tensor, pools: Sequence[LayerPool]
+    ) -> None:
+        """Write context rows [n, hidden], times `norm` once normed, to the layers' `pools`.
 
         `rope` are the positions' rows of the rotary table.
         """
-        layers, heads, dim = self._num_layers, self._shape.num_kv_heads, self._shape.head_dim
-        keys_values = self.product(x)
+        keys_values = self._ops.norm_linear(x, norm, self._shape.eps, self.product)
         if self._norms is not None:
             self._ops.qk_norm_(keys_values, self._norms, self._shape.eps)
-        keys, values = keys_values.view(len(x), 2, layers, heads, dim).unbind(1)
-        halves = keys.reshape(len(x), layers * heads, 2, dim // 2)
-        turned = halves * rope[:, 0:1] + halves.flip(2) * rope[:, 1:2]
-        return turned.view(len(x), layers, heads, dim).unbind(1), values.unbind(1)
+        self._ops.store_context(keys_values, rope, slots, pools)
