@@ -48,6 +48,11 @@ class Dialect:
     leading: str = ""
     """The variable without which the others are not looked at: they may belong to anything."""
 
+    def needless(self, flag: str) -> str | None:
+        """Return why nothing is to be done for a flag, whatever its value; None: something is."""
+        rule = self.flags.get(flag)
+        return None if rule is None or rule.refusal is not None else rule.note
+
 
 def _is(ours: str, values: Mapping[str, str] | None = None) -> Rule:
     return Rule(ours, values=values or {})
@@ -183,6 +188,7 @@ VLLM: Final = Dialect(
         "--enable-chunked-prefill": _needless("prompts are always computed in chunks", "none"),
         "--enable-auto-tool-choice": _needless("tools are always taken", "none"),
         "--use-v2-block-manager": _needless("the cache is always paged", "none"),
+        "--max-seq-len-to-capture": _needless("the sizes of captured steps follow --max-num-seqs"),
         "--swap-space": _needless("nothing is swapped: a preempted request is computed again"),
         "--disable-log-requests": _LOGS,
         "--disable-log-stats": _LOGS,

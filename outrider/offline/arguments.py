@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from outrider.cli.dialects import VLLM as VLLM_FLAGS
 from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from outrider.drafting.building.config import MethodConfig
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
@@ -37,6 +38,7 @@ _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "download_dir": ((), "set HF_HOME"),
     "load_format": (("auto", "safetensors"), "weights are read from *.safetensors"),
     "cpu_offload_gb": ((0,), "the model must fit on the device"),
+    "disable_custom_all_reduce": ((False, True), "there is one GPU"),
     "enable_lora": ((False,), "merge the adapter into the model"),
     "skip_tokenizer_init": ((False,), "the model's folder must hold a tokenizer"),
     "tokenizer_mode": (("auto", "fast"), "a fast tokenizer (tokenizer.json) is needed"),
@@ -46,21 +48,6 @@ _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "hf_overrides": ((), "change config.json in the model's folder"),
 }
 """Arguments of vLLM's -> the values that ask for nothing, besides None; what to do instead."""
-
-_WITHOUT_EFFECT: Final = {
-    "enforce_eager": "steps are captured as CUDA graphs wherever they can be",
-    "trust_remote_code": "no code of a checkpoint is run",
-    "distributed_executor_backend": "there is one process",
-    "async_scheduling": "the next step is always prepared while one runs",
-    "enable_chunked_prefill": "prompts are always processed in chunks",
-    "compilation_config": "the sizes of captured steps follow max_num_seqs",
-    "swap_space": "a preempted request is recomputed",
-    "disable_log_stats": "nothing is logged while it runs",
-    "disable_custom_all_reduce": "there is one GPU",
-    "use_v2_block_manager": "keys and values are always in pages",
-    "max_seq_len_to_capture": "the sizes of captured steps follow max_num_seqs",
-}
-"""Arguments of vLLM's that make no difference here -> why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +77,15 @@ class Arguments:
 def check_others(others: Mapping[str, Any]) -> None:
     """Note arguments of vLLM's that have no effect. Raises `ConfigError` for all others."""
     for key, value in others.items():
-        if key in _WITHOUT_EFFECT:
-            if value:
-                runtime.progress(NAME, f"{key} has no effect: {_WITHOUT_EFFECT[key]}.")
-        elif key not in _NEUTRAL:
+        if key in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[key][0]:
+                raise ConfigError(f"{key}={value!r} is not supported: {_NEUTRAL[key][1]}.")
+        elif (why := VLLM_FLAGS.needless(f"--{key.replace('_', '-')}")) is None:
             raise ConfigError(
                 f"{NAME} takes no argument {key}; see docs/offline.md for those it takes."
             )
-        elif value is not None and value not in _NEUTRAL[key][0]:
-            raise ConfigError(f"{key}={value!r} is not supported: {_NEUTRAL[key][1]}.")
+        elif value:
+            runtime.progress(NAME, f"{key} has no effect: {why}.")
 
 
 def take_old_speculation(others: dict[str, Any]) -> dict[str, Any] | None:
