@@ -65,14 +65,15 @@ class _OpenAI:
         self._config = config
         self._api_keys = api_keys
         self._started = int(time.time())
-        completions = self._guarded(self._completions)
+        completions = self._guarded(partial(self._openai, kind=CompletionRequest))
+        chats = self._guarded(partial(self._openai, kind=ChatRequest))
         anthropic = partial(self._guarded, refusal=anthropic_errors.error_response)
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", completions, methods=["POST"]),
                 # Where a client of completions looks whose base_url ends in /v1/chat/completions.
                 Route("/v1/chat/completions/completions", completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route("/v1/chat/completions", chats, methods=["POST"]),
                 Route("/v1/responses", self._guarded(self._responses), methods=["POST"]),
                 Route("/v1/messages", anthropic(self._messages), methods=["POST"]),
                 Route("/v1/messages/count_tokens", anthropic(self._count), methods=["POST"]),
@@ -111,12 +112,10 @@ class _OpenAI:
 
         return endpoint
 
-    async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = await self._read(request, partial(parse, CompletionRequest))
-        return self._answer(body, _choices, request, tenant, deadline)
-
-    async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
-        body = await self._read(request, partial(parse, ChatRequest))
+    async def _openai(
+        self, request: Request, tenant: str, deadline: float, kind: type[OpenAIRequest]
+    ) -> Response:
+        body = await self._read(request, partial(parse, kind))
         return self._answer(body, _choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from starlette.responses import JSONResponse
-
 from gateway.answers.blocks import Begun, Block, BlockReader, Grown, Step
 from gateway.anthropic.content import input_of
-from gateway.anthropic.errors import error_body, error_response
+from gateway.anthropic.errors import error_body
 from gateway.anthropic.requests import MessagesRequest
 from gateway.generation import Chunk, Ending
 from gateway.openai.choices import Completion, typed_event
@@ -32,7 +30,7 @@ class MessageRendering:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions
-        reader = self._reader()
+        reader = self._job.shaper.blocks()
         for _ in reader.read([token.text for token in completion.tokens], last=True):
             pass
         end = self._end(completion.ending, reader)
@@ -44,15 +42,7 @@ class MessageRendering:
         }
 
     def stream(self) -> EventStream:
-        return _MessageEvents(self._message(), self._reader(), self._end)
-
-    def error(self, error: OutriderError) -> JSONResponse:
-        return error_response(error)
-
-    def _reader(self) -> BlockReader:
-        how = self._job.shaper.how
-        reading = None if how is None else how.reading
-        return BlockReader(reading, with_reasoning=how is None or how.with_reasoning)
+        return _MessageEvents(self._message(), self._job.shaper.blocks(), self._end)
 
     def _message(self) -> dict[str, Any]:
         """Return the message as it begins. Its cached tokens are known at its end."""

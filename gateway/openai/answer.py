@@ -23,7 +23,7 @@ from outrider.rpc.tasks import first_of
 T = TypeVar("T")
 Beat = Callable[[], Coroutine[Any, Any, None]]
 Refusal = Callable[[OutriderError], Response]
-"""Makes the answer that says why there is none, where the request is not known yet."""
+"""Makes the answer that says why there is none, in the API's own shape."""
 Made = tuple[Job, Rendering]
 _SILENCE_S = 10.0
 """Proxies end connections on which nothing came for a minute, as usual."""
@@ -115,9 +115,8 @@ class CompletionResponse(Response):
         if made is None:
             refused = self._refusal(error)
             return refused, b"event: error\ndata: %b\n\n" % bytes(refused.body)
-        job, rendering = made
-        shown = job.renamed(error)
-        return rendering.error(shown), b"" if events is None else events.error(shown)
+        shown = made[0].renamed(error)
+        return self._refusal(shown), b"" if events is None else events.error(shown)
 
 
 def _whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:

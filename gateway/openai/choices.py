@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gateway.answers.blocks import BlockReader
 from gateway.generation import Chunk, Ending
 from gateway.openai.deltas import MessageReader, MessageReading, message_of
 from gateway.openai.frames import TextFrame
@@ -138,6 +139,12 @@ class Shaper:
     def reader(self) -> MessageReader | None:
         """Create the reader of one choice's answer; None where answers are text alone."""
         return None if self.how is None else MessageReader(self.how)
+
+    def blocks(self) -> BlockReader:
+        """Create the reader of one answer's blocks, as other APIs than OpenAI's chats have them."""
+        if self.how is None:
+            return BlockReader(None, with_reasoning=True)
+        return BlockReader(self.how.reading, with_reasoning=self.how.with_reasoning)
 
     def piece(self, index: int, chunk: Chunk, shown: Shown, reader: MessageReader | None) -> bytes:
         """Return the event of a chunk behind what was `shown`; with nothing to tell, none."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from starlette.responses import JSONResponse
-
 from gateway.generation import Chunk, Ending
 from gateway.openai.choices import Completion, Shaper, Shown, event
 from gateway.openai.deltas import MessageReader
-from gateway.openai.errors import error_body, error_response
+from gateway.openai.errors import error_body
 from outrider.errors import OutriderError
 
 KEEP_ALIVE: Final = b": waiting\n\n"
@@ -38,9 +36,6 @@ class Rendering(Protocol):
     def stream(self) -> EventStream:
         """Begin the events of a streamed answer."""
 
-    def error(self, error: OutriderError) -> JSONResponse:
-        """Return the answer that says why there is none."""
-
 
 class Choices:
     """Chats and completions: choices, whole or as events."""
@@ -55,9 +50,6 @@ class Choices:
 
     def stream(self) -> EventStream:
         return _ChoiceEvents(self._shaper, self._completions)
-
-    def error(self, error: OutriderError) -> JSONResponse:
-        return error_response(error)
 
 
 class _ChoiceEvents:

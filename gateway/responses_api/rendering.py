@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from starlette.responses import JSONResponse
-
 from gateway.answers.blocks import BlockReader
 from gateway.generation import Chunk, Ending
 from gateway.openai.choices import Completion, typed_event
-from gateway.openai.errors import error_body, error_response
+from gateway.openai.errors import error_body
 from gateway.openai.job import Job
-from gateway.openai.rendering import KEEP_ALIVE, EventStream
+from gateway.openai.rendering import KEEP_ALIVE
 from gateway.openai.requests import ChatRequest
 from gateway.openai.translation import renamed
 from gateway.openai.usage import aux_info
@@ -35,22 +33,12 @@ class ResponseRendering:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions
-        *_, last = self._stream().events(Chunk(completion.tokens, completion.ending))
+        *_, last = self.stream().events(Chunk(completion.tokens, completion.ending))
         response: dict[str, Any] = last["response"]
         return response
 
-    def stream(self) -> EventStream:
-        return self._stream()
-
-    def error(self, error: OutriderError) -> JSONResponse:
-        return error_response(renamed(error, NAMES))
-
-    def _stream(self) -> _ResponseEvents:
-        shaper, how = self._job.shaper, self._job.shaper.how
-        reader = BlockReader(
-            None if how is None else how.reading,
-            with_reasoning=how is None or how.with_reasoning,
-        )
+    def stream(self) -> _ResponseEvents:
+        shaper = self._job.shaper
         response = {
             "id": f"resp_{self._job.work[0].request_id}",
             "object": "response",
@@ -60,7 +48,7 @@ class ResponseRendering:
         }
         asked = self._request
         output = Output(asked.namespaces(), summarizes=asked.summarizes, returns=asked.returns)
-        return _ResponseEvents(response, reader, output, tells=shaper.aux_info)
+        return _ResponseEvents(response, shaper.blocks(), output, tells=shaper.aux_info)
 
 
 def _echoed(request: ResponseRequest, chat: ChatRequest) -> dict[str, Any]:
