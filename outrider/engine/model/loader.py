@@ -212,25 +212,20 @@ def _read(
         check_quantizable(config, f"{stored.name} weights", dtype, device)
         reader = reader or DeviceReader(folder, device)
         model = read_stored(folder, config, stored, dtype, reader)
-        check_finite(model, folder)
-        logger.info("%s", describe(model))
-        return model
-    if quantization is not None:
+    elif quantization is not None:
         check_quantizable(config, f"--quantization {quantization}", dtype, device)
         model = read_rounded(folder, config, quantization, dtype, device)
-        check_finite(model, folder)
-        logger.info("%s", describe(model))
-        return model
-    if device.type == "cuda":
+    elif device.type == "cuda":
         reader = reader or DeviceReader(folder, device)
         model = read_model(folder, config, dtype, reader.tensors())
         # transformers warmed the allocator up with as much, for tensors that it does not make.
         torch.cuda.empty_cache()
-        check_finite(model, folder)
-        return model
-    model = read_model(folder, config, dtype)
+    else:
+        model = read_model(folder, config, dtype)
     check_finite(model, folder)
-    return model.to(device)
+    if stored is not None or quantization is not None:
+        logger.info("%s", describe(model))
+    return model
 
 
 def kv_bytes_per_page(
