@@ -113,28 +113,28 @@ class BlockDrafter:
         )
 
     def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
-        outputs = self._run(rows)
-        return [tree for tree, _ in self._guesses(rows, outputs, self.limits.tree_width)]
+        guesses = self._guesses(rows, self._run(rows), self.limits.tree_width)
+        return [tree for part, sizes in guesses for tree in self.head.trees(part, sizes)]
 
     def _eager_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
         outputs = self._run(rows)
         ready = [row for row in rows if row.wanted]
         masked = [i for i, row in enumerate(ready) if row.mask is not None]
+        if not masked:
+            return self._free_chains(ready, outputs)
+        assert outputs is not None
         free = [i for i, row in enumerate(ready) if row.mask is None]
-        chains: dict[int, Chain] = {}
-        for part, kind in ((free, False), (masked, True)):
-            if not part:
-                continue
-            assert outputs is not None
-            some = [ready[i] for i in part]
-            states = outputs if len(part) == len(ready) else outputs[part]
-            drawn: Iterator[Chain] = (
-                ((tokens, b"") for tokens, _ in self._drawn(some, states, Lane.SHARED))
-                if kind
-                else ((nodes[0], sure) for nodes, sure in self._guesses(some, states, 1))
-            )
-            chains.update(zip(part, drawn, strict=True))
+        drawn = self._drawn([ready[i] for i in masked], outputs[masked], Lane.SHARED)
+        chains = dict(zip(masked, ((tokens, b"") for tokens, _ in drawn), strict=True))
+        chains.update(
+            zip(free, self._free_chains([ready[i] for i in free], outputs[free]), strict=True)
+        )
         return [chains[i] for i in range(len(ready))]
+
+    def _free_chains(self, rows: Sequence[DraftInput], outputs: Tensor | None) -> list[Chain]:
+        """Return the chains of rows that no mask restricts."""
+        guesses = self._guesses(rows, outputs, 1)
+        return [chain for part, sizes in guesses for chain in self._read_chains(part, sizes)]
 
     @torch.inference_mode()
     def sampled_chains(
@@ -153,8 +153,8 @@ class BlockDrafter:
 
     def _guesses(
         self, rows: Sequence[DraftInput], outputs: Tensor | None, width: int
-    ) -> Iterator[tuple[Nodes, bytes]]:
-        """Yield the tree of each row that wants one; of chains also the tokens' confidences."""
+    ) -> Iterator[tuple[NDArray[np.int32], list[int]]]:
+        """Yield the head's guesses for those rows that want drafts, in parts, and their sizes."""
         ready = [row for row in rows if row.wanted]
         for start in range(0, len(ready), self._at_once):
             assert outputs is not None
@@ -164,12 +164,7 @@ class BlockDrafter:
             draws = TargetDraws.of([row.sampling for row in part], lengths, self.head.device)
             depth, widest = self._depth(max(sizes)), min(width, max(sizes))
             guesses = self.head.guess(states, self._anchors(part), draws, depth, widest)
-            on_host = guesses.cpu().numpy()
-            if width > 1:
-                yield from ((tree, b"") for tree in self.head.trees(on_host, sizes))
-            else:
-                chains = self._read_chains(on_host, sizes)
-                yield from (((tokens, []), sure) for tokens, sure in chains)
+            yield guesses.cpu().numpy(), sizes
 
     def _read_chains(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Chain]:
         """Return each row's first tokens of guesses of width 1, with their confidences."""

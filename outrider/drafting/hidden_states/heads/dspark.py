@@ -86,7 +86,8 @@ class DSparkHead(DFlashHead):
         if name in found.checkpoint:
             hidden, rank = stack.shape.hidden_size, self._before.rank if self._before else 0
             width = found.checkpoint.stored(name).shape[-1]
-            width = width if width in (hidden, hidden + rank) else hidden + rank
+            if width != hidden:  # else it reads the token before as well, or is refused
+                width = hidden + rank
             bias = found.checkpoint.tensor(found.name("confidence_head.proj.bias"), 1)
             weight = found.checkpoint.tensor(name, 1, width)
             # One output is a product that CPUs are slow at in bfloat16.
@@ -137,7 +138,7 @@ class DSparkHead(DFlashHead):
         return guesses[:, 0]
 
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
-        if guesses.shape[1] == 4:
+        if guesses.shape[1] > 3:  # chains, whose confidences `guess` added
             return confidences_of_log_probs(guesses[:, 3].copy().view(np.float32))
         scores = guesses[:, 2].copy().view(np.float32)
         steps = np.diff(scores, axis=1, prepend=np.float32(0))
