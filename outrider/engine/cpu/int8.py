@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numba.core.registry import cpu_target
 from torch import Tensor
 
 from outrider.engine.cpu.int8_linear import BLOCK, Input, int8_linear
@@ -32,8 +33,9 @@ def lay_in_order(weights: Sequence[Int8Weight]) -> None:
 
 
 def available() -> bool:
-    """Return whether this CPU has the instructions."""
-    return bool(torch.cpu._is_vnni_supported())
+    """Return whether the CPU that kernels are compiled for has AVX-512 VNNI."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512vnni" in features
 
 
 class Int8Weight:

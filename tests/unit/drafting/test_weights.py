@@ -10,6 +10,7 @@ import torch
 from outrider.drafting.building.config import DraftModelConfig, HeadConfig, ModelConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.building.weights import choose_dtype
+from outrider.engine.cpu import int8, ops
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.model.loader import count_pages
 from outrider.errors import ConfigError
@@ -47,7 +48,8 @@ def test_model_config_with_int8_kernels_quantizes() -> None:
 def test_build_proposer_with_int8_on_a_cpu_without_it_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setattr(int8, "available", lambda: False)
+    monkeypatch.setattr(ops, "available", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int8: this CPU has no AVX-512 VNNI"):
         build_proposer((HeadConfig(name="medusa", quantization="int8"),), 256, print)
     build_proposer((HeadConfig(name="medusa"),), 256, print)

@@ -146,6 +146,20 @@ def test_linear_rounded_to_int8_multiplies_rounded_numbers(
 
 
 @int8_only
+def test_linear_rounded_to_int8_is_the_same_on_several_threads() -> None:
+    torch.manual_seed(0)
+    linear = PackedLinear(torch.randn(768, 512), torch.randn(768))
+    NumbaOps(torch.float32, int8=True).tune([Use(linear)])
+    x, before = torch.randn(19, 512), torch.get_num_threads()
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(linear(x))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@int8_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mlp_rounded_to_int8_is_close_to_the_plain_one(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
