@@ -113,9 +113,9 @@ class NumbaOps(LlamaOps):
     def tune(self, uses: Sequence[Use]) -> None:
         if not self._rounds:
             return
-        linears = [use.linear for use in uses if isinstance(use.linear, PackedLinear)]
+        linears = dict.fromkeys(use.linear for use in uses if isinstance(use.linear, PackedLinear))
         for linear in linears:
-            if linear.in_features % 4 == 0:
+            if linear.int8 is None and linear.in_features % 4 == 0:
                 linear.round_to_int8(Int8Weight)
         lay_in_order([each for linear in linears if (each := _rounded(linear)) is not None])
 

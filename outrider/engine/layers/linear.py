@@ -90,10 +90,10 @@ class PackedLinear(nn.Module):
         residual.view(-1, self.out_features).addmm_(x.view(-1, self.in_features), self._weight.t())
         return residual
 
-    def round_to_int8(self, rounded: Callable[[Tensor, Tensor | None], Int8Product]) -> None:
-        """Multiply with what `rounded` makes of weight [out, in] and bias from now on."""
+    def round_to_int8(self, make: Callable[[Tensor, Tensor | None], Int8Product]) -> None:
+        """Multiply with what `make` returns for weight [out, in] and bias from now on."""
         weight = self._weight.to_dense() if self._packed else self._weight
-        self.int8, self._weight = rounded(weight, self._bias), weight.new_empty(0)
+        self.int8, self._weight = make(weight, self._bias), weight.new_empty(0)
 
     def _multiply(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
