@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
-from outrider.draft_tree import DraftTree
 from outrider.policy.base import DraftMode, StepDone
 from outrider.rounds import BlockFate, Round
 from outrider.rows.tracker import ArrivedBlock, DraftTracker
-from outrider.types import StepEvents, StepTimings
+from outrider.types import Commit, StepEvents, StepTimings
 from outrider.vllm.hosted_row import HostedRow
 
 
@@ -20,25 +19,15 @@ class Emitted(NamedTuple):  # one per row and step: a dataclass takes three time
     """The output of a step for a row."""
 
     row: HostedRow
-    first: bool  # it is the row's first output
-    num_output: int  # tokens, after trimming
+    commit: Commit
     round: Round
     wrong: bool  # a guess for the next round was
-    proposer_id: str
-    method: str
+    drafted_by: tuple[str, str]  # proposer and method
 
-
-class Verified(NamedTuple):  # likewise
-    """A draft of a row's next round."""
-
-    row: HostedRow
-    draft: DraftTree
-    node: int  # that the row's text has reached
-    num_tokens: int  # that are verified
-
-    def confidences(self) -> bytes:
-        """Return those of the tokens that are verified."""
-        return self.draft.first_confidences(self.num_tokens, self.node)
+    @property
+    def first(self) -> bool:
+        """True if it is the row's first output."""
+        return self.commit.base_len == self.row.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -68,12 +57,10 @@ class Accounting:
         self.step = Step()
         self.blocks: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
         """Blocks that came and are not counted yet."""
-        self.verified: list[Verified] = []
-        """Drafts of the next round whose confidences the tracker does not know yet."""
 
     def begin_again(self) -> None:
         """Forget the step, after a fault."""
-        self.blocks, self.verified, self.step = [], [], Step(began=self._clock())
+        self.blocks, self.step = [], Step(began=self._clock())
 
     def finish(self, num_running: int) -> StepEvents | None:
         """Count the step that ended, of so many requests that run; None if it was counted."""
@@ -93,7 +80,7 @@ class Accounting:
         done = StepDone(
             num_running=max(1, num_running),
             num_rows=num_rows,
-            tokens=sum([each.num_output for each in step.emitted]),
+            tokens=sum([len(each.commit.token_ids) for each in step.emitted]),
             at=step.began,
             drafted=sum([drafted > 0 for _, drafted in launched]),
             comparable=no_prompts,
@@ -117,15 +104,15 @@ class Accounting:
         going_on = [row for row in self.note_rounds() if not row.ended]
         if going_on:
             self.tracker.choose_rows(going_on, step.num_prefilling, step.ended)
-        for each in self.verified:
-            self.tracker.verifies(each.row, each.confidences())
-        self.verified = []
-        self._tell_of(self.blocks)
-        self.blocks = []
         if not step.counted:
             step.counted = True
+            for row in step.rows:
+                if row.num_drafted and (told := row.told_confidences(row.num_drafted)):
+                    self.tracker.verifies(row, told)
             for emitted in step.emitted:
                 self._count(emitted)
+        self._tell_of(self.blocks)
+        self.blocks = []
 
     def note_rounds(self, *, undrafted: bool = False) -> list[HostedRow]:
         """Tell the tracker of the last step's rounds, once; return the rows.
@@ -148,15 +135,15 @@ class Accounting:
         return rows
 
     def _count(self, emitted: Emitted) -> None:
-        row, first, num_output, round_, _, proposer_id, method = emitted
+        row, commit, first = emitted.row, emitted.commit, emitted.first
         seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
         self.tracker.account.round(
             row.counters,
-            round_,
-            num_output,
-            (proposer_id, method),
+            emitted.round,
+            len(commit.token_ids),
+            emitted.drafted_by,
             None if first else seconds,
-            len(row.token_ids) - num_output,
+            commit.base_len,
         )
         if first:
             row.counters.prefill_s = self.step.ended - row.started_at

@@ -35,7 +35,7 @@ from outrider.types import (
     StepEvents,
     StepTimings,
 )
-from outrider.vllm.accounting import Accounting, Emitted, Verified
+from outrider.vllm.accounting import Accounting, Emitted
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 
@@ -190,31 +190,30 @@ class DraftHost(Inbox):
         step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
         commits: list[Commit] = []
         ends: list[int] = lengths[: len(names)].tolist()
-        for i, name in enumerate(names):
-            row, tokens = self._rows.get(name), tuple(emitted[i])
+        for i, (name, sampled) in enumerate(zip(names, emitted, strict=False)):
+            row, tokens = self._rows.get(name), tuple(sampled)
             if row is None or row.ended:
                 continue
             if not tokens:
                 step.num_prefilling += 1
                 continue
-            base_len = ends[i] - len(tokens)
-            drafted = max(row.num_verified, len(tokens) - 1)  # a filling token was right
+            accepted, base_len = len(tokens) - 1, ends[i] - len(tokens)
+            drafted = max(row.num_verified, accepted)  # a filling token was right
             if row.stale or base_len != len(row.token_ids):
                 row = self._reopen(row, token_ids[i, :base_len].tolist())
             tokens, finish_reason = row.trim(tokens)
-            accepted, num_output = min(len(emitted[i]) - 1, drafted), len(tokens)
-            round_, method, d = chain_round(drafted, accepted), row.draft_method, row.drafting
+            round_, d = chain_round(drafted, accepted), row.drafting
             row.token_ids += tokens
             row.num_drafted = row.num_verified = 0
             row.noted = False
+            drafted_by = d.proposer_id or "", row.draft_method
             wrong = row.walk(base_len, tokens, drafted)
-            first = base_len == row.num_prompt_tokens
-            proposer_id = d.offered.proposer.proposer_id or ""
-            step.emitted.append(Emitted(row, first, num_output, round_, wrong, proposer_id, method))
-            kinds = token_kinds(round_.tried, min(accepted, num_output), num_output)
-            commits.append(
-                Commit(row.session_id, base_len, tokens, kinds, d.num_draft_tokens, finish_reason)
+            kinds = token_kinds(round_.tried, min(accepted, len(tokens)), len(tokens))
+            commit = Commit(
+                row.session_id, base_len, tokens, kinds, d.num_draft_tokens, finish_reason
             )
+            commits.append(commit)
+            step.emitted.append(Emitted(row, commit, round_, wrong, drafted_by))
             if finish_reason is None:
                 step.rows.append(row)
             else:
@@ -228,30 +227,30 @@ class DraftHost(Inbox):
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
-        self._take_messages(0.0)
         rows = self._accounting.step.rows
-        if undrafted := [row for row in rows if row.draft is None]:
-            self._wait_for_drafts(rows, undrafted)
+        if any(row.draft is None for row in rows):
+            self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
-        told: list[Verified] = []
         for row in rows:
-            if (draft := row.draft) is not None:
-                drafts[row.name] = path = self._draft(row, draft)
-                if path and row.coupled and draft.confidences:
-                    told.append(Verified(row, draft, row.draft_node, len(path)))
-        self._accounting.verified += self._cut(drafts, told)
-        for row in rows:
-            row.num_drafted = len(drafts[row.name])
+            if row.draft is not None:
+                drafts[row.name] = path = self._draft(row, row.draft)
+                row.num_drafted = len(path)
+        if not self.tracker.policy.measured.costs.padded:  # else shorter drafts save nothing
+            self._cut(drafts)
         if len(names) <= self._max_graph_rows and len(rows) == len(names):
             self._fill_up(drafts)
         self._tell()  # last, since the event loop would take the interpreter at once
         return list(drafts.values())
 
-    def _wait_for_drafts(self, rows: Sequence[HostedRow], undrafted: list[HostedRow]) -> None:
+    def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
         self._tell()  # first, for proposers draft meanwhile
-        self._accounting.note_rounds(undrafted=True)
+        self._take_messages(0.0)
+        undrafted = [row for row in rows if row.draft is None]
         at_hand = [row for row in rows if row.draft is not None]
-        num_prefilling = self._accounting.step.num_prefilling
+        num_prefilling, policy = self._accounting.step.num_prefilling, self.tracker.policy
+        if not (undrafted and policy.may_gain_by_waiting(undrafted, at_hand, num_prefilling)):
+            return  # what is known of the rows is noted while the device works
+        self._accounting.note_rounds(undrafted=True)
         while True:
             now = self._clock()
             ready = self.tracker.choose_rows(undrafted, num_prefilling, now, at_hand)
@@ -266,19 +265,18 @@ class DraftHost(Inbox):
             draft.first_path(min(row.drafting.num_draft_tokens, self._k, room), row.draft_node)
         )
 
-    def _cut(self, drafts: dict[str, list[int]], told: list[Verified]) -> list[Verified]:
-        """Leave out draft tokens that are not worth verifying, by their proposers' confidence.
-
-        Returns the drafts that told any, with how many tokens are left.
-        """
-        policy, step = self.tracker.policy, self._accounting.step
-        if not told or policy.measured.costs.padded:  # then shorter drafts save nothing
-            return told
-        others = len(step.rows) - len(told) + step.num_prefilling
-        counts = policy.cut([(each.row.drafting, each.confidences()) for each in told], others)
-        for each, count in zip(told, counts, strict=True):
-            del drafts[each.row.name][count:]
-        return [each._replace(num_tokens=count) for each, count in zip(told, counts, strict=True)]
+    def _cut(self, drafts: dict[str, list[int]]) -> None:
+        """Leave out draft tokens that are not worth verifying, by their proposers' confidence."""
+        step = self._accounting.step
+        all_told = [(row, row.told_confidences(row.num_drafted)) for row in step.rows]
+        cut = [(row, told) for row, told in all_told if told]
+        if not cut:
+            return
+        others = len(step.rows) - len(cut) + step.num_prefilling
+        counts = self.tracker.policy.cut([(row.drafting, told) for row, told in cut], others)
+        for (row, _), count in zip(cut, counts, strict=True):
+            del drafts[row.name][count:]
+            row.num_drafted = count
 
     def _fill_up(self, drafts: dict[str, list[int]]) -> None:
         """Make all drafts equally long, if there is one; it costs less than it loses without.
@@ -287,8 +285,8 @@ class DraftHost(Inbox):
         """
         if any(drafts.values()):
             for row in self._accounting.step.rows:
-                draft = drafts[row.name]
-                drafts[row.name] = draft + row.token_ids[-1:] * (self._k - len(draft))
+                if (lacking := self._k - row.num_drafted) > 0:
+                    drafts[row.name] = drafts[row.name] + row.token_ids[-1:] * lacking
 
     def _tell(self) -> None:
         events, self._untold = self._untold, None

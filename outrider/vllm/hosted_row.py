@@ -30,3 +30,9 @@ class HostedRow(DraftedRow):
         self.noted = True  # the tracker knows its last round
         self.ended = False
         self.stale = False  # the text may not be vLLM's
+
+    def told_confidences(self, num_tokens: int) -> bytes:
+        """Return those of the draft's first tokens; empty if none are told, or drawn by them."""
+        if self.draft is None or not self.coupled:
+            return b""
+        return self.draft.first_confidences(num_tokens, self.draft_node)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import R, Ready
+from outrider.policy.base import R, Ready, Row
 from outrider.policy.fixed import FixedPolicy, policies
 
 
@@ -22,13 +22,38 @@ class LockstepPolicy(AdaptivePolicy):
         self, ready: list[R], waiting: Sequence[R], num_prefilling: int, now: float
     ) -> Ready[R]:
         wake_at = _last_deadline(waiting, now)
-        num_rows = len(ready) + len(waiting) + num_prefilling
-        step_s = self.measured.costs.round_s(self.num_speculative_tokens)
-        if step_s and len(waiting) < num_rows:  # of rows that all wait, each one's patience decides
-            at_hand = [row.drafting.measured.gain for row in ready if row.draft is not None]
-            rate = (num_rows + sum(at_hand)) / step_s
+        drafted = [row for row in ready if row.draft is not None]
+        num_others = len(ready) - len(drafted) + num_prefilling
+        if rate := self._rate(waiting, drafted, num_others):
             wake_at = min(wake_at, self._worth_waiting_until(waiting, now, rate))
         return _all_rows(ready, waiting, now, wake_at)
+
+    def may_gain_by_waiting(
+        self, undrafted: Sequence[Row], drafted: Sequence[Row], num_prefilling: int
+    ) -> bool:
+        """Compare all that late drafts bring with what rows commit until the first may come."""
+        if not self.may_wait:
+            return False
+        rate, rows = self._rate(undrafted, drafted, num_prefilling), [r.drafting for r in undrafted]
+        if not rate:
+            return True
+        kinds, costs = (
+            {(d.drafter, d.num_draft_tokens): d for d in rows}.values(),
+            self.measured.costs,
+        )
+        first_s = min([costs.draft_times(d).mean_s(d.num_draft_tokens) for d in kinds])
+        return sum([d.measured.gain for d in rows]) > rate * first_s
+
+    def _rate(self, waiting: Sequence[Row], drafted: Sequence[Row], num_others: int) -> float:
+        """Return the tokens a second of all rows in a step at once.
+
+        0 if unknown, or if all rows wait: then each one's patience decides.
+        """
+        step_s = self.measured.costs.round_s(self.num_speculative_tokens)
+        if not (step_s and (drafted or num_others)):
+            return 0.0
+        gain = sum([row.drafting.measured.gain for row in drafted])
+        return (len(waiting) + len(drafted) + num_others + gain) / step_s
 
     def _worth_waiting_until(self, waiting: Sequence[R], now: float, rate: float) -> float:
         """Return when enough drafts are due; all rows commit `rate` tokens a second meanwhile."""
