@@ -77,11 +77,7 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     _count_rounds(tracker, emitted, seconds)
     commits = tuple([_finalize_row(tracker, row) for row in emitted if not _waits(row)])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
-    prompt_s = 0.0
-    if prompts:  # beside them the others take what they would without
-        num_others = committed.step.num_tokens - sum(prompts)
-        others_s = tracker.policy.measured.costs.steps.estimate(num_others)
-        prompt_s = max(0.0, seconds - others_s)
+    costs = tracker.policy.measured.costs
     step = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
@@ -90,7 +86,7 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
         drafted=sum([bool(row.draft) for row in rows]),
         # Rows' first steps, however short, may follow on any time without work.
         comparable=len(prompts) < len(rows),
-        prompt_s=prompt_s,
+        prompt_s=costs.prompts_s(prompts, committed.step.num_tokens, seconds),
         prompts_only=committed.step.prompts_only,
         temperature=committed.temperature,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -135,6 +136,15 @@ class CostModel:
     def steps_s(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of steps of so many rows, whose tokens are given in order."""
         return self.steps.estimates(self.sizes.run(num_rows, num_tokens))
+
+    def prompts_s(self, prompts: Sequence[int], num_tokens: int, seconds: float) -> float:
+        """Return the seconds that prompts took in a step of `num_tokens` tokens and `seconds`.
+
+        `prompts` are the tokens of each. Other rows take what they would without them.
+        """
+        if not prompts:
+            return 0.0
+        return max(0.0, seconds - self.steps.estimate(num_tokens - sum(prompts)))
 
     def round_s(self, k: float) -> float:
         """Return the seconds of a step of as many rows as the last, with k draft tokens each."""

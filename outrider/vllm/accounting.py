@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
@@ -30,12 +31,31 @@ class Emitted(NamedTuple):  # one per row and step: a dataclass takes three time
         return self.commit.base_len == self.row.num_prompt_tokens
 
 
+class Scheduled(NamedTuple):
+    """The tokens of a step as vLLM scheduled them, by request."""
+
+    tokens: Mapping[str, int] = MappingProxyType({})
+    drafted: Mapping[str, Sequence[int]] = MappingProxyType({})  # draft tokens among them
+
+    def prompts(self, first: Collection[str]) -> list[int]:
+        """Return the tokens of each request in its prompt, or in its text again.
+
+        `first` had their first output: what was left of a prompt may be one token.
+        """
+        return [
+            num_tokens
+            for name, num_tokens in self.tokens.items()
+            if name in first or num_tokens > 1 + len(self.drafted.get(name, ()))
+        ]
+
+
 @dataclass(slots=True)
 class Step:
     """The step that runs, or ran last."""
 
     began: float = 0.0
-    num_tokens: int = 0
+    running: Scheduled = field(default_factory=Scheduled)
+    ran: Scheduled = field(default_factory=Scheduled)  # what `timings` is about
     num_prefilling: int = 0
     ended: float = 0.0
     rows: list[HostedRow] = field(default_factory=list)  # that emitted tokens, and go on
@@ -70,12 +90,13 @@ class Accounting:
         opened = tracker.launched(launched, step.began) if launched else []
         if step.timings is None:
             return None
-        policy, num_rows = tracker.policy, len(step.emitted)
-        no_prompts = num_rows > 0 and not step.num_prefilling
-        decoded = no_prompts and not any(each.first for each in step.emitted)
+        policy, costs = tracker.policy, tracker.policy.measured.costs
+        num_rows = len(step.emitted) + step.num_prefilling
+        num_tokens, seconds = step.timings.num_tokens, step.timings.forward_ms * 1e-3
+        prompts = step.ran.prompts({each.row.name for each in step.emitted if each.first})
+        decoded = num_rows > 0 and not prompts
         if decoded:
-            seconds = step.timings.forward_ms * 1e-3
-            policy.measured.costs.observe_step(num_rows, step.timings.num_tokens, seconds)
+            costs.observe_step(num_rows, num_tokens, seconds)
         rows = [each.row for each in step.emitted]
         done = StepDone(
             num_running=max(1, num_running),
@@ -83,8 +104,10 @@ class Accounting:
             tokens=sum([len(each.commit.token_ids) for each in step.emitted]),
             at=step.began,
             drafted=sum([drafted > 0 for _, drafted in launched]),
-            comparable=no_prompts,
-            temperature=sum([row.request.sampling.temperature for row in rows]) / max(1, num_rows),
+            # As in the native engine: a row goes on from the step before.
+            comparable=len(prompts) < num_rows,
+            prompt_s=costs.prompts_s(prompts, num_tokens, seconds),
+            temperature=sum([row.request.sampling.temperature for row in rows]) / max(1, len(rows)),
         )
         tracker.step_done([row.drafting for row in rows], done, decoded=decoded)
         events = StepEvents(

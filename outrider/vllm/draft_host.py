@@ -35,7 +35,7 @@ from outrider.types import (
     StepEvents,
     StepTimings,
 )
-from outrider.vllm.accounting import Accounting, Emitted
+from outrider.vllm.accounting import Accounting, Emitted, Scheduled
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 
@@ -162,7 +162,7 @@ class DraftHost(Inbox):
         step.launched = [row for row in step.rows if row.name in scheduled]
         if not scheduled:
             return
-        step.began, step.num_tokens = self._clock(), sum(scheduled.values())
+        step.began, step.running = self._clock(), Scheduled(scheduled, verified)
         for name, tokens in verified.items():
             if (row := self._rows.get(name)) is not None:
                 row.num_verified = min(row.num_drafted, len(tokens))
@@ -219,9 +219,8 @@ class DraftHost(Inbox):
             else:
                 row.ended = True
         forward_ms = (now - step.began) * 1e3
-        step.timings = StepTimings(
-            0.0, forward_ms, 0.0, 0.0, 0.0, len(step.emitted), step.num_tokens
-        )
+        step.ran, num_tokens = step.running, sum(step.running.tokens.values())
+        step.timings = StepTimings(0.0, forward_ms, 0.0, 0.0, 0.0, len(step.emitted), num_tokens)
         on_demand = self.tracker.policy.mode is DraftMode.ON_DEMAND
         self._untold = StepEvents(tuple(commits), (), step.timings, on_demand=on_demand)
 

@@ -162,6 +162,7 @@ class LockStep(Listener):
         verified = {name: draft for name, draft in drafts.items() if draft}
         self.now += _HOST_S
         scheduled = {name: 1 + len(drafts.get(name, ())) for name in names}
+        scheduled |= {f"{request.session_id}": PROMPT for request in opened}
         self.host.begin_step(self._finished, scheduled, verified)
         for request in opened:
             self.host.open(f"{request.session_id}", request, frozenset())
