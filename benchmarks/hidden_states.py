@@ -6,8 +6,8 @@
 The target runs in float32 on held-out prompts. Each head drafts chains and trees of several sizes,
 beside a draft model. Acceptance is measured along texts that are written once (lib/replay.py):
 `length` is 1 + accepted tokens per round, and the positions are the shares of rounds in which at
-least so many tokens were accepted. `state B` is the size of a token's states on their way to the
-module.
+least so many tokens were accepted. `draft ms` is the CPU time of a draft for one request, after its
+first, and `state B` the size of a token's states on their way to the module.
 
 `--prompts benchmarks/prompts/categories.jsonl` adds the length by category of prompt, as
 SPEED-Bench does, of a target that knows more than Python.
@@ -16,6 +16,7 @@ SPEED-Bench does, of a target that knows more than Python.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -62,6 +63,7 @@ class Row:
     positions: tuple[float, ...]  # share of the rounds in which at least so many were accepted
     by_category: dict[str, float]  # the length
     drafted: float  # tokens per round
+    draft_ms: float | None
     state_bytes: int
 
 
@@ -112,11 +114,16 @@ def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
 
 
 def row(
-    temperature: float, one: Contender, texts: Sequence[Capture], categories: Sequence[str]
+    temperature: float,
+    one: Contender,
+    texts: Sequence[Capture],
+    categories: Sequence[str],
+    num_timed: int,
 ) -> Row:
-    """Measure a contender along texts."""
+    """Measure a contender along texts, and its drafts' time along the first `num_timed` of them."""
     spec = one.proposer.traits.features
     found = replay(texts, one.proposer, one.k)
+    times = [1e3 * replay([text], one.proposer, one.k).draft_s for text in texts[:num_timed]]
     return Row(
         temperature=temperature,
         name=one.name,
@@ -126,13 +133,15 @@ def row(
         positions=found.positions,
         by_category=lengths(texts, one.proposer, one.k, categories),
         drafted=found.drafted / found.rounds,
+        draft_ms=statistics.median(times) if times else None,
         state_bytes=0 if spec is None else spec.row_bytes,
     )
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
     """Return the report's tables, by lines."""
-    head = ["T and method", "draft of", "length", "accepted per position", "drafted", "state B"]
+    head = ["T and method", "draft of", "length", "accepted per position", "drafted"]
+    head += ["draft ms", "state B"]
     body = [
         [
             f"{r.temperature:g} {r.name}",
@@ -140,6 +149,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
             report.number(r.length),
             " ".join(f"{share:.0%}" for share in r.positions),
             report.number(r.drafted, 1),
+            "" if r.draft_ms is None else report.number(r.draft_ms),
             f"{r.state_bytes}" if r.state_bytes else "",
         ]
         for r in rows
@@ -174,6 +184,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-tokens", type=int, default=64)
     p.add_argument("--chain", type=int, nargs="+", default=[3, 4, 5], help="lengths of chains")
     p.add_argument("--tree-nodes", type=int, nargs="*", default=[3, 4, 5, 8, 16])
+    p.add_argument("--timed-prompts", type=int, default=4)
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return p
@@ -205,7 +216,7 @@ def _run(args: argparse.Namespace) -> int:
         ]
         texts = record(model, requests, args.max_tokens)
         for one in contenders:
-            rows.append(row(temperature, one, texts, loaded.categories))
+            rows.append(row(temperature, one, texts, loaded.categories, args.timed_prompts))
             say(f"temperature {temperature:g}: {one.name}, {one.shape} {one.k}")
     report.publish(
         "Acceptance of methods that read hidden states",

@@ -7,6 +7,7 @@ agree with the text, and the next one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -56,6 +57,7 @@ class Replay:
     rounds: int
     drafted: int
     reached: tuple[int, ...]  # rounds in which so many draft tokens and more came true, from 1 on
+    draft_s: float  # CPU time of this thread for the drafts of a round after the first, mean
 
     @property
     def length(self) -> float:
@@ -133,9 +135,12 @@ def replay(recordings: Sequence[Capture], proposer: Proposer, k: int) -> Replay:
         proposer.commit(session, len(one.prompt), one.token_ids[:1], k)
     running = set(range(len(recordings)))
     rounds = drafted = 0
-    reached = [0] * k
+    reached, seconds = [0] * k, []
     while running:
-        for session, tree in _drafts(proposer, sorted(running)).items():
+        began = time.thread_time()
+        drafts = _drafts(proposer, sorted(running))
+        seconds.append(time.thread_time() - began)
+        for session, tree in drafts.items():
             rounds += 1
             drafted += len(tree.token_ids)
             accepted = _agreeing(tree, texts[session][known[session] :])
@@ -149,7 +154,8 @@ def replay(recordings: Sequence[Capture], proposer: Proposer, k: int) -> Replay:
             if known[session] >= len(texts[session]) - SPARE:
                 running.remove(session)
                 proposer.close(session)
-    return Replay(rounds, drafted, tuple([count for count in reached if count]))
+    draft_s = sum(seconds[1:]) / max(1, len(seconds) - 1)
+    return Replay(rounds, drafted, tuple([count for count in reached if count]), draft_s)
 
 
 def _drafts(proposer: Proposer, sessions: Sequence[int]) -> Mapping[int, DraftTree]:

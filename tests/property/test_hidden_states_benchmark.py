@@ -80,7 +80,7 @@ def test_replay_of_a_head_that_knows_the_text_accepts_all_of_it(tmp_path: Path) 
         alone, *_ = texts = record(model, [(PROMPT, sampling)] * 2, OUTPUT)
         assert [one.token_ids for one in texts] == [alone.token_ids] * 2
         for one in contenders:
-            rows.append(row(sampling.temperature, one, texts, ["known", ""]))
+            rows.append(row(sampling.temperature, one, texts, ["known", ""], 1))
             assert rows[-1].by_category == {"known": replay([alone], one.proposer, one.k).length}
     for known in rows[:2]:
         assert known.length > K
