@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.proposer import NO_PACE, Pace, Proposer, SessionKey
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, Proposer, SessionKey
 from outrider.rpc import codec
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.telemetry import Telemetry
@@ -110,11 +110,7 @@ class Cycle:
     def draft(self) -> None:
         """Draft for every session that wants it, and hand the blocks over."""
         round_ = self._proposer.draft([*self._routes.queue.wanting], self._pace())
-        blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
-        for key, tree in (*round_.drafts, *round_.trees):
-            blocks.add(self._routes.route(key), tree)
-        self._lose(round_.lost, blocks.messages)
-        self._hand_over(blocks.messages)
+        self._send(round_)
         # Notes taken after the hand-over delay no draft.
         now = time.perf_counter()
         for key, _ in round_.drafts:
@@ -140,11 +136,7 @@ class Cycle:
             return False
         self._started = time.perf_counter()
         round_ = self._proposer.ahead(keys, self._pace())
-        blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
-        for key, tree in round_.trees:
-            blocks.add(self._routes.route(key), tree)
-        self._lose(round_.lost, blocks.messages)
-        self._hand_over(blocks.messages)
+        self._send(round_)
         self._routes.handed_ahead([key for key, _ in round_.trees], time.perf_counter())
         if round_.trees:
             self._metrics.ahead.observe(time.perf_counter() - self._started)
@@ -168,6 +160,15 @@ class Cycle:
         for link in self._links:
             self._routes.drop_link(link)
 
+    def _send(self, round_: DraftRound) -> None:
+        """Hand over all drafts of a round, and say which sessions are lost."""
+        draft_us = round((time.perf_counter() - self._started) * 1e6)
+        blocks = _Blocks(self._links, draft_us, round_.methods)
+        for key, tree in (*round_.drafts, *round_.trees):
+            blocks.add(self._routes.route(key), tree)
+        self._lose(round_.lost, blocks.messages)
+        self._hand_over(blocks.messages)
+
     def _lose(self, keys: Sequence[SessionKey], outgoing: Outgoing) -> None:
         for key in keys:
             self._metrics.lost.inc()
@@ -176,9 +177,6 @@ class Cycle:
                 continue
             lost = draft_pb2.Lost(session=route.session, epoch=route.epoch)
             outgoing.setdefault(route.link, []).append(draft_pb2.DraftRequest(lost=lost))
-
-    def _elapsed_us(self) -> int:
-        return round((time.perf_counter() - self._started) * 1e6)
 
     def _hand_over(self, outgoing: Outgoing) -> None:
         for link, messages in outgoing.items():
