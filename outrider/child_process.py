@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,25 @@ class ServiceProcess:
         async for line in _lines(stream):
             self._last_lines.append(line)
             self._relay(self.name, line)
+
+
+async def stop_all(processes: Iterable[ServiceProcess], grace_s: float, kill_s: float) -> None:
+    """SIGTERM to all, SIGKILL by id to those that have not ended within the grace.
+
+    Cancelling it, as a second Ctrl-C does, ends the grace. `kill_s` bounds the wait for the killed.
+    """
+    started = [each for each in processes if each.started]
+    ends = [asyncio.create_task(each.wait()) for each in started]
+    if not ends:
+        return
+    try:
+        for each in started:
+            each.terminate()
+        await asyncio.wait(ends, timeout=grace_s)
+    finally:
+        for each in started:
+            each.kill()
+    await asyncio.wait(ends, timeout=kill_s)
 
 
 def describe_exit(code: int) -> str:

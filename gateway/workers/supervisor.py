@@ -18,7 +18,7 @@ from gateway.ports import bind
 from gateway.processes import Worker
 from gateway.workers.metrics import retire
 from gateway.workers.shared import SharedCounts
-from outrider.child_process import ServiceProcess, ServiceSpec, describe_exit
+from outrider.child_process import ServiceProcess, ServiceSpec, describe_exit, stop_all
 from outrider.errors import OutriderError
 from outrider.rpc.tasks import Background, all_or_first_error
 
@@ -68,16 +68,8 @@ class Workers:
     async def stop(self) -> None:
         """Let the workers drain; what has not ended by the end of their grace is killed."""
         await self._watches.cancel()
-        processes = [each for each in self._processes.values() if each.started]
-        ends = [asyncio.create_task(process.wait()) for process in processes]
-        for process in processes:
-            process.terminate()
-        if ends:
-            grace_s = self._config.deployment.drain_grace_s + _STOP_S
-            await asyncio.wait(ends, timeout=grace_s)
-            for process in processes:
-                process.kill()
-            await asyncio.wait(ends, timeout=_STOP_S)
+        grace_s = self._config.deployment.drain_grace_s + _STOP_S
+        await stop_all(self._processes.values(), grace_s, _STOP_S)
         for reserved in self._reserved.values():
             reserved.close()
         if self._folder is not None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Self
 
-from outrider.child_process import Relay, ServiceProcess, ServiceSpec, describe_exit
+from outrider.child_process import Relay, ServiceProcess, ServiceSpec, describe_exit, stop_all
 from outrider.cli.client import why_not_attached
 from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
 from outrider.errors import ConfigError, InternalError, OutriderError, ProposerRefusedError
@@ -85,22 +85,8 @@ class Stack:
         raise AssertionError("each watch ends with an exception")
 
     async def stop(self) -> None:
-        """SIGTERM to all, SIGKILL by id to those that have not ended within the grace.
-
-        Cancelling it, as a second Ctrl-C does, ends the grace.
-        """
-        services = [each for each in self._services.values() if each.started]
-        ends = [asyncio.create_task(service.wait()) for service in services]
-        try:
-            for service in services:
-                service.terminate()
-            if ends:
-                await asyncio.wait(ends, timeout=STOP_GRACE_S)
-        finally:
-            for service in services:
-                service.kill()
-        if ends:
-            await asyncio.wait(ends, timeout=STOP_GRACE_S)
+        """Stop all as `stop_all` does."""
+        await stop_all(self._services.values(), STOP_GRACE_S, STOP_GRACE_S)
         self._services.clear()
 
     def _new(self, spec: ServiceSpec) -> ServiceProcess:
