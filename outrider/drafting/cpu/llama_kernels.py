@@ -4,7 +4,8 @@ At batch 1 a draft model spends its time on reading weights, and on dispatching 
 between them. So weights stay in bfloat16 where that loses nothing, a chain returns to Python only
 at its end, and the products read four streams of weights at once, for the prefetcher.
 
-All kernels are in this one file: Numba notices a changed file, not a changed callee elsewhere.
+All kernels but those for vectors (`engine.cpu`) are in this one file: Numba notices a changed file,
+not a changed callee elsewhere.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Biases(NamedTuple):
     """Holds the weights that make a bias of logits from the tokens before."""
 
     embedding: Matrix  # [vocab, rank]
-    product: Matrix | Ints  # [known, rank]; or `Int8Weight.numbers`, as int32 [any]
+    product: Matrix | NDArray[np.int32]  # [known, rank]; or `Int8Weight.numbers`, as int32 [any]
     scales: Floats  # of `Int8Weight`, or [0]
     joint: Matrix  # [3 * rank, 2 * rank + hidden], of a state that goes along; else [0, any]
     joint_bias: Matrix  # [3 * rank], or [0]
