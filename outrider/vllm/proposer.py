@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.errors import InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter
@@ -120,7 +121,12 @@ class RemoteProposer:
             host.begin_step(plan.finished, plan.scheduled, plan.verified)
             coupled = self._rule is VerificationRule.COUPLED
             for new in plan.new:
-                made = read_request(new, host.next_session_id(), self._served, coupled=coupled)
+                session_id = host.next_session_id()
+                try:
+                    made = read_request(new, session_id, self._served, coupled=coupled)
+                except InvalidRequestError as error:  # costs this one's drafts only
+                    _log.warning("nothing is drafted for %s: %s", new.req_id, error)
+                    continue
                 if made is not None:
                     request, extras, stop_ids = made
                     host.open(new.req_id, request, stop_ids, extras.traceparent)

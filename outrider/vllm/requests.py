@@ -60,12 +60,16 @@ class Extras:
         names = methods.split(",") if isinstance(methods, str) else methods
         names = tuple(METHOD_ALIASES.get(name.strip(), name.strip()) for name in names)
         low, high = given.get("advice_match") or (2, 2)
+        expected, references = given.get("advice") or (), given.get("references") or ()
+        size = len(expected) + sum(map(len, references))  # not read if it is too much for a step
+        fits = size <= MAX_ADVICE_TOKENS and len(references) <= MAX_REFERENCES
+        require(fits, "advice", f"at most {MAX_ADVICE_TOKENS} tokens in {MAX_REFERENCES} texts")
         advice = Advice(
-            token_ids=tuple(map(int, given.get("advice") or ())),
+            token_ids=tuple(map(int, expected)),
             edit=bool(given.get("advice_edit")),
             min_token_match=int(low),
             max_token_match=int(high),
-            references=tuple(tuple(map(int, each)) for each in given.get("references") or ()),
+            references=tuple(tuple(map(int, each)) for each in references),
         )
         speculation = SpeculationParams(
             enabled=k is None or int(k) > 0,
@@ -80,9 +84,7 @@ class Extras:
         advice = self.speculation.advice
         tokens = [*advice.token_ids, *chain.from_iterable(advice.references)]
         known = all(0 <= token < vocab_size for token in tokens)
-        fits = len(tokens) <= MAX_ADVICE_TOKENS and len(advice.references) <= MAX_REFERENCES
         require(known, "advice", f"tokens below {vocab_size}")
-        require(fits, "advice", f"at most {MAX_ADVICE_TOKENS} tokens in {MAX_REFERENCES} texts")
         for name, text in (("tenant", self.tenant), ("traceparent", self.traceparent)):
             short = len(text) <= _MAX_CHARS and text.isprintable()
             require(short, name, f"at most {_MAX_CHARS} printable characters")
@@ -95,6 +97,7 @@ def read_request(
 
     None for a request that nobody can draft for: it has embeddings for a prompt. Where vLLM's own
     rejection rule decides, a proposer drafts greedily, as that rule takes a draft for certain.
+    Raises `InvalidRequestError` for parameters that no proposer knows.
     """
     params, prompt = new.sampling_params, new.prompt_token_ids
     if params is None or not prompt:
@@ -116,7 +119,7 @@ def read_request(
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(
             temperature=min(2.0, temperature),
-            top_k=max(0, params.top_k),
+            top_k=max(0, min(params.top_k, served.vocab_size)),
             top_p=params.top_p,
             seed=adapter.seed_of(new.req_id, params.seed, served.seed),
             presence_penalty=params.presence_penalty,
@@ -124,7 +127,8 @@ def read_request(
             repetition_penalty=min(10.0, params.repetition_penalty),
         ),
         stop=StopParams(
-            max_tokens=params.max_tokens or served.max_model_len, ignore_eos=params.ignore_eos
+            max_tokens=min(params.max_tokens or served.max_model_len, served.max_model_len),
+            ignore_eos=params.ignore_eos,
         ),
         speculation=SpeculationParams(
             enabled=asked.enabled,

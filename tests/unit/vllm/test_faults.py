@@ -332,3 +332,24 @@ async def test_plugin_cuts_drafts_as_the_policy_says_by_confidence(
     learned = world.host._rows["a"].drafting.unlearned
     assert learned is not None
     assert learned[1] == asked[0][0][0][:2], "acceptance is learned by what was told"
+
+
+async def test_clients_odd_parameters_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = VllmSteps(monkeypatch)
+    proposer = world.attach()
+    odd: tuple[dict[str, object], ...] = (
+        {"top_k": 2**40, "max_tokens": 2**40},  # as vLLM takes them
+        {"extra_args": {"outrider_advice": [1] * (MAX_ADVICE_TOKENS + 1)}},
+        {"presence_penalty": 3.0},  # as another version might
+    )
+    for name, params in zip("cde", odd, strict=True):
+        world.open(name)
+        vars(world.new[-1].sampling_params).update(params)
+    world.step()
+    assert world.plugin._num_faults == 0
+    assert set(world.host._rows) == {"a", "b", "c", "d"}
+    world.plugin._launched()
+    world.post(proposer, *(world.block(name) for name in "abc"))
+    drafts = world.step()
+    assert [len(drafts[name]) for name in "abcde"] == [K, K, K, 0, 0]
+    assert world.host._rows["c"].request.sampling.top_k == VOCAB
