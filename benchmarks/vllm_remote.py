@@ -65,7 +65,7 @@ class _Timed(VllmSystem):
         return read_times(self.times)
 
     def told(self, concurrency: int, before: dict[str, float]) -> list[str]:
-        """Return notes about the rounds since then. Raises `ProcessError`."""
+        """Return notes about the rounds since then."""
         spent = defaultdict(float, self.counts())
         for name, value in before.items():
             spent[name] -= value
@@ -73,14 +73,14 @@ class _Timed(VllmSystem):
 
     def notes(self, spent: dict[str, float]) -> list[str]:
         """Say what was spent in each step."""
-        if not (steps := spent.get("steps")):
+        if (steps := spent["steps"]) <= 0:
             return []
-        names = {"propose": "propose_s", "its CPU": "cpu_s", "waited": "waited_s"}
-        means = [f"{name} {spent[key] * 1e3 / steps:.2f} ms" for name, key in names.items()]
+        propose_ms, waited_ms = (spent[name] * 1e3 / steps for name in ("propose_s", "waited_s"))
         hit_ms = spent["hit_s"] * 1e3 / max(1.0, spent["hits"])
         return [
-            f"a step of {spent['rows'] / steps:.1f} rows: {', '.join(means)}; after all rows had "
-            f"drafts at once ({spent['hits'] / steps:.0%}), {hit_ms:.2f} ms to the next"
+            f"a step of {spent['rows'] / steps:.1f} rows: propose {propose_ms:.2f} ms, waited "
+            f"{waited_ms:.2f} ms; after all rows had drafts at once "
+            f"({spent['hits'] / steps:.0%}), {hit_ms:.2f} ms to the next"
         ]
 
 
@@ -113,24 +113,25 @@ class _Drafted(_Timed):
         """Return what was counted so far.
 
         That is proposers, rounds by their drafts' fate, seconds by part, and what `propose` and the
-        proposer took. Raises `ProcessError`.
+        proposer took; nothing of one that does not answer.
         """
-        found = defaultdict[str, float](float)
-        for port in (self.port + 2, self.port + 3):
-            for sample in samples(f"http://127.0.0.1:{port}"):
-                name = sample.name.removeprefix("outrider:")
-                if (label := _COUNTED.get(name)) is not None:
-                    found[sample.labels.get(label, name)] += sample.value
-        return found | super().counts()
+        found = defaultdict(float, super().counts())
+        with contextlib.suppress(ProcessError):  # its next run tells why
+            for port in (self.port + 2, self.port + 3):
+                for sample in samples(f"http://127.0.0.1:{port}"):
+                    name = sample.name.removeprefix("outrider:")
+                    if (label := _COUNTED.get(name)) is not None:
+                        found[sample.labels.get(label, name)] += sample.value
+        return found
 
     def notes(self, spent: dict[str, float]) -> list[str]:
         """Say what became of drafts, and what was spent in each step and batch."""
         notes = super().notes(spent)
-        if rounds := sum(spent[fate] for fate in _FATES):
+        if (rounds := sum(spent[fate] for fate in _FATES)) > 0:
             fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
             parts = [f"{part} {spent[part] * 1e3 / rounds:.2f} ms" for part in _PARTS]
             notes.append(f"a round: {', '.join([*fates, *parts])}")
-        if cycles := spent["proposer_cycle_seconds_count"]:
+        if (cycles := spent["proposer_cycle_seconds_count"]) > 0:
             cycle, ahead, size = (
                 spent[f"proposer_{name}_sum"] / cycles
                 for name in ("cycle_seconds", "ahead_seconds", "cycle_sessions")
@@ -185,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
         systems = _start(args, Path(folder), children, failures)
         for n in args.concurrency:
             for rounds in (1, args.rounds):  # the first compiles, and lets the policy learn
-                before = _counts(systems)
+                before = {each.name: each.counts() for each in systems if isinstance(each, _Timed)}
                 plan = Plan(n, rounds, max(2, args.waves * n))
                 found = measure(systems, plan, loaded, args.max_tokens, children, failures)
                 for system in systems:
@@ -193,31 +194,13 @@ def _run(args: argparse.Namespace) -> int:
                         system.worker.child.stop()
                 systems = [system for system in systems if system.name not in failures]
             cells += found
-            notes += _told(systems, n, before)
+            for system in systems:
+                if isinstance(system, _Timed):
+                    notes += system.told(n, before[system.name])
             failed = [f"- {name} failed: {why}" for name, why in failures.items()]
             setup["notes"] = [*notes, *failed]
             print(report.write_cells(cells, lambda _: _BASE, setup, _TITLE, args.out), flush=True)
     return 0 if cells else 2
-
-
-def _counts(systems: Sequence[VllmSystem]) -> dict[str, dict[str, float]]:
-    found = {}
-    for system in systems:
-        if isinstance(system, _Timed):
-            with contextlib.suppress(ProcessError):  # its next run tells why
-                found[system.name] = system.counts()
-    return found
-
-
-def _told(
-    systems: Sequence[VllmSystem], concurrency: int, before: dict[str, dict[str, float]]
-) -> list[str]:
-    notes: list[str] = []
-    for system in systems:
-        if isinstance(system, _Timed) and system.name in before:
-            with contextlib.suppress(ProcessError):
-                notes += system.told(concurrency, before[system.name])
-    return notes
 
 
 def _start(

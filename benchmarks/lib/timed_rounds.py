@@ -15,7 +15,7 @@ from typing import Any
 from outrider.vllm.proposer import RemoteProposer
 
 _WRITTEN_S = 0.25  # between writes
-_NAMES = ("steps", "rows", "propose_s", "cpu_s", "waited_s", "hits", "hit_s")
+_NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s")
 
 
 class _Times:
@@ -27,13 +27,13 @@ class _Times:
         self._written = 0.0
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
 
-    def add(self, began: float, cpu_s: float, waited_s: float, drafts: Sequence[object]) -> None:
+    def add(self, began: float, waited_s: float, drafts: Sequence[object]) -> None:
         now, sums, rows = time.perf_counter(), self.sums, len(drafts)
         if self._last is not None and self._last[1] == rows:
             sums["hits"] += 1
             sums["hit_s"] += began - self._last[0]
         self._last = None if waited_s or not all(drafts) else (began, rows)
-        added = (1, rows, now - began - waited_s, cpu_s, waited_s)
+        added = (1, rows, now - began - waited_s, waited_s)
         for name, value in zip(_NAMES, added, strict=False):
             sums[name] += value
         if now - self._written > _WRITTEN_S:
@@ -57,7 +57,7 @@ class TimedProposer(RemoteProposer):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self._times = _Times(vllm_config)
-        self._waited_s = self._waited_cpu_s = 0.0
+        self._waited_s = 0.0
 
     def bind(self, runner: Any) -> None:
         """Time what the host waits as well."""
@@ -69,19 +69,16 @@ class TimedProposer(RemoteProposer):
     def _timed_take(self, timeout_s: float = 0.0) -> Any:
         if timeout_s <= 0.0:
             return self._take()
-        began, cpu = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         found = self._take(timeout_s)
         self._waited_s += time.perf_counter() - began
-        self._waited_cpu_s += time.thread_time() - cpu
         return found
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """See `RemoteProposer.propose`."""
-        began, cpu = time.perf_counter(), time.thread_time()
-        self._waited_s = self._waited_cpu_s = 0.0
+        began, self._waited_s = time.perf_counter(), 0.0
         drafts = super().propose(*args, **kwargs)
-        cpu_s = time.thread_time() - cpu - self._waited_cpu_s
-        self._times.add(began, cpu_s, self._waited_s, drafts)
+        self._times.add(began, self._waited_s, drafts)
         return drafts
 
 
@@ -97,5 +94,5 @@ class BareProposer:
     def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:
         began = time.perf_counter()
         drafts = [list(tokens[-1:]) * self._k for tokens in sampled_token_ids]
-        self._times.add(began, 0.0, 0.0, drafts)
+        self._times.add(began, 0.0, drafts)
         return drafts
