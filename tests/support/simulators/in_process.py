@@ -71,22 +71,14 @@ class InProcess(TwoDevices):
         if self._in_flight:
             return
         self.engine.collect()
-        for command in self._commands:
-            command()
-        self._commands.clear()
-        host_s = HOST_S  # hidden by the step before where nothing is drafted
+        self._carry_out()
+        host_s, busy = HOST_S, False  # hidden by the step before where nothing is drafted
         if self._here is not None:
             self._draft_clock.now = self.now
             self._here.draft_between_steps(self.engine)
             host_s = 0.0 if self.now < self._draft_clock.now else HOST_S
-            self.now = self._draft_clock.now
+            self.now, busy = self._draft_clock.now, self._here.busy
         self._in_flight = self.engine.launch()
         if self._in_flight:
             self.at(self.now + self._seconds() - host_s, self._collect)
-        events = self.engine.finalize_step()
-        busy = self._here is not None and self._here.busy
-        wake_at = self.now + 1e-5 if busy else self.engine.wake_at
-        if not self._in_flight and wake_at < float("inf"):
-            self.at(max(self.now, wake_at), self._work)
-        if events is not None and events.timings is not None:
-            self._publish(events)
+        self._finalize(self.now + 1e-5 if busy else self.engine.wake_at)

@@ -7,10 +7,17 @@ a GPU. Their Python is reckoned with what the device does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from outrider.drafting.proposer import DraftRound
-from tests.support.simulators.simulation import Player
 from tests.support.simulators.two_devices import TwoDevices
+
+
+@dataclass
+class _Work:
+    left_s: float  # that it would still take alone
+    then: Callable[[], None]
 
 
 class OneDevice(TwoDevices):
@@ -20,68 +27,33 @@ class OneDevice(TwoDevices):
         self, rows: int, temperature: float, *, slow: float = 0.0, slow_s: float = 0.0, seed: int
     ) -> None:
         self._slow, self._slow_s = slow, slow_s
-        self._left = {"step": 0.0, "draft": 0.0}  # seconds that each would still take alone
-        self._reckoned_at = self._step_ends = 0.0
-        self._num_drafts = 0
+        self._under_way: list[_Work] = []
+        self._shared_at = 0.0
         super().__init__(rows, temperature, max_branches=0, own_device=False, seed=seed)
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        if self.players and when == self.players[0].busy_until > self.now:
-            draft, at_end = self._num_drafts, what
+    def _python_s(self, round_: DraftRound) -> float:
+        slowly = self._slow and self.rng.random() < self._slow
+        return super()._python_s(round_) + (self._slow_s if slowly else 0.0)
 
-            def what() -> None:  # unless a step has made it later since
-                player = self.players[0]
-                if draft == self._num_drafts and self.now < player.busy_until:
-                    super(OneDevice, self).at(player.busy_until, what)
-                else:
-                    at_end()
+    def _takes(self, who: str, seconds: float, then: Callable[[], None]) -> None:  # noqa: ARG002
+        self._share()
+        self._under_way = [*self._under_way, _Work(seconds, then)]
+        self._await_next()
 
-        super().at(when, what)
+    def _share(self) -> None:
+        """Let all that is under way go on until now."""
+        passed_s, self._shared_at = self.now - self._shared_at, self.now
+        for work in self._under_way:
+            work.left_s -= passed_s / len(self._under_way)
 
-    def _timed(self, player: Player, work: Callable[[], DraftRound]) -> DraftRound:
-        def slowly() -> DraftRound:
-            done = work()
-            if self._slow and self.rng.random() < self._slow:
-                player.clock.now += self._slow_s
-            return done
+    def _await_next(self) -> None:
+        if under_way := self._under_way:
+            work = min(under_way, key=lambda work: work.left_s)
+            self.at(self.now + work.left_s * len(under_way), partial(self._end, work, under_way))
 
-        self._num_drafts += 1
-        done = super()._timed(player, slowly)
-        self._begin("draft", player.busy_until - self.now)
-        return done
-
-    def _work(self) -> None:
-        idle = not self._in_flight
-        super()._work()
-        if idle and self._in_flight:
-            self._begin("step", self._seconds())
-
-    def _collect(self) -> None:
-        if self.now < self._step_ends:
-            super().at(self._step_ends, self._collect)
-        else:
-            super()._collect()
-
-    def _begin(self, what: str, seconds: float) -> None:
-        self._reckon()
-        self._left[what] = seconds
-        shorter, longer = sorted(self._left.values())
-        player = self.players[0]
-        for each, left in self._left.items():
-            end = self.now + (2 * shorter if left == shorter else shorter + longer)
-            if left and each == "step":
-                self._step_ends = end
-            elif left:
-                player.busy_until = end
-
-    def _reckon(self) -> None:
-        passed, self._reckoned_at = self.now - self._reckoned_at, self.now
-        while active := [what for what, left in self._left.items() if left > 0.0]:
-            least = min(self._left[what] for what in active)
-            part = min(passed, least * len(active))
-            for what in active:
-                left = self._left[what] - part / len(active)
-                self._left[what] = left if left > 1e-9 else 0.0
-            passed -= part
-            if passed < 1e-9:
-                break
+    def _end(self, work: _Work, under_way: list[_Work]) -> None:
+        if under_way is self._under_way:  # else it has become later since
+            self._share()
+            self._under_way = [other for other in under_way if other is not work]
+            self._await_next()
+            work.then()

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -79,6 +80,22 @@ class DraftHash(HashModel):
 
 
 @dataclass
+class Stream:
+    """A connection, and what the proposer's thread keeps of the sessions on it."""
+
+    connected: bool = True
+    arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
+    inbox: list[Callable[[], None]] = field(default_factory=list)
+    sessions: dict[int, int] = field(default_factory=dict)  # by key, which no other stream has
+    keys: dict[int, int] = field(default_factory=dict)  # by session, as the scorer knows it
+    wanting: dict[int, None] = field(default_factory=dict)
+    drafted: dict[int, None] = field(default_factory=dict)
+    starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
+    window: FeatureWindow = field(default_factory=FeatureWindow)
+    meter: PaceMeter = field(default_factory=PaceMeter)
+
+
+@dataclass
 class Player:
     """A proposer with its stream and thread."""
 
@@ -86,24 +103,13 @@ class Player:
     method: Proposer
     clock: Clock
     net: Net
-    rng: random.Random
-    meter: PaceMeter = field(default_factory=PaceMeter)
-    connected: bool = True
-    incarnation: int = 0
-    busy_until: float = 0.0
-    inbox: list[Callable[[], None]] = field(default_factory=list)
-    wanting: dict[int, None] = field(default_factory=dict)
-    drafted: dict[int, None] = field(default_factory=dict)
-    sessions: dict[int, int] = field(default_factory=dict)  # key -> session
-    keys: dict[int, int] = field(default_factory=dict)  # session -> key, as the scorer knows it
-    arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
-    window: FeatureWindow = field(default_factory=FeatureWindow)
-    starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
-    on_demand: bool = False  # it is not to run ahead
     own_device: bool = False  # not the engine's
+    on_demand: bool = False  # it is not to run ahead
+    busy: bool = False
+    stream: Stream = field(default_factory=Stream)
 
 
-_Block = tuple[Player, int, int, DraftTree, int]  # from which incarnation, key, tree, us
+_Block = tuple[Player, int, DraftTree, int]  # key, tree, microseconds
 
 
 def draft_model(
@@ -172,6 +178,7 @@ class World:
             features=features,
             clock=lambda: self.now,
         )
+        self._k = config.num_speculative_tokens
         self.step_s = step_s
         self.players: list[Player] = []
         self.requests: dict[int, Request] = {}
@@ -190,7 +197,7 @@ class World:
         heapq.heappush(self._events, (when, next(self._order), what))
 
     def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
-        player = Player(f"p{len(self.players)}", *method, net, self.rng, own_device=own_device)
+        player = Player(f"p{len(self.players)}", *method, net, own_device)
         self.players.append(player)
         return player
 
@@ -217,6 +224,18 @@ class World:
         if not self._in_flight:
             self.engine.check_invariants()
 
+    # What subclasses take other times for.
+
+    def _takes(self, who: str, seconds: float, then: Callable[[], None]) -> None:  # noqa: ARG002
+        """The engine's step or a proposer's work takes so long."""
+        self.at(self.now + seconds, then)
+
+    def _way_s(self, player: Player, num_parts: int) -> float:  # noqa: ARG002
+        return player.net.delay_s
+
+    def _python_s(self, round_: DraftRound) -> float:  # noqa: ARG002
+        return 1e-5
+
     # The scorer.
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -229,87 +248,84 @@ class World:
             return
         self.engine.collect()
         self.engine.check_invariants()
+        self._carry_out()
+        self._in_flight = self.engine.launch()
+        if self._in_flight:
+            flight = self.engine._in_flight
+            assert flight is not None
+            self.rows_per_step.append(len(flight.step.rows))
+            self._takes("step", self.step_s(flight.step.num_tokens), self._collect)
+        self._finalize(self.engine.wake_at)
+
+    def _carry_out(self) -> None:
         for command in self._commands:
             command()
         self._commands.clear()
-        for (player, incarnation, key, tree, draft_us), came_at in self._blocks:
-            session = player.sessions.get(key)
-            current = incarnation == player.incarnation and session is not None
-            if current and player.keys.get(session) == key:
+        for (player, key, tree, draft_us), came_at in self._blocks:
+            session = player.stream.sessions.get(key)
+            if session is not None and player.stream.keys.get(session) == key:
                 self.engine.post_block(PostedBlock(session, tree, player.id, draft_us, came_at))
         self._blocks.clear()
-        if self.engine.launch():
-            flight = self.engine._in_flight
-            assert flight is not None
-            self._in_flight = True
-            self.rows_per_step.append(len(flight.step.rows))
-            self.at(self.now + self.step_s(flight.step.num_tokens), self._collect)
+
+    def _finalize(self, wake_at: float) -> None:
         events = self.engine.finalize_step()
-        if not self._in_flight and self.engine.wake_at < float("inf"):
-            self.at(max(self.now, self.engine.wake_at), self._work)
+        if not self._in_flight and wake_at < float("inf"):
+            self.at(max(self.now, wake_at), self._work)
         if events is not None:
             assert not events.failures
-            self._publish_features(events)
+            for rows in () if events.features is None else events.features.rows:
+                for player in self.players:
+                    if player.stream.window is rows.order.window:
+                        self._send(player, partial(self._told_features, player, rows))
             if events.timings is not None:
-                self._publish(events)
+                self._publish(events, self.step_s(events.timings.num_tokens))
 
     def _collect(self) -> None:
         self._in_flight = False
         self._work()
 
-    def _publish(self, events: StepEvents) -> None:
-        assert events.timings is not None
-        step_s = self.step_s(events.timings.num_tokens)
-        messages: dict[str, list[Callable[[Player], None]]] = {p.id: [] for p in self.players}
+    def _publish(self, events: StepEvents, step_s: float) -> None:
         for commit in events.commits:
             session = commit.session_id
             assert commit.base_len == len(self.committed[session])
             self.committed[session] += commit.token_ids
-            player = next((p for p in self.players if session in p.keys), None)
             if commit.finish_reason is not None:
                 self.last[session] = commit
                 if self.next_request is not None:
                     self.at(self.now, lambda: self.submit(self.next_request()))
-                if player is not None:
-                    key = player.keys.pop(session)
-                    messages[player.id].append(lambda p, k=key: self._closed(p, k))
-            elif player is not None:
-                key = player.keys[session]
-                messages[player.id].append(lambda p, k=key, c=commit: self._told(p, k, c, step_s))
         for player in self.players:
-            if parts := messages[player.id]:
-                self._send(player, lambda p: _told_how(p, events), *parts)
-
-    def _publish_features(self, events: StepEvents) -> None:
-        for rows in () if events.features is None else events.features.rows:
-            for player in self.players:
-                if player.window is rows.order.window:
-                    self._send(player, lambda p, r=rows: self._told_features(p, r))
+            parts: list[Callable[[], None]] = []
+            for commit in events.commits:
+                if (key := player.stream.keys.get(commit.session_id)) is None:
+                    continue
+                if commit.finish_reason is not None:
+                    del player.stream.keys[commit.session_id]
+                    parts.append(partial(self._closed, player, key))
+                else:
+                    parts.append(partial(self._told, player, key, commit, step_s))
+            if parts:
+                how = partial(setattr, player, "on_demand", events.on_demand)
+                self._send(player, how, *parts)
 
     def _open(self, player: Player, session: int) -> None:
-        if not player.connected or session in self.last:
+        stream, traits = player.stream, player.method.traits
+        if not stream.connected or session in self.last:
             return
         key = next(self._keys)
-        player.keys[session], player.sessions[key] = key, session
-        request, prefix = self.requests[session], list(self.committed[session])
-        k = player.method.traits.max_draft_tokens
-        k = min(k, self.engine.info.num_speculative_tokens)
-        ahead = player.method.traits.runs_ahead
-        spec = player.method.traits.features
-        order = None if spec is None else FeatureOrder(key, spec, player.window)
-        self._command(
-            lambda: self.engine.set_drafting(
-                session,
-                DraftOffer(
-                    player.id,
-                    k,
-                    runs_ahead=ahead,
-                    own_device=player.own_device,
-                    requested=asked,
-                    features=order,
-                ),
-            )
+        stream.keys[session], stream.sessions[key] = key, session
+        snapshot = self.engine.snapshot()
+        asked = (snapshot.running + snapshot.waiting).bit_length() not in snapshot.undrafted_sizes
+        k = min(traits.max_draft_tokens, self._k)
+        offer = DraftOffer(
+            player.id,
+            k,
+            runs_ahead=traits.runs_ahead,
+            own_device=player.own_device,
+            requested=asked,
+            features=traits.features and FeatureOrder(key, traits.features, stream.window),
         )
+        self._command(lambda: self.engine.set_drafting(session, offer))
+        request, prefix = self.requests[session], list(self.committed[session])
         prompt_len = len(request.prompt_token_ids)
         start = SessionStart(
             prefix,
@@ -320,57 +336,64 @@ class World:
             num_output_tokens=len(prefix) - prompt_len,
         )
 
-        asked = len(self.engine._scheduler.by_session).bit_length() not in (
-            self.engine.snapshot().undrafted_sizes
-        )
-
-        def opened(p: Player) -> None:
-            p.method.open(key, start)
+        def opened() -> None:
+            player.method.open(key, start)
             if asked:
-                p.wanting[key] = None
+                stream.wanting[key] = None
 
         self._send(player, opened)
 
     # The way between them.
 
-    def _send(self, player: Player, *parts: Callable[[Player], None]) -> None:
+    def _send(self, player: Player, *parts: Callable[[], None]) -> None:
         """One message, as of all that a step committed."""
-        incarnation = player.incarnation
+        stream = player.stream
 
         def arrive() -> None:
-            if player.incarnation == incarnation:
-                player.inbox += [lambda part=part: part(player) for part in parts]
+            if player.stream is stream:
+                stream.inbox += parts
                 self._cycle(player)
 
-        self._travel(player, "to", arrive)
+        self._travel(player, "to", len(parts), arrive)
 
-    def _travel(self, player: Player, way: str, arrive: Callable[[], None]) -> None:
+    def _post(self, player: Player, blocks: list[_Block]) -> None:
+        """One message of a cycle's blocks; some may come again, or again and later."""
         net, rng = player.net, self.rng
+
+        def arrive(blocks: list[_Block]) -> None:
+            self._blocks += [(block, self.now) for block in blocks]
+            self._work()
+
+        self._travel(player, "from", len(blocks), partial(arrive, blocks))
+        for block in blocks:
+            if rng.random() < net.repeat_chance:
+                self._travel(player, "from", 1, partial(arrive, [block]))
+            if rng.random() < net.reorder_chance:
+                self.at(self.now + net.delay_s + rng.random() * 0.02, partial(arrive, [block]))
+
+    def _travel(self, player: Player, way: str, num_parts: int, arrive: Callable[[], None]) -> None:
+        net, rng, stream = player.net, self.rng, player.stream
         if rng.random() < net.break_chance:
             self._break(player)
             return
-        delay = net.delay_s + rng.random() * net.jitter_s
+        delay = self._way_s(player, num_parts) + rng.random() * net.jitter_s
         if rng.random() < net.stall_chance:
             delay += rng.random() * net.stall_s
-        player.arrival[way] = max(player.arrival[way], self.now + delay)
-        self.at(player.arrival[way], arrive)
+        stream.arrival[way] = max(stream.arrival[way], self.now + delay)
+        self.at(stream.arrival[way], arrive)
 
     def _break(self, player: Player) -> None:
         """Everything on its way is lost, and the proposer's sessions with it."""
-        player.incarnation += 1
-        player.connected = False
-        for key in list(player.sessions):
+        broken = player.stream
+        if not broken.connected:
+            return
+        player.stream = stream = Stream(connected=False)
+        for key in broken.sessions:
             player.method.close(key)
-        sessions = [s for s in player.keys if s not in self.last]
-        for state in (player.sessions, player.keys, player.wanting, player.drafted):
-            state.clear()
-        player.inbox.clear()
-        player.starved.clear()
-        player.window = FeatureWindow()
-        player.meter = PaceMeter()
+        sessions = [session for session in broken.keys if session not in self.last]
 
         def redialled() -> None:
-            player.connected = True
+            stream.connected = True
             for session in sessions:
                 self._open(player, session)
 
@@ -381,123 +404,80 @@ class World:
     # The proposer.
 
     def _told_features(self, player: Player, rows: FeatureRows) -> None:
-        order, size = rows.order, len(rows.rows)
+        stream, key, size = player.stream, rows.order.epoch, len(rows.rows)
         self._command(lambda: self.engine.features.give_back(rows.window, size))
-        player.method.features(order.epoch, rows.start, rows.rows)
-        if order.epoch in player.starved:
-            player.starved.remove(order.epoch)
-            player.wanting[order.epoch] = None
+        player.method.features(key, rows.start, rows.rows)
+        if key in stream.starved:
+            stream.starved.remove(key)
+            stream.wanting[key] = None
 
     def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
-        if key in player.sessions:
-            player.meter.step(step_s)
+        stream, k = player.stream, commit.num_draft_tokens
+        if key in stream.sessions:
+            stream.meter.step(step_s)
             verified = len(commit.token_ids) > 1
-            player.meter.committed(key, self.now, step_s, verified=verified)
-            k = commit.num_draft_tokens
+            stream.meter.committed(key, self.now, step_s, verified=verified)
             player.method.commit(key, commit.base_len, commit.token_ids, k)
-            player.drafted.pop(key, None)
-            player.starved.discard(key)
+            stream.drafted.pop(key, None)
+            stream.starved.discard(key)
             if k:
-                player.wanting[key] = None
+                stream.wanting[key] = None
             else:
-                player.wanting.pop(key, None)
+                stream.wanting.pop(key, None)
 
     def _closed(self, player: Player, key: int) -> None:
         player.method.close(key)
-        for mapping in (player.sessions, player.wanting, player.drafted):
+        stream = player.stream
+        for mapping in (stream.sessions, stream.wanting, stream.drafted):
             mapping.pop(key, None)
-        player.starved.discard(key)
+        stream.starved.discard(key)
 
     def _cycle(self, player: Player) -> None:
-        if player.busy_until > self.now:
+        """The thread takes what has come, and drafts. Blocks leave when that would be done."""
+        stream, method = player.stream, player.method
+        if player.busy:
             return
-        inbox, player.inbox = player.inbox, []
+        inbox, stream.inbox = stream.inbox, []
         for message in inbox:
             message()
-        if player.wanting:
-            round_ = self._timed(
-                player,
-                lambda: player.method.draft(list(player.wanting), player.meter.after(self.now)),
-            )
+        pace, started = stream.meter.after(self.now), player.clock.now
+        if stream.wanting:
+            round_ = method.draft(list(stream.wanting), pace)
+            note, noted = stream.meter.handed_over, round_.drafts
             for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
-                del player.wanting[key]
+                del stream.wanting[key]
                 if not player.on_demand:
-                    player.drafted[key] = None
-            if player.method.traits.features is not None:
-                for key in round_.unfinished:
-                    del player.wanting[key]
-                    player.starved.add(key)
-            incarnation = player.incarnation
-
-            def handed_over() -> None:
-                if player.incarnation == incarnation:
-                    for key, _ in round_.drafts:
-                        player.meter.handed_over(key, self.now)
-
-            self.at(player.busy_until, handed_over)
-        elif player.drafted and player.method.traits.runs_ahead:
-            keys = list(player.drafted)
-            round_ = self._timed(
-                player, lambda: player.method.ahead(keys, player.meter.after(self.now))
-            )
+                    stream.drafted[key] = None
+            for key in round_.unfinished if method.traits.features is not None else ():
+                del stream.wanting[key]
+                stream.starved.add(key)
+        elif stream.drafted and method.traits.runs_ahead:
+            round_ = method.ahead(list(stream.drafted), pace)
+            note, noted = stream.meter.handed_ahead, round_.trees
             if not round_.trees:
-                player.drafted.clear()
-            incarnation = player.incarnation
-
-            def handed_ahead() -> None:
-                if player.incarnation == incarnation:
-                    for key, _ in round_.trees:
-                        player.meter.handed_ahead(key, self.now)
-
-            self.at(player.busy_until, handed_ahead)
+                stream.drafted.clear()
         else:
             return
-        self.at(player.busy_until, lambda: self._cycle(player))
+        elapsed_s = player.clock.now - started + self._python_s(round_)
 
-    def _timed(self, player: Player, work: Callable[[], DraftRound]) -> DraftRound:
-        """Does the work now; its blocks leave when it would have been done."""
-        started = player.clock.now
-        round_ = work()
-        elapsed = player.clock.now - started + 1e-5
-        player.busy_until = self.now + elapsed
-        incarnation = player.incarnation
+        def done() -> None:
+            player.busy = False
+            if player.stream is stream:
+                self._hand_over(player, round_, round(elapsed_s * 1e6))
+                for key, _ in noted:
+                    note(key, self.now)
+            self._cycle(player)
 
-        def leave() -> None:
-            if player.incarnation != incarnation:
-                return
-            for key in round_.lost:
-                player.wanting.pop(key, None)
-                session = player.sessions.pop(key, None)
-                if session is not None and player.keys.get(session) == key:
-                    del player.keys[session]
-                    self._open(player, session)
-            us = round(elapsed * 1e6)
-            blocks = [
-                (player, incarnation, key, tree, us)
-                for key, tree in (*round_.drafts, *round_.trees)
-            ]
-            if blocks:
-                self._post(player, blocks)
+        player.busy = True
+        self._takes(player.id, elapsed_s, done)
 
-        self.at(player.busy_until, leave)
-        return round_
-
-    def _post(self, player: Player, blocks: list[_Block]) -> None:
-        """One message of a cycle's blocks; some may come again, or again and later."""
-        net, rng = player.net, self.rng
-
-        def arrive(blocks: list[_Block]) -> None:
-            self._blocks += [(block, self.now) for block in blocks]
-            self._work()
-
-        self._travel(player, "from", lambda: arrive(blocks))
-        for block in blocks:
-            if rng.random() < net.repeat_chance:
-                self._travel(player, "from", lambda block=block: arrive([block]))
-            if rng.random() < net.reorder_chance:
-                when = self.now + net.delay_s + rng.random() * 0.02
-                self.at(when, lambda block=block: arrive([block]))
-
-
-def _told_how(player: Player, events: StepEvents) -> None:
-    player.on_demand = events.on_demand
+    def _hand_over(self, player: Player, round_: DraftRound, draft_us: int) -> None:
+        stream = player.stream
+        for key in round_.lost:
+            stream.wanting.pop(key, None)
+            session = stream.sessions.pop(key, None)
+            if session is not None and stream.keys.get(session) == key:
+                del stream.keys[session]
+                self._open(player, session)
+        if blocks := [(player, *each, draft_us) for each in (*round_.drafts, *round_.trees)]:
+            self._post(player, blocks)

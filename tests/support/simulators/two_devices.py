@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode
+from outrider.policy.base import DraftMode, Policy
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 from tests.support.simulators.simulation import VOCAB, Clock, Net, Player, World
@@ -111,6 +110,7 @@ class TwoDevices(World):
         speculate: bool = True,
         max_branches: int = 16,
         own_device: bool = True,
+        policy: Policy | None = None,
         seed: int = 1,
         ragged: bool = False,
     ) -> None:
@@ -123,7 +123,7 @@ class TwoDevices(World):
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=False,
         )
-        self.policy = AdaptivePolicy(K)
+        self.policy = policy or AdaptivePolicy(K)
         self.policy.measured.costs.padded = not ragged
         self._step_now = 0.005
         target = _ShortSighted(VOCAB, 16, pages, 1024)
@@ -191,23 +191,13 @@ class TwoDevices(World):
             self._step_now = _step_s(flight.step, ragged=self._ragged)
         return self._step_now
 
-    def _send(self, player: Player, *parts: Callable[[Player], None]) -> None:
-        player.net = Net(_WAY_S + _MESSAGE_S * len(parts))
-        super()._send(player, *parts)
+    def _way_s(self, player: Player, num_parts: int) -> float:  # noqa: ARG002
+        return _WAY_S + _MESSAGE_S * num_parts
 
-    def _post(self, player, blocks):  # type: ignore[no-untyped-def]
-        player.net = Net(_WAY_S + _MESSAGE_S * len(blocks))
-        super()._post(player, blocks)
-
-    def _timed(self, player: Player, work: Callable[[], DraftRound]) -> DraftRound:
-        def with_python() -> DraftRound:
-            done = work()
-            nodes = sum([len(tree.token_ids) for _, tree in done.trees])
-            python_s = _DRAFT_S * len(done.drafts) + _BRANCHES_S * len(done.trees)
-            player.clock.now += python_s + _NODE_S * nodes
-            return done
-
-        return super()._timed(player, with_python)
+    def _python_s(self, round_: DraftRound) -> float:
+        nodes = sum([len(tree.token_ids) for _, tree in round_.trees])
+        each_s = _DRAFT_S * len(round_.drafts) + _BRANCHES_S * len(round_.trees)
+        return super()._python_s(round_) + each_s + _NODE_S * nodes
 
     def _collect(self) -> None:
         self.steps += 1

@@ -203,7 +203,7 @@ def test_a_proposer_that_was_set_aside_is_waited_for_after_its_blocks(eps: float
     """Also after wrong ones: what they are worth is for acceptance to tell."""
     bench = Bench(net=NEVER, eps=eps)
     bench.ask(max_tokens=60)
-    bench.proposer.arrival = {"to": 0.0, "from": 0.0}
+    bench.proposer.stream.arrival = {"to": 0.0, "from": 0.0}
     bench.proposer.net = NEAR
     bench.ask(max_tokens=60)
     assert bench.ask(max_tokens=60)[0].waits >= 1
