@@ -92,11 +92,6 @@ class DraftTimes:
         return beside if outdated else alone
 
     @property
-    def never_alone(self) -> bool:
-        """True if every draft so far was made beside a step."""
-        return self._beside.whole_s.weight > 0.0 and not self._alone.whole_s.weight
-
-    @property
     def token_s(self) -> float:
         """Mean seconds per drafted token."""
         return self._counting.token_s

@@ -20,9 +20,7 @@ from outrider.policy.row import SAMPLED_TEMPERATURE
 
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
-SETTLING_ROUNDS = (
-    8  # of each row at most after a change: until then drafts and delays are of before
-)
+SETTLING_ROUNDS = 8  # of each row at most after a change: drafts and delays are of before
 MOST_LOST = 0.005  # of the time, by trials; and so many steps they are where nothing changes
 OTHER_TEXTS = 0.8 * SAMPLED_TEMPERATURE  # of difference: texts of both kinds stay below it
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less

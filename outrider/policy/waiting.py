@@ -68,11 +68,7 @@ class Waiting:
         return keeps_up and 0.0 < 2 * step_s <= together_s
 
     def start_at(
-        self,
-        ready: Rows[Row],
-        waiting: Rows[Row],
-        num_prefilling: int,
-        now: float,
+        self, ready: Rows[Row], waiting: Rows[Row], num_prefilling: int, now: float
     ) -> float:
         """Return when ready rows start: later if all rows have their round earlier then.
 
@@ -82,14 +78,8 @@ class Waiting:
 
         with D the time until the last draft is there, later where steps share its device. For j = m
         there is no second step.
-
-        If drafts for a shared device were all made beside steps, rows wait for each other until
-        one is made alone, or awaited in vain. Else two cohorts that slow each other down would
-        never find out what they lose.
         """
         awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
-        if any(t.never_alone and not (d.runs_ahead or d.proposer.own_device) for d, t in awaited):
-            return max([d.round.deadline for d, _ in awaited])
         due = np.sort([self.due(d, now) for d, _ in awaited]) - now
         slowed = [t.contention_s(d.num_draft_tokens) for d, t in awaited if not d.runs_ahead]
         all_there_s = due[-1] + max(slowed, default=0.0)  # beside a step
