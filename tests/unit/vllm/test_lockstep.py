@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,12 +44,32 @@ def test_step_waits_only_for_drafts_that_bring_more_than_all_rows_commit_meanwhi
 ) -> None:
     ready = [row(drafted=True) for _ in range(num_ready)]
     waiting = [row(drafted=False) for _ in range(num_waiting)]
-    got = policy(num_ready + num_waiting, delay_s).choose_rows(ready, waiting, 0, 0.0)
+    asked = policy(num_ready + num_waiting, delay_s)
+    assert asked.may_gain_by_waiting(waiting, ready, 0) is waits  # all drafts are due at once
+    got = asked.choose_rows(ready, waiting, 0, 0.0)
     assert (got.rows == []) is waits
     if waits:
         assert got.wake_at == pytest.approx(delay_s)
     else:
         assert len(got.rows) == num_ready + num_waiting
+
+
+def test_step_that_may_not_gain_by_waiting_would_not_wait_either() -> None:
+    rng, told = random.Random(7), set[bool]()
+    for _ in range(500):
+        ready = [row(drafted=rng.random() < 0.7) for _ in range(rng.randint(1, 8))]
+        waiting = [row(drafted=False, deadline=0.1) for _ in range(rng.randint(1, 8))]
+        for each in (*ready, *waiting):
+            each.drafting.measured.gain = rng.uniform(0.0, K)
+        asked = policy(len(ready) + len(waiting), rng.uniform(0.0001, 0.02))
+        undrafted = [each for each in (*ready, *waiting) if each.draft is None]
+        drafted = [each for each in ready if each.draft is not None]
+        if not asked.may_gain_by_waiting(undrafted, drafted, 0):
+            assert asked.choose_rows(ready, waiting, 0, 0.0).rows
+            told.add(False)
+        elif drafted and not asked.choose_rows(ready, waiting, 0, 0.0).rows:
+            told.add(True)
+    assert told == {False, True}
 
 
 def test_ready_rows_without_drafts_make_a_step_wait_longer() -> None:
