@@ -165,6 +165,8 @@ class Scheduler:
             )
         num_running, page_size = max(1, len(self.running)), self.config.page_size
         temperatures = [seq.request.sampling.temperature for seq in self.running]
+        num_requests = min(len(self.by_session), self.config.max_num_seqs)
+        drafting = self.tracker.policy.mode_at(num_requests.bit_length()).drafts
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         all_logprobs = result.logprobs or ((),) * len(step.rows)
@@ -193,6 +195,8 @@ class Scheduler:
                         seq.num_computed = min(seq.num_computed, len(seq.token_ids) - 1)
                 if base_len == seq.num_prompt_tokens:
                     seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
+                if seq.drafting.num_draft_tokens and not drafting:
+                    self.tracker.withhold(seq)
                 self.tracker.round_done(seq, round_, wrong, now)
                 draft = None
                 if seq.request.draft_trees and row.draft and step.device_drafts is None:

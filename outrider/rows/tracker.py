@@ -79,6 +79,17 @@ class DraftTracker:
         if not proposer.requested:
             d.num_draft_tokens = 0
         d.awaited.asked = d.num_draft_tokens > 0
+        if proposer.colocated:  # it drafts before a step or not at all
+            d.awaited.no_guess_at = len(row.token_ids)
+
+    def withhold(self, row: Row) -> None:
+        """Ask for no first draft, as with so many requests as there are now none is of use.
+
+        The proposer on the engine's thread would process the whole text for it.
+        """
+        d = row.drafting
+        if d.proposer.colocated and not d.awaited.blocks:
+            d.num_draft_tokens = 0
 
     def block_arrived(self, arrived: ArrivedBlock) -> None:
         """Learn from a block, and count the time that it took."""

@@ -114,11 +114,15 @@ class InProcessProposer:
     ) -> None:
         """Open a session whose text is the engine's: `start` has none.
 
-        `num_given` tokens of the text came with the request.
+        `num_given` tokens of the text came with the request. A model drafts only from the next
+        commit on: it would process the prompt before the target does, and a burst's first requests
+        would keep all others waiting, in vain where so many are not drafted for.
         """
         tokens = engine.committed(session)
         if tokens is None or self._listener is None:
             return
+        if self._proposer.traits.model:
+            start = replace(start, num_draft_tokens=0)
         self._keys[session] = key = self._queue.new_key()
         self._sessions[key] = _Session(session, epoch)
         written = len(tokens) - num_given

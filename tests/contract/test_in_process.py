@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 import pytest
+from torch import Tensor
 
 from outrider.draft_port import PostedBlock
 from outrider.draft_tree import DraftTree
@@ -21,9 +22,13 @@ from outrider.drafting.proposer import (
     ProposerLimits,
     SessionKey,
 )
+from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
+from outrider.policy.base import DraftMode
+from outrider.policy.fixed import FixedPolicy
+from outrider.policy.row import Drafting
 from outrider.v1 import common_pb2
 from tests.support.models.features import CAPTURED, SIZE, RowReader, selection
 from tests.support.models.hash_model import HashModel
@@ -149,6 +154,68 @@ async def test_in_process_proposer_with_any_method_keeps_the_targets_text(
         assert kept.method.rows_seen > sum(map(len, PROMPTS))
     if name != "ngram" and temperature == 0.0:
         assert sum(each.accepted for each in aux) > 30
+
+
+class Switched(FixedPolicy):
+    """Drafts for no row unless it is `on`."""
+
+    on = False
+
+    @property
+    def mode(self) -> DraftMode:
+        return DraftMode.AHEAD if self.on else DraftMode.OFF
+
+    def choose_counts(self, rows: Sequence[Drafting]) -> list[int]:
+        return [self.on * count for count in super().choose_counts(rows)]
+
+
+async def test_draft_model_computes_nothing_before_the_policy_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept(draft_model)
+    async with running_scorer(in_process=kept, policy=Switched, pause_s=0.002) as scorer:
+        assert isinstance(kept.method, DraftModelProposer)
+        model = kept.method._model
+        assert isinstance(model, HashModel)
+        plain = await generate_all(scorer)
+        assert all(each.aux_info.drafted == 0 for each in plain)
+        assert model.forwards == 0
+        call = scorer.stub.Generate(generate_request(PROMPTS[2], max_tokens=100))
+        tokens = list((await call.read()).token_ids)
+        monkeypatch.setattr(Switched, "on", True)
+        while (message := await call.read()) is not grpc.aio.EOF:
+            tokens += message.token_ids
+            last = message
+        assert tokens == scorer.model.greedy_text(PROMPTS[2], 100)
+        assert last.aux_info.accepted > 50
+        assert model.forwards > 0
+
+
+async def test_draft_model_processes_no_prompt_before_the_target() -> None:
+    """Else all who come together would wait for it."""
+    order: list[str] = []
+
+    class Noted(HashModel):
+        def forward(self, batch: PackedBatch) -> Tensor:
+            order.append("draft")
+            return super().forward(batch)
+
+    def noted(target: PacedModel) -> DraftModelProposer:
+        forward = target.forward
+        model = Noted(VOCAB, num_pages=512, max_model_len=MAX_LEN)
+
+        def told(batch: PackedBatch) -> Tensor:
+            order.append("target")
+            return forward(batch)
+
+        target.forward = told  # type: ignore[method-assign]
+        return DraftModelProposer(model, name="hash", limits=ProposerLimits(max_branches=0))
+
+    async with running_scorer(in_process=noted) as scorer:
+        output = await scorer.generate(PROMPTS[3], max_tokens=40)
+        assert output.token_ids == scorer.model.greedy_text(PROMPTS[3], 40)
+    assert order[:2] == ["target", "draft"], "it drafts from the first token on"
+    assert output.aux_info.accepted > 20
 
 
 async def test_in_process_proposer_with_several_drafts_posts_them_at_one_time(

@@ -7,7 +7,7 @@ import pytest
 from outrider.policy.waiting import Waiting
 from tests.support.simulators.in_process import InProcess
 from tests.support.simulators.one_device import OneDevice
-from tests.support.simulators.two_devices import TwoDevices
+from tests.support.simulators.two_devices import PROMPT, TwoDevices
 
 
 def rate_without(rows: int) -> float:
@@ -58,6 +58,28 @@ def test_trials_of_drafts_in_process_that_do_not_pay_are_short(rows: int) -> Non
     plain.run(2.0)
     world.run(2.0)
     assert world.rate(4.0) > 0.98 * plain.rate(4.0)
+
+
+def first_tokens_s(rows: int, *, speculate: bool) -> float:
+    """Mean time to the first token of requests that come together, while one is there."""
+    world = InProcess(1, 0.0, speculate=speculate)
+    world.run(1.0)
+    began, known = world.now, set(world.committed)
+    world.set_rows(rows)
+    waiting, times = set(world.committed) - known, []
+    while waiting:
+        world.step()
+        begun = {session for session in waiting if len(world.committed[session]) > PROMPT}
+        times += [world.now - began] * len(begun)
+        waiting -= begun
+    return sum(times) / len(times)
+
+
+@pytest.mark.parametrize("rows", [8, 64, 128])
+def test_first_tokens_of_a_burst_come_as_soon_as_without_drafts(rows: int) -> None:
+    """The draft model's own way through the first prompts would delay all of them."""
+    without = first_tokens_s(rows, speculate=False)
+    assert first_tokens_s(rows, speculate=True) < 1.01 * without
 
 
 def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
