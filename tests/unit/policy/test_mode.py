@@ -150,14 +150,6 @@ def test_sizes_of_batch_have_their_own_modes() -> None:
     assert load.modes.current.mode.drafts
 
 
-def test_modes_are_tried_soon_once_other_texts_have_come() -> None:
-    load = Load(32)
-    load.play(20_000)
-    load.temperature, load.step_s = 1.0, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}
-    load.play(600)
-    assert load.incumbent is OFF
-
-
 @pytest.mark.parametrize("rows", [MANY_ROWS // 2, MANY_ROWS])
 def test_many_rows_begin_without_drafts(rows: int) -> None:
     load = Load(rows)

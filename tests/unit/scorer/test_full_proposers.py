@@ -10,7 +10,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 from tests.support.services.hub import Bench, commit
 from tests.support.services.scripted_proposer import hello
-from tests.support.simulators.shared_proposer import SharedProposer
+from tests.support.services.shared_proposer import SharedProposer
 from tests.support.simulators.simulation import Clock
 
 FULL_S = DraftLimits().full_s
