@@ -62,7 +62,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
     async def GenerateSteps(  # type: ignore[override]  # noqa: N802
         self, request_iterator: StepsRequests, context: Context
     ) -> None:
-        stream = StepsStream(self._telemetry, self.ready)
+        stream = StepsStream(self._telemetry, self.accept)
         self._streams.add(stream)
         try:
             await stream.serve(request_iterator, context.write)
@@ -75,7 +75,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context
     ) -> None:
         try:
-            await self.ready().drafts.serve(request_iterator, context)
+            await self._ready().drafts.serve(request_iterator, context)
         except Exception as error:
             await status.abort(context, error)
 
@@ -83,13 +83,16 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self, _request: scorer_pb2.GetScorerInfoRequest, context: Context
     ) -> scorer_pb2.GetScorerInfoResponse:
         try:
-            serving = self.ready(even_draining=True)
+            serving = self._ready(even_draining=True)
             return _info(serving, await serving.drafts.attached())
         except Exception as error:
             await status.abort(context, error)
 
-    def ready(self, *, even_draining: bool = False) -> Serving:
-        """Return what serves a new request. Raises `UnavailableError`."""
+    def accept(self) -> Serving:
+        """Return what serves a new request. Raises `OutriderError`s; others may accept none."""
+        return self._ready()
+
+    def _ready(self, *, even_draining: bool = False) -> Serving:
         if self._serving is None:
             raise UnavailableError("the scorer is starting")
         if self._draining and not even_draining:
@@ -107,7 +110,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         Raises `OutriderError`s.
         """
         with Call(self._telemetry, message, metadata) as call:
-            session = await call.submit(self.ready)
+            session = await call.submit(self.accept)
             deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
             try:
                 commits: list[Commit] = []

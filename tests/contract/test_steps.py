@@ -244,7 +244,7 @@ async def test_steps_that_are_not_read_merge_and_stall_nobody() -> None:
         await blocked.wait()
 
     async with running_scorer() as scorer, steps(scorer.stub) as other:
-        stream = StepsStream(configure("slow"), scorer.servicer.ready)
+        stream = StepsStream(configure("slow"), scorer.servicer.accept)
         serving = asyncio.create_task(stream.serve(up(), write))
         for call_id in range(8):
             begin = scorer_pb2.StepsCall(

@@ -21,10 +21,10 @@ NUM_REQUESTS = 8
 class CountingWorld(World):
     """Keeps the counts of every step."""
 
-    def _publish(self, events: StepEvents) -> None:
+    def _publish(self, events: StepEvents, step_s: float) -> None:
         assert events.counts is not None
         self.counts = [*getattr(self, "counts", []), events.counts]
-        super()._publish(events)
+        super()._publish(events, step_s)
 
 
 @pytest.mark.parametrize("kind", [FixedPolicy, AdaptivePolicy])
