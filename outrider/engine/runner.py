@@ -131,7 +131,7 @@ class Runner:
         if not rows:
             return Verified(torch.empty((0, 1), dtype=torch.int64))
         drawn = self._draw(logits, rows)
-        force_rows(drawn, _synthetic(rows), logits.shape[1])
+        _force_synthetic(step, rows, drawn, logits.shape[1])
         counts = [row.slice.num_logits for row in rows]
         order = None
         if any(row.slice.parents for row in rows):
@@ -140,13 +140,7 @@ class Runner:
             tokens, order = walk.tokens, path_order(walk.at, counts)
         else:
             choices = per_row(drawn, counts)
-            width = max(counts) - 1
-            drafts = padded([row.draft for row in rows], width, -1)
-            drafts = drafts.to(drawn.device, non_blocking=True)
-            if step.device_drafts is not None:
-                firsts = range(0, len(rows) * width, width) if width else [0] * len(rows)
-                fill_in_drafts(step.device_drafts, rows, firsts, drafts.view(-1))
-            accepted = verify_rows(drafts, choices)
+            accepted = verify_rows(_drafts(step, rows, drawn.device), choices)
             tokens = torch.cat((accepted[:, None], choices), dim=1)
         if all(row.seq.request.top_logprobs is None for row in rows):
             return Verified(tokens)
@@ -202,14 +196,29 @@ def _drafted(row: ScheduledRow, first: int) -> DraftedRow:
     )
 
 
-def _synthetic(rows: Sequence[ScheduledRow]) -> list[DraftedRow]:
-    """Return the rows with drafts that are accepted at given rates."""
+def _drafts(step: Step, rows: Sequence[ScheduledRow], device: torch.device) -> Tensor:
+    """Return the drafts of some of a step's rows: int64 [rows, most tokens], padded with -1."""
+    width = max([len(row.draft) for row in rows])
+    drafts = padded([row.draft for row in rows], width, -1).to(device, non_blocking=True)
+    if step.device_drafts is not None:
+        firsts = [i * width for i in range(len(rows))]
+        fill_in_drafts(step.device_drafts, rows, firsts, drafts.view(-1))
+    return drafts
+
+
+def _force_synthetic(
+    step: Step, rows: Sequence[ScheduledRow], drawn: Tensor, vocab_size: int
+) -> None:
+    """Let rows whose drafts are accepted at given rates draw what these say, in place."""
     firsts = accumulate((row.slice.num_logits for row in rows), initial=0)
-    return [
-        _drafted(row, first)
+    forced = [
+        (row, first)
         for row, first in zip(rows, firsts, strict=False)
         if row.draft and row.seq.request.verification_rule is VerificationRule.SYNTHETIC
     ]
+    if forced:
+        drafts = _drafts(step, [row for row, _ in forced], drawn.device)
+        force_rows(drawn, [_drafted(*each) for each in forced], drafts, vocab_size)
 
 
 def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:

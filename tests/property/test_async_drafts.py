@@ -199,9 +199,16 @@ def run(
     *,
     drafts: bool,
     runner: Callable[[PagedModel], StepRunner] = captured_runner,
+    rates: tuple[float, ...] = (),
 ) -> tuple[int, dict[int, list[int]]]:
     model = recordable_llama(num_pages=96)
-    config = EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100)
+    config = EngineConfig(
+        page_size=4,
+        num_pages=96,
+        max_num_seqs=4,
+        max_model_len=100,
+        synthetic_acceptance_rates=rates,
+    )
     policy = FixedPolicy(K if drafts else 0, max_wait_s=0.0)
     engine = Engine(model, config, policy=policy, runner=runner(model))
     return DraftingScorer(engine, draft_model() if drafts else None).run(requests)
@@ -293,6 +300,16 @@ def test_eager_steps_with_device_drafts_emit_the_plain_text(
     monkeypatch.setattr(Engine, "_launch", noted)
     assert run(requests, drafts=True, runner=Runner)[1] == captured[1]
     assert beside_prompts > 0
+
+
+def test_eager_steps_accept_synthetically_what_the_device_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Runner, "launch", enqueued)
+    requests, rates = draw_requests(97), (1.0,) * K
+    late, _ = run(requests, drafts=True, runner=Runner, rates=rates)
+    monkeypatch.setattr(Engine, "schedule_with_device_drafts", lambda *_: False)
+    assert run(requests, drafts=True, runner=Runner, rates=rates)[0] == late
 
 
 def test_device_drafts_that_are_never_posted_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.sampling.coupled import Lane, lane_keys, seed_keys, uniforms
 from outrider.engine.sampling.verification_rules import DraftedRow
-from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch, padded
+from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 
 
 def num_forced(keys: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
@@ -38,21 +38,21 @@ def force(drafts: Tensor, choices: Tensor, num_accepted: Tensor, vocab_size: int
     return torch.where(places < num_accepted[:, None], drafts, others)
 
 
-def force_rows(drawn: Tensor, rows: Sequence[DraftedRow], vocab_size: int) -> None:
-    """Put the choices of rows under synthetic acceptance into `drawn` [num_logits], in place."""
-    if not rows:
-        return
-    width = max(len(row.draft) for row in rows)
-    drafts = padded([row.draft for row in rows], width, -1)
+def force_rows(drawn: Tensor, rows: Sequence[DraftedRow], drafts: Tensor, vocab_size: int) -> None:
+    """Put the choices of rows under synthetic acceptance into `drawn` [num_logits], in place.
+
+    `drafts` int64 [rows, width] are theirs, on the device.
+    """
     accepted = num_forced(
         seed_keys([row.sampling.seed for row in rows]),
         torch.tensor([row.position for row in rows]),
         torch.tensor(rows[0].verification.rates, dtype=torch.float64),  # all rows have the same
     )
-    at = torch.tensor([row.first for row in rows])[:, None] + torch.arange(width)
-    real = drafts >= 0
-    drafts, accepted, real, places = (
-        each.to(drawn.device, non_blocking=True) for each in (drafts, accepted, real, at[real])
+    steps = torch.arange(drafts.shape[1])
+    real = steps < torch.tensor([len(row.draft) for row in rows])[:, None]
+    at = torch.tensor([row.first for row in rows])[:, None] + steps
+    accepted, real, places = (
+        each.to(drawn.device, non_blocking=True) for each in (accepted, real, at[real])
     )
     choices = torch.zeros_like(drafts)
     choices[real] = drawn[places]
