@@ -209,10 +209,13 @@ def _warm_up(
                 _make_up_features(proposer, key, 0, len(prefix) - 1)
             while proposer.draft(keys).unfinished:  # the first round's path
                 pass
-            for key in keys:
-                _make_up_features(proposer, key, len(prefix) - 1, 2)
-                proposer.commit(key, len(prefix), [1, 1], 4)
-            proposer.draft(keys)  # every later round's
+            length = len(prefix)
+            for wanted in (1, 4):  # every later round's: a chain's, and a tree's
+                for key in keys:
+                    _make_up_features(proposer, key, length - 1, 2)
+                    proposer.commit(key, length, [1, 1], wanted)
+                proposer.draft(keys)
+                length += 2
             proposer.ahead(keys, NO_PACE)
             for key in keys:
                 proposer.close(key)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.drafting.building.config import DraftModelConfig, HeadConfig, ModelConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.building.weights import choose_dtype
+from outrider.drafting.cpu.biased_chains import BiasedChains
 from outrider.engine.cpu import int8, ops
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.model.loader import count_pages
@@ -53,6 +56,22 @@ def test_build_proposer_with_int8_on_a_cpu_without_it_is_refused(
     with pytest.raises(ConfigError, match="--quantization int8: this CPU has no AVX-512 VNNI"):
         build_proposer((HeadConfig(name="medusa", quantization="int8"),), 256, print)
     build_proposer((HeadConfig(name="medusa"),), 256, print)
+
+
+def test_build_proposer_of_dspark_compiles_the_kernel_of_chains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiling takes ten seconds, and a round of one token is drafted as a chain."""
+    drawn: list[int] = []
+    draw = BiasedChains.draw
+
+    def drawing(self: BiasedChains, *args: Any) -> Tensor:
+        drawn.append(len(args[0]))
+        return draw(self, *args)
+
+    monkeypatch.setattr(BiasedChains, "draw", drawing)
+    build_proposer((HeadConfig(name="dspark"),), 256, lambda _: None)
+    assert drawn
 
 
 def test_take_methods_with_an_unread_model_is_refused() -> None:
