@@ -35,7 +35,6 @@ from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer, ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
-from outrider.engine.cpu import int8
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend, is_capturable
@@ -85,8 +84,12 @@ def _build(
     fast = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     dtype = choose_dtype(method, on_cpu=fast)
     device = torch.device(method.device)
-    if method.quantization == "int8" and method.device == "cpu" and not int8.available():
-        raise ConfigError("--quantization int8: this CPU has no AVX-512 VNNI. Leave it out.")
+    if method.quantization == "int8" and method.device == "cpu":
+        # Imported here: on a GPU nothing needs Numba.
+        from outrider.engine.cpu import int8
+
+        if not int8.available():
+            raise ConfigError("--quantization int8: this CPU has no AVX-512 VNNI. Leave it out.")
     ops = choose_llama_ops(device, dtype, int8_weights=method.int8_weights)
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +58,12 @@ def test_build_proposer_with_int8_on_a_cpu_without_it_is_refused(
     with pytest.raises(ConfigError, match="--quantization int8: this CPU has no AVX-512 VNNI"):
         build_proposer((HeadConfig(name="medusa", quantization="int8"),), 256, print)
     build_proposer((HeadConfig(name="medusa"),), 256, print)
+
+
+def test_heads_are_imported_without_numba() -> None:
+    """On a GPU nothing needs it."""
+    code = "import sys, outrider.drafting.building.heads; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_build_proposer_of_dspark_compiles_the_kernel_of_chains(
