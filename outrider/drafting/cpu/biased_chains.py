@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.drafting.cpu.llama_kernels import Biases, Draws, biased_chains
 from outrider.drafting.cpu.llama_weights import Matrix
 from outrider.engine.cpu.int8 import Int8Weight
+from outrider.engine.cpu.scalars import Version
 from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.sampling.coupled import SamplingBatch
 
@@ -44,6 +45,7 @@ class BiasedChains:
             _matrix(weight),
             _matrix(offset),
             np.empty(0, np.int64) if ids is None else ids.numpy(),
+            Version(),
         )
 
     def draw(

@@ -5,7 +5,7 @@ between them. So weights stay in bfloat16 where that loses nothing, a chain retu
 at its end, and the products read four streams of weights at once, for the prefetcher.
 
 All kernels but those for vectors (`engine.cpu`) are in this one file: Numba notices a changed file,
-not a changed callee elsewhere.
+not a changed callee elsewhere. What calls these takes a `Version`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outrider.drafting.cpu import compiled as base
 from outrider.drafting.cpu.llama_weights import Floats, Matrix, Weights
 from outrider.engine.cpu.attend import highest
 from outrider.engine.cpu.int8_linear import row_product
+from outrider.engine.cpu.scalars import Version
 
 Ints = NDArray[np.int64]
 
@@ -60,6 +61,7 @@ class Biases(NamedTuple):
     joint: Matrix  # [3 * rank, 2 * rank + hidden], of a state that goes along; else [0, any]
     joint_bias: Matrix  # [3 * rank], or [0]
     ids: Ints  # [known]: tokens; [0]: all, in order
+    version: Version
 
 
 def compiled(function: _Kernel) -> _Kernel:

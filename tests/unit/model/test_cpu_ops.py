@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
-from outrider.engine.cpu import int8
+from outrider.engine.cpu import int8, scalars
 from outrider.engine.cpu.ops import NumbaOps
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.linear import PackedLinear
@@ -173,6 +174,16 @@ def test_mlp_rounded_to_int8_is_close_to_the_plain_one(dtype: torch.dtype) -> No
     rounded = ops.mlp(x.clone(), norm, 1e-5, gate_up, down)
     error = (rounded - plain).double().norm() / (plain - x).double().norm()
     assert 0 < error < 0.03
+
+
+def test_function_that_calls_kernels_is_compiled_again_after_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calling = njit(lambda _: 1)
+    for code in (1, 2, 1):
+        monkeypatch.setattr(scalars, "_VERSION", code)
+        calling(scalars.Version())
+    assert len(calling.signatures) == 2
 
 
 def test_kernel_without_writable_cache_compiles() -> None:
