@@ -40,6 +40,8 @@ _NORMED, _GATED = int(Input.NORMED), int(Input.GATED)
 def int8_linear(arguments):
     """Multiply all rows with a block of outputs per item.
 
+    Sums with the weights' 128 may overflow; without it they are right up to a width of 133,000.
+
     Arguments: x, norm, weight, scales, bias, out, rows, in, out's width, kind of input, whether
     to add to out, eps. The weight is int8 plus 128, [out / BLOCK, in / 4, BLOCK, 4].
     """
@@ -82,16 +84,16 @@ def int8_linear(arguments):
                 scale, offset = row_scales[row], offsets[row]
                 if args[6] != 0:
                     for j in range(count):
-                        y = np.float32(of_row[j] - offset) * (scale * of_block[j])
+                        y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
                         y += widen(bias[first + j])
                         to[j] = narrow(y + widen(to[j]) if add else y, element)
                 elif add:
                     for j in range(count):
-                        y = np.float32(of_row[j] - offset) * (scale * of_block[j])
+                        y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
                         to[j] = narrow(y + widen(to[j]), element)
                 else:
                     for j in range(count):
-                        y = np.float32(of_row[j] - offset) * (scale * of_block[j])
+                        y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
                         to[j] = narrow(y, element)
         item = take(arguments)
 
@@ -114,7 +116,7 @@ def row_product(exact, weight, scales, out):
         store(sums, LANES, b)
         to, of_block = out[first : first + BLOCK], scales[first : first + BLOCK]
         for j in range(len(to)):
-            to[j] = np.float32(sums[j] - offset) * (row_scale * of_block[j])
+            to[j] = np.float32(np.int32(sums[j] - offset)) * (row_scale * of_block[j])
 
 
 @loop

@@ -147,6 +147,15 @@ def test_linear_rounded_to_int8_multiplies_rounded_numbers(
 
 
 @int8_only
+def test_linear_rounded_to_int8_of_wide_inputs_does_not_overflow() -> None:
+    """Sums of products with the unsigned numbers exceed an int32; the result does not."""
+    width = 81920
+    linear = PackedLinear(torch.ones(2, width), None)
+    NumbaOps(torch.float32, int8=True).tune([Use(linear)])
+    assert linear(torch.ones(1, width)).tolist() == [[width, width]]
+
+
+@int8_only
 def test_linear_rounded_to_int8_is_the_same_on_several_threads() -> None:
     torch.manual_seed(0)
     linear = PackedLinear(torch.randn(768, 512), torch.randn(768))
