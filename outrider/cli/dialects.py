@@ -191,7 +191,7 @@ VLLM: Final = Dialect(
         "--max-seq-len-to-capture": _needless("the sizes of captured steps follow --max-num-seqs"),
         "--swap-space": _needless("nothing is swapped: a preempted request is computed again"),
         "--disable-log-requests": _LOGS,
-        "--disable-log-stats": _LOGS,
+        "--disable-log-stats": _needless("numbers go to the metrics, not to a log", "none"),
         "--uvicorn-log-level": _LOG_LEVEL,
         "--api-key": _API_KEY,
         "--allowed-origins": _refused("write --cors-origin ORIGIN"),
