@@ -118,6 +118,8 @@ class Engine:
             return False
         if drafts is not None:
             step = replace(step, device_drafts=drafts)
+            if step.has_prompts:  # its launch takes longer than the drafts, which come behind it
+                self._tracker.measure_no_delay(row.seq for row in step.rows if row.draft)
         self._in_flight = self._launch(step, began)
         if self.features is not None:
             self.features.read_ahead(step)

@@ -110,6 +110,11 @@ class Step:
     drawn: DrawnTokens | None = None
     """Tokens for which rows have placeholders; not with drafts."""
 
+    @property
+    def has_prompts(self) -> bool:
+        """Tell whether some tokens get no logits, so that the step is not captured."""
+        return any(row.slice.num_logits < len(row.slice.token_ids) for row in self.rows)
+
     def fill_in(self, input_ids: Tensor) -> None:
         """Enqueue the copy of what replaces placeholders to `input_ids` int64 [num_tokens].
 

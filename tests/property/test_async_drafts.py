@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step
 from outrider.params import SamplingParams
 from outrider.policy.fixed import FixedPolicy
+from outrider.policy.measurements import DraftTimes
 from outrider.types import Request
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
@@ -289,17 +291,26 @@ def test_eager_steps_with_device_drafts_emit_the_plain_text(
     captured = run(requests, drafts=True)
     monkeypatch.setattr(Runner, "launch", enqueued)
     beside_prompts = 0
-    launch = Engine._launch
+    launch, observe = Engine._launch, DraftTimes.observe
+    delays: list[float] = []
 
     def noted(engine: Engine, step: Step, began: float, **how: Any) -> Any:
         nonlocal beside_prompts
-        prompts = any(row.slice.num_logits < len(row.slice.token_ids) for row in step.rows)
-        beside_prompts += prompts and step.device_drafts is not None
+        if step.has_prompts and step.device_drafts is not None:
+            beside_prompts += 1
+            time.sleep(0.5)  # no draft is that late
         return launch(engine, step, began, **how)
 
+    def observed(times: DraftTimes, at: float, seconds: float, *more: Any, **how: Any) -> None:
+        delays.append(seconds)
+        observe(times, at, seconds, *more, **how)
+
     monkeypatch.setattr(Engine, "_launch", noted)
+    monkeypatch.setattr(DraftTimes, "observe", observed)
     assert run(requests, drafts=True, runner=Runner)[1] == captured[1]
     assert beside_prompts > 0
+    assert len(delays) > 5
+    assert max(delays) < 0.5
 
 
 def test_eager_steps_accept_synthetically_what_the_device_drafted(
