@@ -52,7 +52,7 @@ class AsyncProposer(Protocol):
         the commits of a later step come, either is called again.
         """
 
-    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
+    def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Return the place on the device of the drafts that the next `draft` returns.
 
         The commits of `sessions` have been made. None unless all of them have such a draft, but

@@ -19,7 +19,7 @@ from outrider.draft_port import (
 from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.in_flight import InFlight, StepClock, hold_places, lack_only
+from outrider.engine.in_flight import InFlight, StepClock, hold_places, may_stay_on_device
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -319,7 +319,7 @@ class Engine:
         them are for rows that lack just their draft, and no other row has one at hand.
         """
         sequences = self._scheduler.by_session
-        if self._in_flight is not None or not lack_only(drafts, sequences):
+        if self._in_flight is not None or not may_stay_on_device(drafts, sequences):
             return False
         hold_places(drafts, sequences)
         self._device_drafts = drafts

@@ -110,7 +110,7 @@ class StepClock:
         )
 
 
-def lack_only(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> bool:
+def may_stay_on_device(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> bool:
     """Return whether `drafts` are for rows that lack just these, and no other has a draft."""
     drafted = [sequences.get(session) for session in drafts.lengths]
     others = [seq for session, seq in sequences.items() if session not in drafts.lengths]

@@ -108,7 +108,7 @@ class Step:
     device_drafts: DeviceDrafts | None = None
     """Drafts for which rows have placeholders."""
     drawn: DrawnTokens | None = None
-    """Tokens for which rows have placeholders; not with drafts."""
+    """Tokens for which rows have placeholders; not with device drafts."""
 
     @property
     def has_prompts(self) -> bool:

@@ -33,7 +33,7 @@ class PastCommit(NamedTuple):
 
     length: int  # tokens after it; a block's base_len names it
     at: float
-    measures: bool  # the time to its answer is that of one draft: none was left
+    measures: bool  # the time to its answer is that of one draft
 
 
 @dataclass(slots=True)

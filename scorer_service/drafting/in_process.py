@@ -232,7 +232,7 @@ class InProcessProposer:
         proposer, wanting = self._proposer, self._queue.wanting
         if not wanting or not isinstance(proposer, AsyncProposer):
             return False
-        drafts = proposer.can_launch_after_verify([*wanting])
+        drafts = proposer.device_drafts([*wanting])
         if drafts is None:
             return False
         places = {self._sessions[key].id: place for key, place in drafts.places.items()}

@@ -132,7 +132,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         ]
         self._async_drafts.launch(launched, len(rows), verify_output)
 
-    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
+    def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if self._async_drafts is None or len(states) < len(sessions):

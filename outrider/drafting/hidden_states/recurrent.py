@@ -180,7 +180,7 @@ class RecurrentProposer(FeatureMethod):
         ]
         self._async_drafts.launch(launched, len(rows), verify_output)
 
-    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
+    def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if len(states) < len(sessions):
