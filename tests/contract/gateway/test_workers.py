@@ -60,6 +60,16 @@ class Gateway:
         found = re.search(rf"^outrider:{re.escape(name)} (\S+)$", page, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
+    async def until_serving(self, num_scorers: int) -> None:
+        """Until each worker has found so many scorers: each answers for itself."""
+        async with asyncio.timeout(20):
+            alike = 0  # in a row, over connections of their own
+            while alike < 20:
+                async with httpx.AsyncClient(base_url=self.http, timeout=60) as client:
+                    found = (await client.get("/health")).json()["scorers_serving"]
+                alike = alike + 1 if found == num_scorers else 0
+                await asyncio.sleep(0 if alike else 0.05)
+
     async def until_told(self, name: str, value: float) -> None:
         """Until the workers have told each other, which they do at every beat."""
         async with asyncio.timeout(10):
@@ -131,6 +141,7 @@ async def test_workers_share_ports_limit_and_metrics() -> None:
 async def test_workers_with_equal_first_pages_ask_one_scorer() -> None:
     scorers = [fake_scorer(Script(tokens(TEXT)), name) for name in ("scorer-a", "scorer-b")]
     async with gateway(*scorers) as served:
+        await served.until_serving(2)
         for _ in range(12):
             assert (await served.ask()).json()["choices"][0]["text"] == TEXT
         assert sorted(len(scorer.requests) for scorer in scorers) == [0, 12]
