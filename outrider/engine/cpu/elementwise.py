@@ -137,8 +137,10 @@ def store_context(arguments):
                     a, b = widen(key[i]), widen(key[half + i])
                     rotated_a = widen(narrow(a * widen(cos_a[i]), element))
                     rotated_b = widen(narrow(b * widen(cos_b[i]), element))
-                    to[i] = narrow(rotated_a + b * widen(sin_a[i]), element)
-                    to[half + i] = narrow(rotated_b + a * widen(sin_b[i]), element)
+                    turned_a = widen(narrow(b * widen(sin_a[i]), element))
+                    turned_b = widen(narrow(a * widen(sin_b[i]), element))
+                    to[i] = narrow(rotated_a + turned_a, element)
+                    to[half + i] = narrow(rotated_b + turned_b, element)
                 values[at : at + dim] = keys_values[start + width : start + width + dim]
         token = take(arguments)
 

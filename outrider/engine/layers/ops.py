@@ -56,7 +56,7 @@ class LlamaOps(Protocol):
         tokens, layers = len(keys_values), len(pools)
         keys, values = keys_values.view(tokens, 2, layers, kv_heads, dim).unbind(1)
         halves = keys.reshape(tokens, layers * kv_heads, 2, dim // 2)
-        rotated = (halves * rope[:, 0:1]).addcmul_(halves.flip(2), rope[:, 1:2])
+        rotated = halves * rope[:, 0:1] + halves.flip(2) * rope[:, 1:2]
         by_layer = rotated.view(tokens, layers, kv_heads, dim).unbind(1)
         for pool, key, value in zip(pools, by_layer, values.unbind(1), strict=True):
             pool.write(slots, key, value)
