@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider.drafting.cpu.llama_kernels import Biases, Draws, biased_chains
 from outrider.drafting.cpu.llama_weights import Matrix
-from outrider.engine.cpu.int8 import Int8Weight
+from outrider.engine.cpu.int8 import rounded
 from outrider.engine.cpu.scalars import Version
-from outrider.engine.layers.linear import Linear, PackedLinear
+from outrider.engine.layers.linear import Linear
 from outrider.engine.sampling.coupled import SamplingBatch
 
 
@@ -57,10 +57,10 @@ class BiasedChains:
         without the bias, `tokens` int64 [n] those before, and `batch` the draws at the first place;
         None: all greedy.
         """
-        rounded = self._linear.int8 if isinstance(self._linear, PackedLinear) else None
-        if isinstance(rounded, Int8Weight) and not len(self._biases.scales):
-            numbers = rounded.numbers.view(torch.int32).flatten().numpy()
-            self._biases = self._biases._replace(product=numbers, scales=rounded.scales.numpy())
+        weight = rounded(self._linear)
+        if weight is not None and not len(self._biases.scales):
+            numbers = weight.numbers.view(torch.int32).flatten().numpy()
+            self._biases = self._biases._replace(product=numbers, scales=weight.scales.numpy())
         n = len(known)
         if batch is None:
             zeros, ints = np.zeros(n, np.float32), np.zeros(n, np.int64)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.engine.cpu.int8_linear import BLOCK, Input, int8_linear
 from outrider.engine.cpu.team import Kernel
+from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.layers.quantized import QuantizedWeight
 
 _LINE = 64  # bytes of a cache line
@@ -36,6 +37,12 @@ def available() -> bool:
     """Return whether the CPU that kernels are compiled for has AVX-512 VNNI."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return "+avx512vnni" in features
+
+
+def rounded(linear: Linear) -> Int8Weight | None:
+    """Return what multiplies in place of a linear layer's weight, if that was rounded."""
+    found = linear.int8 if isinstance(linear, PackedLinear) else None
+    return found if isinstance(found, Int8Weight) else None
 
 
 class Int8Weight:

@@ -27,7 +27,7 @@ _AHEAD = 4096  # words of the weight that are prefetched ahead of their use
 
 
 class Input(IntEnum):
-    """What is multiplied: x, its RMS norm times a weight, or silu of one half times the other."""
+    """Names what is multiplied: x, its weighted RMS norm, or silu of one half times the other."""
 
     PLAIN = 0
     NORMED = 1

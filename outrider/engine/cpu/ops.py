@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cpu import elementwise
-from outrider.engine.cpu.int8 import Int8Weight, available, lay_in_order
+from outrider.engine.cpu.int8 import Int8Weight, available, lay_in_order, rounded
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.layers.linear import Linear, PackedLinear
@@ -97,18 +97,18 @@ class NumbaOps(LlamaOps):
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
     ) -> Tensor:
-        rounded = _rounded(linear)
-        if rounded is None:
+        weight = rounded(linear)
+        if weight is None:
             return LlamaOps.norm_linear(self, x, norm, eps, linear, out)
         if out is None:
-            out = x.new_empty(len(x), rounded.out_features)
-        return rounded.of_normed(x, norm, eps, out)
+            out = x.new_empty(len(x), weight.out_features)
+        return weight.of_normed(x, norm, eps, out)
 
     def mlp(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear) -> Tensor:
-        rounded = _rounded(down)
-        if rounded is None:
+        weight = rounded(down)
+        if weight is None:
             return LlamaOps.mlp(self, x, norm, eps, gate_up, down)
-        return rounded.of_gated(self.norm_linear(x, norm, eps, gate_up), x)
+        return weight.of_gated(self.norm_linear(x, norm, eps, gate_up), x)
 
     def tune(self, uses: Sequence[Use]) -> None:
         if not self._rounds:
@@ -117,9 +117,4 @@ class NumbaOps(LlamaOps):
         for linear in linears:
             if linear.int8 is None and linear.in_features % 4 == 0:
                 linear.round_to_int8(Int8Weight)
-        lay_in_order([each for linear in linears if (each := _rounded(linear)) is not None])
-
-
-def _rounded(linear: Linear) -> Int8Weight | None:
-    found = linear.int8 if isinstance(linear, PackedLinear) else None
-    return found if isinstance(found, Int8Weight) else None
+        lay_in_order([each for linear in linears if (each := rounded(linear)) is not None])

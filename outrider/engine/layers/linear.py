@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
     """`F.linear` with a fixed weight [out, in], which is copied and packed where possible."""
 
     int8: Int8Product | None = None
-    """What multiplies in place of the weight, which is then given up."""
+    """This multiplies in place of the weight, which is then given up."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
