@@ -72,11 +72,9 @@ class DraftedRow:
             if block.is_leaf(reached):
                 return BlockFate.LATE
             node = reached
-        newer = block.base_len - self.draft_base
-        if (
-            newer > 0
-            or self.draft is None
-            or (newer == 0 and len(block.token_ids) >= len(self.draft.token_ids))
+        if self.draft is None or (block.base_len, len(block.token_ids)) >= (
+            self.draft_base,
+            len(self.draft.token_ids),
         ):
             self.draft, self.draft_node, self.draft_base = block, node, block.base_len
             self.draft_method = method
