@@ -37,11 +37,9 @@ class LockstepPolicy(AdaptivePolicy):
         rate, rows = self._rate(undrafted, drafted, num_prefilling), [r.drafting for r in undrafted]
         if not rate:
             return True
-        kinds, costs = (
-            {(d.drafter, d.num_draft_tokens): d for d in rows}.values(),
-            self.measured.costs,
-        )
-        first_s = min([costs.draft_times(d).mean_s(d.num_draft_tokens) for d in kinds])
+        times = self.measured.costs.draft_times
+        kinds = {(d.drafter, d.num_draft_tokens): d for d in rows}
+        first_s = min([times(d).mean_s(d.num_draft_tokens) for d in kinds.values()])
         return sum([d.measured.gain for d in rows]) > rate * first_s
 
     def _rate(self, waiting: Sequence[Row], drafted: Sequence[Row], num_others: int) -> float:
