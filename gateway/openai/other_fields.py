@@ -7,111 +7,60 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-_OFF: Final = (False,)
-_ON: Final = (True,)
-_EMPTY: Final[tuple[Any, ...]] = ({},)
-_NEVER: Final = ()  # only null asks for nothing
+# The names of OpenAI, vLLM, SGLang and TGI, by the values that ask for nothing besides null.
+_REFUSED: Final = (
+    *("audio", "verbosity", "web_search_options", "truncate_prompt_tokens", "logprob_token_ids"),
+    *("allowed_token_ids", "chat_template", "request_id", "cache_salt", "repetition_detection"),
+    *("thinking_token_budget", "prompt_embeds", "sampling_logprobs_mode", "thinking", "task"),
+    *("stop_regex", "custom_logit_processor", "max_dynamic_patch", "min_dynamic_patch"),
+    *("input_ids", "rid", "extra_key", "data_parallel_rank", "bootstrap_host", "bootstrap_port"),
+    *("bootstrap_room", "tool_prompt", "guideline"),
+)
+_OFF: Final = (
+    *("use_beam_search", "early_stopping", "watermarking", "include_stop_str_in_output"),
+    *("continue_final_message", "return_mm_kwargs", "return_tokens_as_token_ids"),
+    *("return_token_ids", "return_weight_versions", "return_token_offsets", "return_prompt_text"),
+    *("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"),
+    *("return_spec_tokens_details", "return_prompt_token_ids", "return_meta_info"),
+    *("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_sampling_mask"),
+    *("return_flat_raw_output_top_logprobs", "no_stop_trim", "use_audio_in_video"),
+    *("return_full_text", "decoder_input_details"),
+)
+_ON: Final = (
+    *("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"),
+    *("include_reasoning", "separate_reasoning", "stream_reasoning"),
+)
+_ZERO: Final = (
+    *("priority", "routed_experts_prompt_start", "routed_experts_start_len", "top_a"),
+    "mirostat_mode",
+)
+_EMPTY: Final = (
+    *("chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
+    *("ec_transfer_params", "vllm_xargs", "session_params", "custom_params", "images_config"),
+    "video_config",
+)
 
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    # OpenAI
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(_REFUSED, ()),
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(_ON, (True,)),
+    **dict.fromkeys(_EMPTY, ({},)),
+    **dict.fromkeys(("tools", "functions", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "modalities": (["text"],),
-    "audio": _NEVER,
     "reasoning_effort": ("none",),
-    "verbosity": _NEVER,
-    "web_search_options": _NEVER,
-    # vLLM
-    "use_beam_search": _OFF,
-    "length_penalty": (1.0,),
-    "early_stopping": _OFF,
-    "watermarking": _OFF,
-    "include_stop_str_in_output": _OFF,
-    "skip_special_tokens": _ON,
-    "spaces_between_special_tokens": _ON,
-    "truncate_prompt_tokens": _NEVER,
+    **dict.fromkeys(("length_penalty", "typical_p", "tfs_z"), (1.0,)),
     "truncation_side": ("left", "right"),
-    "logprob_token_ids": _NEVER,
-    "allowed_token_ids": _NEVER,
-    "bad_words": ([],),
-    "add_generation_prompt": _ON,
-    "continue_final_message": _OFF,
-    "documents": ([],),
-    "chat_template": _NEVER,
-    "chat_template_kwargs": _EMPTY,
-    "media_io_kwargs": _EMPTY,
-    "mm_processor_kwargs": _EMPTY,
     "mm_payload": ("none", "tensors"),
-    "return_mm_kwargs": _OFF,
-    "priority": (0,),
-    "request_id": _NEVER,
-    "return_tokens_as_token_ids": _OFF,
-    "return_token_ids": _OFF,
-    "return_weight_versions": _OFF,
-    "return_token_offsets": _OFF,
-    "return_prompt_text": _OFF,
-    "routed_experts_prompt_start": (0,),
-    "cache_salt": _NEVER,
-    "kv_transfer_params": _EMPTY,
-    "ec_transfer_params": _EMPTY,
-    "vllm_xargs": _EMPTY,
-    "repetition_detection": _NEVER,
+    **dict.fromkeys(_ZERO, (0,)),
     "stream_interval": (1,),
-    "thinking_token_budget": _NEVER,
-    "include_reasoning": _ON,
-    "prompt_embeds": _NEVER,
-    # SGLang
-    "return_hidden_states": _OFF,
-    "return_routed_experts": _OFF,
-    "routed_experts_start_len": (0,),
-    "return_cached_tokens_details": _OFF,
-    "return_spec_tokens_details": _OFF,
-    "return_prompt_token_ids": _OFF,
-    "return_meta_info": _OFF,
-    "return_input_ids_in_sglext": _OFF,
-    "return_output_ids_in_sglext": _OFF,
-    "return_sampling_mask": _OFF,
-    "sampling_logprobs_mode": _NEVER,
-    "return_flat_raw_output_top_logprobs": _OFF,
     "return_flat_raw_top_logprobs_b64": (True, False),
-    "thinking": _NEVER,
-    "task": _NEVER,
-    "stop_regex": _NEVER,
-    "no_stop_trim": _OFF,
-    "session_params": _EMPTY,
-    "custom_params": _EMPTY,
-    "custom_logit_processor": _NEVER,
     "watermark": (False, {}),
-    "images_config": _EMPTY,
-    "video_config": _EMPTY,
-    "max_dynamic_patch": _NEVER,
-    "min_dynamic_patch": _NEVER,
-    "use_audio_in_video": _OFF,
-    "input_ids": _NEVER,
-    "rid": _NEVER,
-    "extra_key": _NEVER,
-    "data_parallel_rank": _NEVER,
-    "separate_reasoning": _ON,
-    "stream_reasoning": _ON,
-    "bootstrap_host": _NEVER,
-    "bootstrap_port": _NEVER,
-    "bootstrap_room": _NEVER,
-    # TGI, and servers that take its parameters
-    "tool_prompt": _NEVER,
-    "guideline": _NEVER,
-    "typical_p": (1.0,),
-    "tfs_z": (1.0,),
-    "top_a": (0,),
-    "mirostat_mode": (0,),
-    "return_full_text": _OFF,
-    "decoder_input_details": _OFF,
 }
 NEUTRAL_IN: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     # The chat template writes the special tokens itself.
-    "chat": {"echo": _OFF, "best_of": (1,), "add_special_tokens": _OFF, "suffix": ("",)},
-    "text_completion": {"add_special_tokens": _ON},
+    "chat": {"echo": (False,), "best_of": (1,), "add_special_tokens": (False,), "suffix": ("",)},
+    "text_completion": {"add_special_tokens": (True,)},
 }
 """Fields whose meaning depends on the kind of request."""
 
