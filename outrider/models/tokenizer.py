@@ -15,7 +15,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer as BackendTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.models.chat_template import ChatTemplate, Conversation, Message, special_tokens
+from outrider.models.chat_template import ChatTemplate, Conversation, special_tokens
 from outrider.models.detokenizer import (
     BYTE_TOKEN,
     ByteLevelDetokenizer,
@@ -121,15 +121,11 @@ class Tokenizer:
         """Return the template that renders conversations with tools; empty if there is none."""
         return "" if self._chat_template is None else self._chat_template.tool_source
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's answer.
+    def encode_chat(self, conversation: Conversation) -> tuple[list[int], str]:
+        """Return a conversation's token ids, ready for the assistant's answer, and its text.
 
         Raises `InvalidRequestError` when the model has no template or the template refuses.
         """
-        return self.encode_chat(Conversation(messages))[0]
-
-    def encode_chat(self, conversation: Conversation) -> tuple[list[int], str]:
-        """Return a conversation's token ids, and its text. Raises `InvalidRequestError`."""
         if self._chat_template is None:
             raise InvalidRequestError(
                 "This model has no chat template. Use a plain completion instead.",
