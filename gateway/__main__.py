@@ -9,8 +9,7 @@ import gc
 import sys
 
 from gateway.config import GatewayConfig
-from gateway.processes import Worker, default_workers
-from gateway.workers.parent import die_with_parent
+from gateway.processes import Worker, default_workers, die_with_parent
 from gateway.workers.supervisor import Workers
 from outrider.errors import ConfigError, refuse
 from outrider.flag_types import RaisingParser, port

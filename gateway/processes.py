@@ -1,8 +1,10 @@
-"""Count the workers of a gateway, and name one of them to its process."""
+"""Count the workers of a gateway, name one to its process, and end it with its parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,6 +14,7 @@ from outrider.errors import ConfigError
 _CORES_EACH: Final = 4
 """Cores for each worker by default: scorers, proposers and clients want some, too."""
 _MOST_BY_DEFAULT: Final = 4
+_PR_SET_PDEATHSIG: Final = 1
 _CPU_MAX: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -54,3 +57,15 @@ def check_workers(workers: int) -> None:
     """Raise `ConfigError`."""
     if not 1 <= workers <= 64:
         raise ConfigError("--workers must be between 1 and 64.")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the one that started it ends, even if it hangs.
+
+    Only Linux knows how; elsewhere `--exit-with-parent` does, once the event loop runs.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(128 + signal.SIGKILL)

@@ -7,25 +7,28 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+import grpc
 
 from outrider.device import device_id
 from outrider.drafting.building.config import ModelConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import Proposer
+from outrider.errors import UnavailableError
 from outrider.hello import make_hello
+from outrider.rpc import status
 from outrider.rpc.runtime import importing, progress
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry, configure
-from outrider.v1 import draft_pb2, proposer_pb2_grpc
+from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
 from proposer_service.config import ProposerConfig
-from proposer_service.link import ScorerLink
-from proposer_service.links import ScorerLinks
+from proposer_service.link import ScorerLink, ScorerLinks
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.servicer import ProposerServicer
 from proposer_service.worker import DraftWorker, MethodInfo
 
+Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME: Final = "outrider.v1.ProposerService"
 _STOP_TIMEOUT_S: Final = 1.0
 _SERVER_GRACE_S: Final = 0.5
@@ -128,6 +131,45 @@ class ProposerService:
         )
         hello.incarnation, hello.data_connection = self._incarnation, True
         return hello
+
+
+class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
+    """Answers UNAVAILABLE until it is `ready`."""
+
+    def __init__(
+        self,
+        worker: DraftWorker,
+        hello: Callable[[], draft_pb2.Hello],
+        links: ScorerLinks,
+    ) -> None:
+        self.ready = False
+        self._worker = worker
+        self._hello = hello
+        self._links = links
+
+    async def GetProposerInfo(  # noqa: N802
+        self,
+        request: proposer_pb2.GetProposerInfoRequest,  # noqa: ARG002
+        context: Context,
+    ) -> proposer_pb2.GetProposerInfoResponse:
+        if not self.ready:
+            error = UnavailableError("the proposer is starting or draining")
+            await status.abort(context, error)
+        hello = self._hello()
+        return proposer_pb2.GetProposerInfoResponse(
+            proposer_id=hello.proposer_id,
+            incarnation=hello.incarnation,
+            method=hello.method,
+            model=hello.model,
+            vocab_size=hello.vocab_size,
+            tokenizer_hash=hello.tokenizer_hash,
+            max_sessions=hello.max_sessions,
+            max_draft_tokens=hello.max_draft_tokens,
+            max_model_len=hello.max_model_len,
+            protocol_version=hello.protocol_version,
+            sessions=self._worker.num_sessions,
+            scorers=self._links.status(),
+        )
 
 
 def _build(config: ProposerConfig) -> tuple[Proposer, str]:

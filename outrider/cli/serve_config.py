@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.gpus import count_gpus
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
 from outrider.config import DTYPES, check_acceptance_rates
@@ -85,6 +86,19 @@ def take_config(
         )
     check_acceptance_rates(rates, config.max_scored_tokens)
     return config
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that this process may use, asking the driver alone."""
+    if "+cpu" in version("torch"):
+        return 0  # this torch cannot use them
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):  # no driver
+        return 0
+    return 0 if failed else count.value
 
 
 def _beside_vllm(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.draft_port import NewTokens
-from outrider.engine.sampling.prompt_logprobs import to_prompt_logprobs
+from outrider.engine.sampling.logprobs import to_prompt_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds

@@ -14,8 +14,13 @@ from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.events import elapsed_seconds, make_events
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
-from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_token_logprobs
-from outrider.engine.sampling.prompt_logprobs import split_prompt_logits, split_rows
+from outrider.engine.sampling.logprobs import (
+    RowLogprobs,
+    drawn_logprobs,
+    split_prompt_logits,
+    split_rows,
+    to_token_logprobs,
+)
 from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows

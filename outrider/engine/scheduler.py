@@ -18,7 +18,7 @@ from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampling.constraint import ConstraintEditor
-from outrider.engine.sampling.prompt_logprobs import narrow
+from outrider.engine.sampling.logprobs import narrow
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import (
     NO_DRAFT,

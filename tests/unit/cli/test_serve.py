@@ -17,9 +17,8 @@ from outrider import engines
 from outrider.child_process import ServiceSpec
 from outrider.cli import serve_config
 from outrider.cli.command_line import build_parser, main
-from outrider.cli.gpus import count_gpus
 from outrider.cli.serve import ready_line
-from outrider.cli.serve_config import take_config
+from outrider.cli.serve_config import count_gpus, take_config
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig, services
 from outrider.drafting.building.flags import add_method_flags
