@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator
 
 from gateway.metrics import GatewayMetrics
-from gateway.workers.shared import SharedCounts
+from gateway.workers.shared import IN_FLIGHT, SharedCounts
 from outrider.errors import CapacityError, DeadlineError, UnavailableError
 
 _TIMER_S = 0.01  # by which a timer may go off early
@@ -35,7 +35,7 @@ class Admission:
     @property
     def in_flight_everywhere(self) -> int:
         """Return the completions of this process and of the other workers."""
-        return self._in_flight + (0 if self._shared is None else self._shared.in_flight_elsewhere)
+        return self._in_flight + (0 if self._shared is None else self._shared.elsewhere(IN_FLIGHT))
 
     @property
     def draining(self) -> bool:
@@ -99,7 +99,7 @@ class Admission:
     def _set_in_flight(self, number: int) -> None:
         self._in_flight = number
         if self._shared is not None:
-            self._shared.set_in_flight(number)
+            self._shared.tell(IN_FLIGHT, number)
         self._metrics.in_flight.set(number)
 
 

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from gateway.admission import Admission
 from gateway.routing.scorers import ScorerPool
-from gateway.workers.shared import SharedCounts
+from gateway.workers.shared import HELD, SharedCounts
 
 
 class ScorerLoad:
@@ -41,7 +41,7 @@ class ScorerLoad:
         """Yield the metrics as they stand."""
         scorers = self._pool.serving
         infos = [scorer.info for scorer in scorers]
-        held = self.held + (0 if self._shared is None else self._shared.held_elsewhere)
+        held = self.held + (0 if self._shared is None else self._shared.elsewhere(HELD))
         total = sum(info.total_pages for info in infos)
         used = total - sum(info.free_pages for info in infos)
         names = {} if model_name is None else {"model_name": model_name}

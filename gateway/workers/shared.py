@@ -9,8 +9,9 @@ from typing import Final
 
 from gateway.processes import Worker
 
-_SLOT: Final = struct.Struct("=qqq")  # in flight, held, beats
-_IN_FLIGHT, _HELD, _BEATS = range(3)
+_SLOT: Final = struct.Struct("=qqq")
+IN_FLIGHT, HELD, BEATS = range(3)
+"""Completions under way, those of them that wait for a scorer, and turns of the event loop."""
 _NAME: Final = "counts"
 
 
@@ -40,40 +41,26 @@ class SharedCounts:
     def of(cls, worker: Worker) -> SharedCounts:
         return cls(worker.folder, worker.count, worker.index)
 
-    def set_in_flight(self, number: int) -> None:
-        """Tell how many completions this worker has under way."""
-        self._set(_IN_FLIGHT, number)
+    def tell(self, field: int, number: int) -> None:
+        """Tell the others a number of this worker's."""
+        assert self._index is not None
+        self._words[3 * self._index + field] = number
 
-    def set_held(self, number: int) -> None:
-        """Tell how many of them wait for a scorer."""
-        self._set(_HELD, number)
+    def elsewhere(self, field: int) -> int:
+        """Return the sum of what the other workers tell."""
+        others = (n for n in range(self._count) if n != self._index)
+        return sum(self._words[3 * n + field] for n in others)
 
     def beat(self) -> None:
         """Tell that this worker's event loop runs."""
         assert self._index is not None
-        self._set(_BEATS, self.beats(self._index) + 1)
-
-    @property
-    def in_flight_elsewhere(self) -> int:
-        return self._elsewhere(_IN_FLIGHT)
-
-    @property
-    def held_elsewhere(self) -> int:
-        return self._elsewhere(_HELD)
+        self.tell(BEATS, self.beats(self._index) + 1)
 
     def beats(self, index: int) -> int:
         """Return a number that grows while that worker's event loop runs."""
-        return int(self._words[3 * index + _BEATS])
+        return int(self._words[3 * index + BEATS])
 
     def clear(self, index: int) -> None:
         """Forget a worker that has ended: its completions are not under way any more."""
-        for field in (_IN_FLIGHT, _HELD, _BEATS):
+        for field in (IN_FLIGHT, HELD, BEATS):
             self._words[3 * index + field] = 0
-
-    def _set(self, field: int, number: int) -> None:
-        assert self._index is not None
-        self._words[3 * self._index + field] = number
-
-    def _elsewhere(self, field: int) -> int:
-        others = (n for n in range(self._count) if n != self._index)
-        return sum(self._words[3 * n + field] for n in others)

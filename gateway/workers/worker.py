@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.processes import Worker
 from gateway.workers.metrics import WorkerMetrics
-from gateway.workers.shared import SharedCounts
+from gateway.workers.shared import HELD, SharedCounts
 
 _BEAT_S: Final = 1.0
 
@@ -29,7 +29,7 @@ class Membership:
         """Tell the others once a second how this worker stands, and its parent that it runs."""
         while True:
             self.counts.beat()
-            self.counts.set_held(held())
+            self.counts.tell(HELD, held())
             self._metrics.save()
             await asyncio.sleep(_BEAT_S)
 

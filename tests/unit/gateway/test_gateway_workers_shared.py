@@ -22,7 +22,7 @@ from gateway.processes import Worker, default_workers
 from gateway.workers import supervisor
 from gateway.workers import worker as worker_module
 from gateway.workers.metrics import WorkerMetrics, retire
-from gateway.workers.shared import SharedCounts
+from gateway.workers.shared import IN_FLIGHT, SharedCounts
 from gateway.workers.supervisor import Workers
 from gateway.workers.worker import Membership
 from outrider.errors import CapacityError
@@ -53,9 +53,9 @@ def test_admission_of_two_workers_has_one_limit(tmp_path: Path) -> None:
         with pytest.raises(CapacityError), other.admitted(2):
             pass
         with other.admitted(1):
-            assert counts.in_flight_elsewhere == 3
+            assert counts.elsewhere(IN_FLIGHT) == 3
             assert one.in_flight_everywhere == other.in_flight_everywhere == 3
-    assert (one.in_flight, other.in_flight, counts.in_flight_elsewhere) == (0, 0, 0)
+    assert (one.in_flight, other.in_flight, counts.elsewhere(IN_FLIGHT)) == (0, 0, 0)
 
 
 def test_admission_of_a_worker_that_ended_has_its_places_back(tmp_path: Path) -> None:
