@@ -37,9 +37,8 @@ def free_port() -> int:
 
 
 def memory_folder() -> str | None:
-    """Return a folder in memory for sockets, beside which hidden states go through files.
+    """Return a folder in memory for sockets; None if there is none.
 
-    None where there is none in memory: while gigabytes of a model are written back to a disk,
-    whoever writes a file there is held up.
+    Whoever makes a file on a disk is held up while gigabytes of a model are written back to it.
     """
     return _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
