@@ -31,6 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.averages import Average
 from outrider.types import common_prefix_len
 
 NUM_RANKS = 8  # candidates at each place, the draft's own included
@@ -41,6 +42,8 @@ _FIRST_CELLS = np.minimum(np.arange(NUM_RANKS), _KINDS - 1) * _BUCKETS  # by ran
 _KEPT = 0.998  # per round, of what was measured
 _PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
+_PRIOR_ACCEPTANCE = 0.8
+_RECENT_ROUNDS = 64.0  # of all sessions: what texts accept changes at once with their kind
 _MAX_NOTED = 1024  # rounds, of which the ones before would have faded to an eighth
 
 
@@ -54,6 +57,7 @@ class Outcomes:
         prior = np.stack((1.0 - 0.5 * fall, 0.4 * fall, 0.3 * fall, 0.2 * fall))
         self._true = _PRIOR_WEIGHT * prior  # by kind and bucket; a cell is a place in that order
         self._seen = np.full((_KINDS, _BUCKETS), _PRIOR_WEIGHT)
+        self._accepted = Average(_RECENT_ROUNDS, mean=_PRIOR_ACCEPTANCE)
         self._undrafted = {hit: [_PRIOR_UNDRAFTED * 8, 8.0] for hit in (False, True)}
         self._noted: deque[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]]
         self._noted = deque(maxlen=_MAX_NOTED)
@@ -71,9 +75,9 @@ class Outcomes:
 
     @property
     def acceptance(self) -> float:
-        """The share of places where the best candidate is the true one."""
+        """The share of places where the best candidate was the true one in the last rounds."""
         self._count()
-        return float(self._true[0].sum() / self._seen[0].sum())
+        return self._accepted.mean
 
     def undrafted(self, *, hit: bool) -> float:
         """Return the share of rounds that verified no draft, though (`hit`) it was at hand."""
@@ -104,7 +108,9 @@ class Outcomes:
         true: list[NDArray[np.bool_]] = []
         for candidates, their_gaps, truth, hit in self._noted:
             line = candidates[:, 0].tolist()
-            n = min(len(line), len(truth), common_prefix_len(line, truth) + 1)
+            met = common_prefix_len(line, truth)
+            n = min(len(line), len(truth), met + 1)
+            self._accepted.add(met / n, n)
             gaps.append(their_gaps[:n])
             true.append(candidates[:n] == np.array(truth[:n])[:, None])
             if len(line) > 1 and line[0] == truth[0]:

@@ -186,6 +186,9 @@ def test_outcomes_acceptance_after_rounds_is_that_of_best_candidates() -> None:
     for i in range(400):
         outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (1 if i % 4 else 2,), hit=True)
     assert outcomes.acceptance == pytest.approx(0.75, abs=0.05)
+    for _ in range(200):  # sampled texts after greedy ones
+        outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (2,), hit=True)
+    assert outcomes.acceptance < 0.1
 
 
 # Seconds of an 8B target and a 1B draft on an H200 each, K = 4.
