@@ -59,13 +59,14 @@ class DraftTimes:
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
     drafts beside steps count only where there are no others: else rows that once went ahead would
-    never wait again. But no draft takes longer alone: where those did, their times are outdated.
+    never wait again. But no draft takes longer alone: where those did, either is outdated, and the
+    last one counts.
     """
 
     def __init__(self) -> None:
         self.share = Average(mean=1.0)  # of answers that hold a draft
         self._alone, self._beside = _Delays(), _Delays()
-        self._last_draft_at = -1.0
+        self._last_draft_at, self._latest = -1.0, self._alone
 
     def observe(
         self, at: float, seconds: float, draft_s: float, num_tokens: int, *, alone: bool
@@ -80,7 +81,8 @@ class DraftTimes:
             return
         if num_tokens:
             self._last_draft_at = at
-        (self._alone if alone else self._beside).add(seconds, draft_s, num_tokens)
+        self._latest = self._alone if alone else self._beside
+        self._latest.add(seconds, draft_s, num_tokens)
 
     @property
     def _counting(self) -> _Delays:
@@ -89,7 +91,7 @@ class DraftTimes:
             return alone if alone.whole_s.weight else beside
         as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
         outdated = beside.whole_s.mean < alone.mean_s(as_long)
-        return beside if outdated else alone
+        return self._latest if outdated else alone
 
     @property
     def token_s(self) -> float:

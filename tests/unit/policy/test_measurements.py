@@ -158,6 +158,15 @@ def test_slow_first_drafts_without_steps_are_corrected_by_those_beside_steps() -
     assert times.contention_s(4) == 0.0
 
 
+def test_drafts_without_steps_are_measured_though_earlier_ones_beside_steps_were_faster() -> None:
+    """One row's were; 32 rows that are always in one step have no others beside steps again."""
+    times, at = DraftTimes(), itertools.count()
+    times.observe(next(at), 0.005, 0.002, 4, alone=False)
+    for _ in range(20):
+        times.observe(next(at), 0.006, 0.003, 4, alone=True)
+    assert times.mean_s(4) == pytest.approx(0.006)
+
+
 SECONDS = st.floats(0.0, 1e4)
 ANSWERS = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 128), st.booleans()), max_size=30)
 
