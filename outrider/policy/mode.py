@@ -6,7 +6,7 @@ So the modes are timed, in committed tokens per second of all rows. The best one
 others are tried in turn, so seldom that trials lose little of the time.
 
 The best mode depends on the number of rows and on the texts. So it is found for each size of batch,
-by powers of two, and again if the texts' temperatures have changed.
+by powers of two, and for greedy and for sampled texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row at most after a change: drafts and delays are of before
 MOST_LOST = 0.005  # of the time, by trials; and so many steps they are where nothing changes
-OTHER_TEXTS = 0.8 * SAMPLED_TEMPERATURE  # of difference: texts of both kinds stay below it
+MIXED_TEXTS = 0.2 * SAMPLED_TEMPERATURE  # to either side: a mean within it is of both kinds
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 
@@ -69,12 +69,11 @@ class ModeTrials:
         """True if the incumbent was measured as well as a trial tells."""
         return self._speeds[self.incumbent].seconds.weight >= 0.8 * self._trial_steps
 
-    def begin_anew(self) -> None:
-        """Forget what drafts brought, as other texts have come."""
-        self._steps_left = float(self._trial_steps)
-        if self.incumbent.drafts:  # many rows still have texts of before
-            self.mode, self._steps_left = self.incumbent, float(MOST_STEPS)
-        self._speeds |= {mode: self._no_speed() for mode in DraftMode if mode.drafts}
+    def resume(self) -> None:
+        """Go on after other rows or texts. Without drafts these are tried soon."""
+        if not self.incumbent.drafts:
+            self._steps_left = min(self._steps_left, MOST_STEPS)
+        self.settle()
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
@@ -156,11 +155,11 @@ class ModeTrials:
 
 
 class ModeSelector:
-    """Runs trials by size of batch.
+    """Runs trials by size of batch and kind of text.
 
-    A size begins with what was better at the size before it. A number of rows that goes up and down
-    around a power of two stays one size. Texts are others if their mean temperature has risen or
-    fallen by `OTHER_TEXTS` since they were.
+    Each begins with what was better at the size or kind before it. A number of rows that goes up
+    and down around a power of two stays one size, and a mean temperature around that of sampled
+    texts stays one kind.
 
     The time that prompts take is left out: it comes with every text, drafted for or not.
     """
@@ -173,9 +172,9 @@ class ModeSelector:
 
     def _restart(self) -> None:
         """Forget every trial: drafts' costs were other proposers'."""
-        self._size, self._temperature = 1, 0.0
+        self._size, self._sampled = 1, False
         self.current = ModeTrials(1, DraftMode.AHEAD)
-        self._known = {1: self.current}
+        self._known = {(1, False): self.current}
 
     def step_done(self, step: StepDone) -> None:
         """Take in a step."""
@@ -193,27 +192,25 @@ class ModeSelector:
             self.current.observe(step, step.at - before - step.prompt_s)
 
     def _change(self, num_rows: int, temperature: float) -> bool:
-        """Go on with other trials if the batch's size has changed. True if it or the texts have."""
+        """Go on with other trials if the batch's size or the texts have changed. True if so."""
         least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
-        other_texts = abs(temperature - self._temperature) >= OTHER_TEXTS
-        if not 3 * least <= 4 * num_rows < 10 * least:
-            size = num_rows.bit_length()
-            if size not in self._known:
-                self._known[size] = ModeTrials(1 << size - 1, self.mode_at(size))
-            self._size, self.current = size, self._known[size]
-        elif not other_texts:
+        size = self._size if 3 * least <= 4 * num_rows < 10 * least else num_rows.bit_length()
+        margin = -MIXED_TEXTS if self._sampled else MIXED_TEXTS
+        sampled = temperature >= SAMPLED_TEMPERATURE + margin
+        if (size, sampled) == (self._size, self._sampled):
             return False
-        if other_texts:
-            self._temperature = temperature
-            for trials in self._known.values():
-                trials.begin_anew()
-        self.current.settle()
+        incumbent = self.current.incumbent if size == self._size else self.mode_at(size)
+        self._size, self._sampled = size, sampled
+        if (size, sampled) not in self._known:
+            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent)
+        self.current = self._known[size, sampled]
+        self.current.resume()
         return True
 
     def mode_at(self, size: int) -> DraftMode:
         """Return the mode of a number of rows, by its bit length."""
         if abs(size - self._size) <= 1:
             return self.current.mode  # it stays the same if only a few rows come or go
-        if known := self._known.get(size):
+        if known := self._known.get((size, self._sampled)):
             return known.incumbent
         return DraftMode.OFF if 1 << size > MANY_ROWS else self.current.incumbent

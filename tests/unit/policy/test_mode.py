@@ -129,6 +129,17 @@ def test_other_texts_begin_trials_of_all_sizes_anew() -> None:
     assert load.play(1000)[OFF] < 200
 
 
+def test_texts_that_come_back_find_the_mode_that_was_best_for_them() -> None:
+    load, fastest = Load(), {0.0: AHEAD, 1.0: ON_DEMAND}
+    for temperature in (0.0, 1.0, 0.0, 1.0):
+        load.temperature, best = temperature, fastest[temperature]
+        load.step_s = {OFF: 0.010, ON_DEMAND: 0.034, AHEAD: 0.034} | {best: 0.022}
+        load.play(4000)
+    load.temperature = 0.0
+    load.step_s = {OFF: 0.010, ON_DEMAND: 0.034, AHEAD: 0.022}
+    assert load.play(50)[AHEAD] > 45, "without another trial"
+
+
 @pytest.mark.parametrize(("step_s", "tokens"), [(0.0099, 1.0), (0.0099, 1.01)])
 def test_drafts_that_bring_next_to_nothing_are_not_made(step_s: float, tokens: float) -> None:
     """A proposer's device works for nothing where steps are as fast without it."""
