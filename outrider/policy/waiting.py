@@ -28,6 +28,7 @@ class Waiting:
 
     def __init__(self, measured: Measurements) -> None:
         self._costs = measured.costs
+        self._halves = False  # how rows that draft on demand ran last
 
     def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
         """Return how long after its last commit a row waits for its draft at most.
@@ -54,7 +55,8 @@ class Waiting:
 
         With the network time w the proposer keeps up if it drafts for at most a step and w. The
         rest of a delay is w, and once the proposer is never idle, what it is late: so only half of
-        the rest counts.
+        the rest counts. Delays that were measured in halves are of half as many drafts: more of
+        these cost less than as many again.
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
@@ -63,9 +65,11 @@ class Waiting:
         k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
         step_s = self._costs.steps.estimate(half(len(rows)) * (1 + k))
         delay_s, drafting_s = times.mean_s(k), k * times.token_s
-        together_s = self._costs.steps.estimate(len(rows) * (1 + k)) + delay_s
+        more_s = drafting_s / 2 if self._halves else 0.0
+        together_s = self._costs.steps.estimate(len(rows) * (1 + k)) + delay_s + more_s
         keeps_up = drafting_s <= step_s + (delay_s - drafting_s) / 2
-        return keeps_up and 0.0 < 2 * step_s <= together_s
+        self._halves = keeps_up and 0.0 < 2 * step_s <= together_s
+        return self._halves
 
     def start_at(
         self, ready: Rows[Row], waiting: Rows[Row], num_prefilling: int, now: float

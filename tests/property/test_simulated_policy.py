@@ -98,6 +98,13 @@ def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPa
     assert all(texts[1][i] == text for i, text in texts[0].items() if i in texts[1])
 
 
+def test_halves_stay_where_their_own_delays_would_bring_them_together() -> None:
+    """A draft for 16 rows takes less than one for 32."""
+    world = TwoDevices(32, 1.0, max_branches=0)
+    world.run(2.0)
+    assert world.rate(4.0) > 1.02 * rate_without(32)
+
+
 def test_many_rows_after_one_keep_their_drafts() -> None:
     """What one row's drafts took is too short a time to wait for those of 32."""
     world = TwoDevices(32, 0.0, max_branches=0)
