@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from outrider.config import EngineConfig
@@ -14,22 +12,17 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
+from tests.support.simulators.simulation import Clock
 
 ROUNDS = 12
-DRAFT_S = 0.0005  # a forward takes 2 ms
-
-
-class Slow(HashModel):
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        time.sleep(0.002)
-        return super().forward(batch)
+STEP_S, DRAFT_S = 0.002, 0.0005
 
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_colocated_drafts_that_are_at_hand_are_not_free(colocated: bool) -> None:
-    model = Slow(num_pages=64, max_model_len=200)
+    model, clock = HashModel(num_pages=64, max_model_len=200), Clock()
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=200)
-    engine = Engine(model, config, policy=AdaptivePolicy(4))
+    engine = Engine(model, config, policy=AdaptivePolicy(4), clock=clock)
     prompt = (1, 2, 3)
     engine.submit(
         Request(1, prompt, SamplingParams(temperature=0), StopParams(150), SpeculationParams())
@@ -39,10 +32,11 @@ def test_colocated_drafts_that_are_at_hand_are_not_free(colocated: bool) -> None
     drafting = engine._scheduler.by_session[1].drafting
     for _ in range(ROUNDS):
         engine.launch()
+        clock.now += STEP_S
         engine.collect()
         length = len(engine.committed(1) or ())
         if drafting.num_draft_tokens:
-            time.sleep(DRAFT_S)
+            clock.now += DRAFT_S
             draft = DraftTree.chain(length, text[length : length + 4])
             engine.post_block(PostedBlock(1, draft, "here", round(DRAFT_S * 1e6)))
         engine.finalize_step()

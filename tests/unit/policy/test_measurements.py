@@ -148,23 +148,15 @@ def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
     assert times.contention_s(4) == pytest.approx(0.016, rel=0.1)
 
 
-def test_slow_first_drafts_without_steps_are_corrected_by_those_beside_steps() -> None:
-    """No draft takes longer alone; rows that do not wait for it have no other."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_of_drafts_that_took_longer_without_a_step_the_last_ones_count(alone: bool) -> None:
+    """Rows that do not wait have no others; 32 rows in one step have none beside steps again."""
     times, at = DraftTimes(), itertools.count()
-    times.observe(next(at), 1.0, 0.001, 4, alone=True)
-    for _ in range(3):
-        times.observe(next(at), 0.004, 0.002, 4, alone=False)
-    assert times.mean_s(4) == pytest.approx(0.004)
-    assert times.contention_s(4) == 0.0
-
-
-def test_drafts_without_steps_are_measured_though_earlier_ones_beside_steps_were_faster() -> None:
-    """One row's were; 32 rows that are always in one step have no others beside steps again."""
-    times, at = DraftTimes(), itertools.count()
-    times.observe(next(at), 0.005, 0.002, 4, alone=False)
+    times.observe(next(at), 0.005 if alone else 1.0, 0.001, 4, alone=not alone)
     for _ in range(20):
-        times.observe(next(at), 0.006, 0.003, 4, alone=True)
+        times.observe(next(at), 0.006, 0.002, 4, alone=alone)
     assert times.mean_s(4) == pytest.approx(0.006)
+    assert times.contention_s(4) == 0.0
 
 
 SECONDS = st.floats(0.0, 1e4)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from outrider.policy.base import DraftMode, StepDone
-from outrider.policy.mode import MANY_ROWS, MOST_LOST, ModeSelector
+from outrider.policy.mode import MOST_LOST, ModeSelector
 
 MODES = tuple(DraftMode)
 OFF, ON_DEMAND, AHEAD = MODES
@@ -161,13 +161,6 @@ def test_sizes_of_batch_have_their_own_modes() -> None:
     assert load.modes.current.mode.drafts
 
 
-@pytest.mark.parametrize("rows", [MANY_ROWS // 2, MANY_ROWS])
-def test_many_rows_begin_without_drafts(rows: int) -> None:
-    load = Load(rows)
-    load.play(2)
-    assert load.modes.current.mode.drafts == (rows < MANY_ROWS)
-
-
 def test_rows_around_a_power_of_two_stay_one_size() -> None:
     """32 requests are 31 whenever an answer ends: no trial ever began."""
     load = Load(32, {OFF: 0.010, ON_DEMAND: 0.012, AHEAD: 0.012})
@@ -187,14 +180,6 @@ def test_prompts_do_not_count_as_steps_of_a_mode(
     load = Load(8, {OFF: 0.010, ON_DEMAND: draft_s, AHEAD: draft_s}, prompt_every=prompt_every)
     load.play(3000)
     assert load.incumbent.drafts == drafts
-
-
-def test_trials_take_as_many_steps_beside_prompts() -> None:
-    """They waited for steps without, and none of many rows' has none."""
-    load = Load(128, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}, prompt_every=1)
-    load.play(20)
-    taken = load.play(100)
-    assert 0 < taken[ON_DEMAND] + taken[AHEAD] < 20
 
 
 def test_a_trial_whose_proposer_never_catches_up_ends() -> None:
