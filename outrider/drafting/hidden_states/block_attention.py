@@ -14,7 +14,7 @@ from outrider.engine.attention.base import AttentionBackend, AttentionParams, St
 from outrider.engine.attention.sdpa import SdpaAttention
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import LayerPool
-from outrider.engine.tree_mask import TreeMask
+from outrider.engine.tree_mask import MAX_TREE_NODES, TreeMask
 
 
 class BlockAttention:
@@ -40,15 +40,21 @@ class BlockAttention:
 
     @cached_property
     def _whole(self) -> StepAttention:
+        on_cpu = self._batch.input_ids.device.type == "cpu"
+        if on_cpu and self._batch.query_lens[0] < MAX_TREE_NODES:
+            return self._backend(self._masked())
         return _WholeBlocks(self._batch, self._sizes, self._backend)
 
     @cached_property
     def _windowed(self) -> StepAttention:
-        # A mask of trees of which every node sees all; the window is wider than a block.
+        return SdpaAttention(self._masked())  # the window is wider than a block
+
+    def _masked(self) -> PackedBatch:
+        """Return the batch with trees of which every node sees all."""
         batch, width = self._batch, self._batch.query_lens[0]
         seen = torch.tensor([(1 << size) - 1 for size in self._sizes]).to(batch.input_ids.device)
         mask = TreeMask(batch.seq_lens - width, seen.repeat_interleave(width))
-        return SdpaAttention(replace(batch, trees=mask))
+        return replace(batch, trees=mask)
 
 
 class _WholeBlocks:

@@ -41,18 +41,19 @@ def attend(arguments):
 
     Arguments: blocks, query, out, keys, values, block_table, query's stride, longest context,
     kv_heads, group, dim, number of slots, width of block_table, page_size, window, visible,
-    scaling. Blocks int64 [n, 5] hold row, first token, number of tokens, slot of the first token in
-    the row, and first slot of the row's tree. `visible` is that of `TreeMask`.
+    scaling. Blocks int64 [n, 6] hold row, first token, number of tokens, slot of the first token in
+    the row, first slot of the row's tree, and the slot after the last that a token sees. `visible`
+    is that of `TreeMask`.
     """
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     query_stride, longest, kv_heads, group, dim = args[8], args[9], args[10], args[11], args[12]
     num_slots, table_width, page_size, window = args[13], args[14], args[15], args[16]
     scaling = wide(bits(args[18]))
     pool_size, out_stride = num_slots * dim, kv_heads * group * dim
-    blocks = array(args[2], args[1] // kv_heads * 5, np.int64)
+    blocks = array(args[2], args[1] // kv_heads * 6, np.int64)
     # No more than the largest block needs: the allocator may return large arrays to the system.
     most = 0
-    for i in range(2, len(blocks), 5):
+    for i in range(2, len(blocks), 6):
         most = max(most, blocks[i])
     heads = -(-most * group // _TILE) * _TILE
     width = -(-longest // _KEYS) * _KEYS
@@ -62,10 +63,10 @@ def attend(arguments):
     rows = np.empty(_KEYS * dim, wide)
     item = take(arguments)
     while item < args[1]:
-        at, kv_head = item // kv_heads * 5, item % kv_heads
+        at, kv_head = item // kv_heads * 6, item % kv_heads
         row, token, count, place = blocks[at], blocks[at + 1], blocks[at + 2], blocks[at + 3]
-        tree = blocks[at + 4]
-        begin, end = max(0, min(place, tree) - window + 1), place + count  # of the keys
+        tree, end = blocks[at + 4], blocks[at + 5]
+        begin = max(0, min(place, tree) - window + 1)  # of the keys
         visible = array(args[17], token + count, np.int64)
         query = array(args[3], (token + count) * query_stride, element)
         out = array(args[4], (token + count) * out_stride, element)
@@ -92,6 +93,7 @@ def attend(arguments):
             if last >= tree:
                 nodes, lineage = seen[tree - begin :], visible[token + i // group]
                 position = tree + _hide(nodes, lineage, window, -np.inf) - 1
+                last = end - 1  # not all trees are causal
             _softmax(seen, max(0, min(position - window + 1, tree)) - begin, last + 1 - begin)
             if last >= tree:  # exp(-inf) is a little more than 0, and slow to multiply with
                 _hide(nodes, lineage, window, 0)

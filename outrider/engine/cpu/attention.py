@@ -67,6 +67,10 @@ class NumbaAttention:
         )
         return out
 
+    def slide(self, by: int) -> None:
+        """Move all tokens, the first of a tree and those that see one another by as many slots."""
+        self._blocks[:, 3:] += by
+
     def _own_pages(self) -> tuple[Tensor, Tensor]:
         """Return the slots of the step's pages, and its block table of these pages alone."""
         if self._compact is None:
@@ -78,7 +82,7 @@ class NumbaAttention:
 
 
 def _blocks(batch: PackedBatch) -> tuple[NDArray[np.int64], int]:
-    """Return the kernel's blocks [n, 5] and the number of query-key pairs."""
+    """Return the kernel's blocks [n, 6] and the number of query-key pairs."""
     blocks = []
     pairs = first = 0
     trees = batch.context_lens if batch.trees is None else batch.trees.starts.tolist()
@@ -88,6 +92,7 @@ def _blocks(batch: PackedBatch) -> tuple[NDArray[np.int64], int]:
         start = context - count
         for done in range(0, count, attend.QUERY_BLOCK):
             size = min(attend.QUERY_BLOCK, count - done)
-            blocks.append((row, first + done, size, start + done, tree))
+            end = context if tree < context else start + done + size
+            blocks.append((row, first + done, size, start + done, tree, end))
         first += count
     return np.array(blocks, np.int64), pairs

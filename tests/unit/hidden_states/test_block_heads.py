@@ -30,6 +30,7 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.models.facts import drafting_method
+from outrider.models.modules import resolve_module
 from outrider.params import SamplingParams
 from tests.support.checkpoints import block_checkpoints as made
 from tests.support.checkpoints import block_reference as reference
@@ -577,3 +578,33 @@ def test_dflash_with_padded_blocks_computes_the_same(tmp_path: Path, target: Tar
         found.append(_outputs(head, (2, 1, 1)))
     for i, count in enumerate((2, 1, 1)):
         torch.testing.assert_close(found[0][i, :count], found[1][i, :count], rtol=1e-9, atol=1e-9)
+
+
+@int8_only
+def test_dspark_alone_computes_what_it_does_beside_others() -> None:
+    """Alone it repeats recorded kernels, through the first pages and past them."""
+    folder, embedded = resolve_module("embedded", "dspark", "embedded")
+    pages = list(range(1, 21))
+
+    def run(starts: Sequence[tuple[int, int]], *, alone: bool) -> list[Tensor]:
+        head = load_dspark(folder, embedded, torch.bfloat16, CPU)
+        NumbaOps(torch.bfloat16, int8=True).tune(head.uses)
+        head.bind(KVPools(42, 16, head.dtype, CPU))
+        backend = choose_backend(None, head.attention_traits(), CPU)
+        found = []
+        for seed, (start, count) in enumerate(starts):
+            states = eagle.features(count, head.features.width, seed=seed).bfloat16()
+            text = [7 + seed + i for i in range(count)]
+            row = DraftInput(RowSlice(text, start, pages, 1), 7, GREEDY, features=states)
+            other = replace(row, slice=row.slice._replace(block_table=[p + 20 for p in pages]))
+            with torch.inference_mode():
+                outputs = head.run([row] if alone else [row, other], backend, 16)
+            assert outputs is not None
+            found.append(outputs[0].clone())
+        assert head._recorded is not None
+        assert bool(head._recorded._writes) == alone
+        return found
+
+    starts = [(0, 12), (12, 1), (13, 8), (21, 240), (261, 3), (264, 17), (281, 3)]
+    for first, second in zip(run(starts, alone=True), run(starts, alone=False), strict=True):
+        assert torch.equal(first, second)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.features import FeatureSpec
+
+if TYPE_CHECKING:
+    from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
 
 
 def load_dflash(
@@ -97,18 +100,18 @@ class DFlashHead(BlockHead):
 
         first = norm(f"{found.layer_prefixes[0]}input_layernorm.weight")
         self._layers, self._norms = stack.layers, (first, *stack.norms)
-        self._windows, self._causal, self._rope = found.windows, found.causal, stack.rope
+        self._windows, self.causal, self.rope = found.windows, found.causal, stack.rope
         self._context_norm = norm(found.name("hidden_norm.weight"))
         self._norm = norm(found.name("norm.weight"))
         self._context = _Context(checkpoint, found.layer_prefixes, stack.shape, place)
         self.max_depth, self._from_anchor = found.max_depth, found.from_anchor
         # Kernels are compiled for each number of heads, and to them a slot is heads.
         self.pads = place.device.type == "cuda"
-        self._mask_token = found.mask_token(self.vocab_size)
+        self.mask_token = found.mask_token(self.vocab_size)
         self._scale, self._multiplier = found.embedding_scale, found.output_multiplier
         self._softcap = found.softcap
         # What sees the whole block within a window is computed with a mask that waits.
-        self.capturable = all(self._causal[i] for i in self._windows)
+        self.capturable = all(self.causal[i] for i in self._windows)
         layers = found.layers(target)
         self.features = FeatureSpec(hidden_size=target.hidden_size, layers=layers)
         name = found.name("fc.weight")
@@ -123,6 +126,8 @@ class DFlashHead(BlockHead):
         self._target_ids = None if ids is None else ids.to(place.device)
         self._head, self._num_known = place.linear(head), len(head)
         pairs = zip(self._norms, self._layers, strict=True)
+        self._recorded: RecordedBlocks | None = None  # found at the first round
+        self._may_record = True
         self.uses = (
             *(() if self._fc is None else (Use(self._fc, alone=True),)),
             Use(self._context.product, self._context_norm),
@@ -139,15 +144,20 @@ class DFlashHead(BlockHead):
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:
+        if self._may_record:
+            self._may_record = False
+            self._recorded = self._record(backend, page_size)
+        if self._recorded is not None and (outputs := self._recorded.run(rows)) is not None:
+            return outputs
         features = torch.cat(features_of(rows))
         context = pack([row.slice for row in rows], page_size, self.device)
-        self._write(features.to(self.device, non_blocking=True), context)
+        self._write_rows(features.to(self.device, non_blocking=True), context)
         ready = [row for row in rows if row.wanted]
         if not ready:
             return None
         sizes = [self.num_slots(min(row.wanted, self.max_depth)) for row in ready]
         width = self.num_fed(min(max(row.wanted for row in ready), self.max_depth))
-        masks = [self._mask_token] * (width - 1)
+        masks = [self.mask_token] * (width - 1)
         batch = pack(
             [
                 RowSlice([row.slice.token_ids[-1], *masks], row.end, row.slice.block_table, 0)
@@ -158,16 +168,31 @@ class DFlashHead(BlockHead):
         )
         # Padding may reach past the last position.
         batch = replace(batch, positions=batch.positions.clamp(max=self.max_model_len - 1))
-        return self._run_block(batch, BlockAttention(batch, sizes, backend))
+        return self._run_rows(batch, BlockAttention(batch, sizes, backend))
+
+    def _record(self, backend: AttentionBackend, page_size: int) -> RecordedBlocks | None:
+        """Return a faster way to run a session alone, if there is one."""
+        if self.device.type != "cpu" or self._windows:
+            return None
+        # Imported here: on a GPU nothing needs Numba.
+        from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
+        from outrider.engine.cpu.attention import NumbaAttention
+        from outrider.engine.cpu.int8 import rounded
+
+        attention = backend(pack([RowSlice([0], 0, [0], 0)], page_size, self.device))
+        compiled = all(rounded(use.linear) is not None for use in self.uses)
+        if not compiled or not isinstance(attention, NumbaAttention):
+            return None
+        return RecordedBlocks(self, backend, page_size)
 
     def outputs(
         self, features: Tensor, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend
     ) -> Tensor:
-        self._write(features, batches.catch_up)
+        self._write_rows(features, batches.catch_up)
         width = len(batches.fed)
-        masks = tokens.new_full((len(tokens), width - 1), self._mask_token)
+        masks = tokens.new_full((len(tokens), width - 1), self.mask_token)
         batch = batches.block(torch.cat((tokens[:, None], masks), dim=1))
-        return self._run_block(batch, BlockAttention(batch, [width] * len(tokens), backend))
+        return self._run_rows(batch, BlockAttention(batch, [width] * len(tokens), backend))
 
     def logits(self, outputs: Tensor) -> Tensor:
         return spread(self._known_logits(outputs), self._target_ids, self.vocab_size)
@@ -182,31 +207,38 @@ class DFlashHead(BlockHead):
             known = torch.tanh(known / self._softcap) * self._softcap
         return known
 
-    def _write(self, features: Tensor, batch: PackedBatch) -> None:
-        x = features.to(self.dtype)
-        if self._fc is not None:
-            x = self._fc(x)
-        self._context.write(
-            x,
-            self._context_norm,
-            self._rope.index_select(0, batch.positions),
-            batch.slot_mapping,
-            [layer.pool for layer in self._layers],
-        )
+    def _write_rows(self, features: Tensor, batch: PackedBatch) -> None:
+        rope = self.rope.index_select(0, batch.positions)
+        self.write(features.to(self.dtype), rope, batch.slot_mapping)
 
-    def _run_block(self, batch: PackedBatch, attention: BlockAttention) -> Tensor:
+    def write(self, features: Tensor, rope: Tensor, slots: Tensor) -> None:
+        """Write context rows [n, features.width], with their rows of `rope`, to `slots`."""
+        x = features if self._fc is None else self._fc(features)
+        pools = [layer.pool for layer in self._layers]
+        self._context.write(x, self._context_norm, rope, slots, pools)
+
+    def _run_rows(self, batch: PackedBatch, attention: BlockAttention) -> Tensor:
         """Return the last layer's outputs of the slots that guess: [rows, depth, hidden]."""
-        ops, eps = self._ops, self._shape.eps
-        x = self._embed(batch.input_ids)
-        if self._scale != 1.0:
-            x = x * self._scale
-        rope = self._rope.index_select(0, batch.positions)
+        rope = self.rope.index_select(0, batch.positions)
+        x = self.run_block(self.embed(batch.input_ids), rope, attention)
+        return self.guessing(x.view(len(batch.query_lens), -1, x.shape[-1]))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer takes of a block's tokens [n]: [n, hidden]."""
+        x = self._embed(tokens)
+        return x if self._scale == 1.0 else x * self._scale
+
+    def run_block(self, x: Tensor, rope: Tensor, attention: BlockAttention) -> Tensor:
+        """Map blocks' embeddings [n, hidden], which may be overwritten, to the last outputs."""
         for i, (norm, layer) in enumerate(zip(self._norms, self._layers, strict=True)):
-            qkv = ops.norm_linear(x, norm, eps, layer.qkv)
-            of_layer = attention.of(causal=self._causal[i], window=self._windows.get(i))
+            qkv = self._ops.norm_linear(x, norm, self._shape.eps, layer.qkv)
+            of_layer = attention.of(causal=self.causal[i], window=self._windows.get(i))
             x = layer(qkv, x, rope, of_layer)
-        width = batch.query_lens[0]
-        return x.view(-1, width, x.shape[-1])[:, not self._from_anchor :]
+        return x
+
+    def guessing(self, outputs: Tensor) -> Tensor:
+        """Return the outputs [rows, slots, hidden] of the slots that guess."""
+        return outputs[:, not self._from_anchor :]
 
 
 class _Context:
