@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.cpu.llama_kernels import Biases, Draws, biased_chains
-from outrider.drafting.cpu.llama_weights import Matrix
+from outrider.drafting.cpu.llama_kernels import biased_chains, rounded_chains
 from outrider.engine.cpu.int8 import rounded
-from outrider.engine.cpu.scalars import Version
+from outrider.engine.cpu.team import Kernel
 from outrider.engine.layers.linear import Linear
 from outrider.engine.sampling.coupled import SamplingBatch
+
+_LAYOUT = "24q"
 
 
 class BiasedChains:
@@ -36,54 +36,54 @@ class BiasedChains:
         linear: Linear,
     ) -> None:
         """`linear` is the product with `bias`, whose weight may be rounded later."""
-        self._linear = linear
-        weight, offset = joint or (bias.new_empty(0, 0), bias.new_empty(0))
-        self._biases = Biases(
-            _matrix(embedding),
-            _matrix(bias),
-            np.empty(0, np.float32),
-            _matrix(weight),
-            _matrix(offset),
-            np.empty(0, np.int64) if ids is None else ids.numpy(),
-            Version(),
-        )
+        self._linear, self._ids = linear, ids
+        self._embedding, self._bias = embedding.contiguous(), bias.contiguous()
+        self._joint = None if joint is None else (joint[0].contiguous(), joint[1])
+        self._kernel: Kernel | None = None
 
     def draw(
-        self, normed: Tensor, known: Tensor, tokens: Tensor, batch: SamplingBatch | None
+        self,
+        normed: Tensor,
+        known: Tensor,
+        tokens: Tensor,
+        batch: SamplingBatch | None,
+        confidence: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return what `guess_paths` draws with a width of 1: int64 [n, depth].
+        """Return what `guess_paths` does with a width of 1, and log confidences: [n, 4, depth].
 
         `normed` [n, depth, hidden] are the slots' outputs, `known` [n, depth, known] their logits
         without the bias, `tokens` int64 [n] those before, and `batch` the draws at the first place;
-        None: all greedy.
+        None: all greedy. `confidence` are float32 weight [1, hidden or hidden + rank] and bias [1].
         """
         weight = rounded(self._linear)
-        if weight is not None and not len(self._biases.scales):
-            numbers = weight.numbers.view(torch.int32).flatten().numpy()
-            self._biases = self._biases._replace(product=numbers, scales=weight.scales.numpy())
-        n = len(known)
+        if self._kernel is None:
+            entry = biased_chains if weight is None else rounded_chains
+            self._kernel = Kernel(entry, _LAYOUT, normed.dtype)
+        n, depth, hidden = normed.shape
+        normed, known = normed.contiguous(), known.contiguous()
+        vocab_size, rank = self._embedding.shape
+        chains = torch.empty(n, 4, depth, dtype=torch.int32)
         if batch is None:
-            zeros, ints = np.zeros(n, np.float32), np.zeros(n, np.int64)
-            draws = Draws(zeros, ints, zeros, zeros, np.zeros((n, 2), np.uint32))
-            position = ints
+            greedy = torch.zeros(n, dtype=torch.int64)
+            params = [greedy] * 6
         else:
-            draws = Draws(
-                batch.temperature.numpy(),
-                batch.top_k.numpy(),
-                batch.top_p.numpy(),
-                batch.min_p.numpy(),
-                batch.seed.numpy().astype(np.uint32),
-            )
-            position = batch.position.numpy()
-        chains: NDArray[np.int64] = biased_chains(
-            _matrix(known), _matrix(normed), self._biases, tokens.numpy(), position, draws
+            keys = torch.from_numpy(batch.seed.numpy().astype(np.uint32))
+            params = [batch.position, batch.temperature, batch.top_k]
+            params += [batch.top_p, batch.min_p, keys]
+        parts = (self._bias, None) if weight is None else (weight.numbers, weight.scales)
+        tensors = (
+            self._embedding,
+            *parts,
+            *(self._joint or (None, None)),
+            self._ids,
+            *confidence,
+            known,
+            normed,
+            tokens,
+            *params,
+            chains,
         )
-        return torch.from_numpy(chains)
-
-
-def _matrix(weight: Tensor) -> Matrix:
-    weight = weight.detach().contiguous()
-    if weight.dtype is torch.bfloat16:
-        weight = weight.view(torch.uint16)
-    matrix: Matrix = weight.numpy()
-    return matrix
+        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        sizes = (vocab_size, known.shape[-1], rank, hidden, depth, confidence[0].numel())
+        self._kernel(False, n, *addresses, *sizes)
+        return chains

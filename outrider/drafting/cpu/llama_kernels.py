@@ -5,7 +5,7 @@ between them. So weights stay in bfloat16 where that loses nothing, a chain retu
 at its end, and the products read four streams of weights at once, for the prefetcher.
 
 All kernels but those for vectors (`engine.cpu`) are in this one file: Numba notices a changed file,
-not a changed callee elsewhere. What calls these takes a `Version`.
+not a changed callee elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from outrider.drafting.cpu import compiled as base
 from outrider.drafting.cpu.llama_weights import Floats, Matrix, Weights
 from outrider.engine.cpu.attend import highest
-from outrider.engine.cpu.int8_linear import row_product
-from outrider.engine.cpu.scalars import Version
+from outrider.engine.cpu.int8_linear import BLOCK, row_product
+from outrider.engine.cpu.scalars import array, bits, element_of, take, values_of, widen
 
 Ints = NDArray[np.int64]
 
@@ -50,18 +50,6 @@ class Draws(NamedTuple):
     top_p: Floats
     min_p: Floats
     keys: NDArray[np.uint32]  # [num_rows, 2]: the seed's
-
-
-class Biases(NamedTuple):
-    """Holds the weights that make a bias of logits from the tokens before."""
-
-    embedding: Matrix  # [vocab, rank]
-    product: Matrix | NDArray[np.int32]  # [known, rank]; or `Int8Weight.numbers`, as int32 [any]
-    scales: Floats  # of `Int8Weight`, or [0]
-    joint: Matrix  # [3 * rank, 2 * rank + hidden], of a state that goes along; else [0, any]
-    joint_bias: Matrix  # [3 * rank], or [0]
-    ids: Ints  # [known]: tokens; [0]: all, in order
-    version: Version
 
 
 def compiled(function: _Kernel) -> _Kernel:
@@ -132,59 +120,105 @@ def draft(
     return chains, gaps
 
 
+def biased_chains(arguments: Any) -> None:
+    """Draw tokens left to right, each one's logits biased by those before; a row is an item.
+
+    Arguments: embedding [vocab, rank], product [known, rank], its scales, joint [3 * rank,
+    2 * rank + hidden] of a state that goes along (0: none), its bias, ids int64 [known] of the
+    tokens (0: all, in order), weight float32 [hidden + rank or hidden] and bias [1] of how sure a
+    token is; of rows, known [depth, known] logits, normed [depth, hidden], which they are logits
+    of, the token before int64, the first token's position int64, temperature (0: greedy), top_k,
+    top_p, min_p, keys uint32 [2], and results int32 [4, depth]: tokens, parents, zeros, and the
+    bits of logarithms of how sure they are; then vocab, known, rank, hidden, depth, width of the
+    weight.
+    """
+    args, element = values_of(arguments), element_of(arguments)
+    product = array(args[3], args[21] * args[22], element).reshape(args[21], args[22])
+    _draw_chains(arguments, product, array(args[4], 0, np.float32))
+
+
+def rounded_chains(arguments: Any) -> None:
+    """Do as `biased_chains` with the numbers and scales of `Int8Weight` as product."""
+    args = values_of(arguments)
+    blocks = -(-args[21] // BLOCK)
+    product = array(args[3], blocks * BLOCK * args[22] // 4, np.int32)
+    _draw_chains(arguments, product, array(args[4], blocks * BLOCK, np.float32))
+
+
 @compiled
-def biased_chains(
-    known: Matrix,  # [num_rows, depth, known]: logits of the tokens that are known
-    normed: Matrix,  # [num_rows, depth, hidden]: what they are logits of
-    biases: Biases,
-    last: Ints,  # [num_rows]: the tokens before
-    position: Ints,  # [num_rows]: of the first token that is drawn
-    draws: Draws,
-) -> Ints:
-    """Draw tokens left to right, each token's logits biased by the one before, or by all before."""
-    num_rows, depth, num_known = known.shape
-    rank, hidden = biases.embedding.shape[1], normed.shape[2]
-    chains = np.empty((num_rows, depth), np.int64)
+def _draw_chains(arguments: Any, product: Any, scales: Floats) -> None:
+    args, element, num_rows = values_of(arguments), element_of(arguments), values_of(arguments)[1]
+    vocab, num_known, rank, hidden, depth = args[20], args[21], args[22], args[23], args[24]
+    embedding = array(args[2], vocab * rank, element)
+    width = 2 * rank + hidden
+    joint = array(args[5], 3 * rank * width if args[5] else 0, element).reshape(-1, width)
+    joint_bias = array(args[6], len(joint), element)
+    ids = array(args[7], num_known if args[7] else 0, np.int64)
+    sure = array(args[8], args[25], np.float32)
+    sure_bias = array(args[9], 1, np.float32)
+    all_known = array(args[10], num_rows * depth * num_known, element)
+    all_normed = array(args[11], num_rows * depth * hidden, element)
+    last, position = array(args[12], num_rows, np.int64), array(args[13], num_rows, np.int64)
+    draws = Draws(
+        array(args[14], num_rows, np.float32),
+        array(args[15], num_rows, np.int64),
+        array(args[16], num_rows, np.float32),
+        array(args[17], num_rows, np.float32),
+        array(args[18], 2 * num_rows, np.uint32).reshape(num_rows, 2),
+    )
+    chains = array(args[19], num_rows * 4 * depth, np.int32)
     before = np.empty((1, rank), np.float32)
-    inputs = np.empty((1, 2 * rank + hidden), np.float32)  # of which the state comes first
-    parts = np.empty((1, len(biases.joint)), np.float32)
+    normed = np.empty(hidden, np.float32)
+    inputs = np.empty((1, width), np.float32)  # of which the state comes first
+    parts = np.empty((1, len(joint)), np.float32)
     added = np.empty((1, num_known), np.float32)
-    logits = np.full(len(biases.embedding), -np.inf, np.float32)
-    for row in range(num_rows):
+    logits = np.full(vocab, -np.inf, np.float32)
+    row = take(arguments)
+    while row < num_rows:
         token = last[row]
         inputs[:, :rank] = 0
         for place in range(depth):
+            slot = row * depth + place
             for i in range(rank):
-                before[0, i] = _widen(biases.embedding[token, i])
-            if len(biases.joint):
+                before[0, i] = widen(embedding[token * rank + i])
+            for i in range(hidden):
+                normed[i] = widen(all_normed[slot * hidden + i])
+            odds = sure_bias[0]
+            for i in range(hidden):
+                odds += sure[i] * normed[i]
+            for i in range(len(sure) - hidden):
+                odds += sure[hidden + i] * before[0, i]
+            if len(joint):
                 inputs[:, rank : 2 * rank] = before
-                for i in range(hidden):
-                    inputs[0, 2 * rank + i] = _widen(normed[row, place, i])
-                _product(inputs, biases.joint, parts)
+                inputs[0, 2 * rank :] = normed
+                _product(inputs, joint, parts)
                 for i in range(3 * rank):
-                    parts[0, i] += _widen(biases.joint_bias[i])
+                    parts[0, i] += widen(joint_bias[i])
                 for i in range(rank):
                     keep = _sigmoid(parts[0, i])
                     new = np.tanh(parts[0, rank + i])
                     inputs[0, i] = new + keep * (inputs[0, i] - new)
                     before[0, i] = np.tanh(parts[0, 2 * rank + i])
-            _bias(before, biases.product, biases.scales, added)
-            slot = known[row, place]
-            if len(biases.ids):
+            _bias(before, product, scales, added)
+            known = all_known[slot * num_known : (slot + 1) * num_known]
+            if len(ids):
                 for i in range(num_known):
-                    logits[biases.ids[i]] = _widen(slot[i]) + added[0, i]
+                    logits[ids[i]] = widen(known[i]) + added[0, i]
             else:
                 for i in range(num_known):
-                    logits[i] = _widen(slot[i]) + added[0, i]
+                    logits[i] = widen(known[i]) + added[0, i]
             if draws.temperature[row] == 0.0:
                 best = highest(logits)
                 token = 0
-                while token < len(logits) - 1 and logits[token] < best:
+                while token < vocab - 1 and logits[token] < best:
                     token += 1
             else:
                 token, _ = draw(logits, draws, row, position[row] + place)
-            chains[row, place] = token
-    return chains
+            at = row * 4 * depth + place
+            chains[at], chains[at + depth], chains[at + 2 * depth] = token, place - 1, 0
+            log_sure = np.float32(min(odds, 0.0) - math.log1p(math.exp(-abs(odds))))
+            chains[at + 3 * depth] = np.int32(bits(log_sure))
+        row = take(arguments)
 
 
 def _bias(before: Any, product: Any, scales: Any, added: Any) -> None:

@@ -23,13 +23,10 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import (
-    NativeValue,
     intrinsic,
     models,
     overload,
     register_model,
-    typeof_impl,
-    unbox,
 )
 from numba.np.numpy_support import as_dtype
 
@@ -58,28 +55,6 @@ class Arguments(types.Type):
 class _ArgumentsModel(models.PrimitiveModel):
     def __init__(self, manager, arguments):
         super().__init__(manager, arguments, ir.IntType(64).as_pointer())
-
-
-class Version:
-    """Names this folder's code in the arguments of a cached function elsewhere that calls it."""
-
-
-class _VersionType(types.Type):
-    def __init__(self):
-        super().__init__(f"Version({_VERSION})")
-
-
-register_model(_VersionType)(models.OpaqueModel)
-
-
-@typeof_impl.register(Version)
-def _typeof_version(_value, _context):
-    return _VersionType()
-
-
-@unbox(_VersionType)
-def _unbox_version(_type, _value, context):
-    return NativeValue(context.context.get_dummy_value())
 
 
 @intrinsic

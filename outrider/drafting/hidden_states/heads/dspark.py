@@ -103,6 +103,8 @@ class DSparkHead(DFlashHead):
         """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
         normed, known = self._slots(states[:, :depth])
         if width == 1 and self._confidence is not None:  # log probabilities tell nothing more
+            if self._chains is not None:
+                return self._chains.draw(normed, known, tokens, draws.batch, self._confidence)
             ids = self._drawn(normed, known, tokens, draws)
             before = torch.cat((tokens[:, None], ids[:, :-1]), dim=1)
             sure = self._log_confidence(normed, before).float().view(torch.int32)
@@ -119,8 +121,6 @@ class DSparkHead(DFlashHead):
 
     def _drawn(self, normed: Tensor, known: Tensor, tokens: Tensor, draws: TargetDraws) -> Tensor:
         """Return chains that follow `tokens`, int64 [n, depth]."""
-        if self._chains is not None:
-            return self._chains.draw(normed, known, tokens, draws.batch)
         paths, chain = self._no_tokens(normed), list[Tensor]()
         for place in range(known.shape[1]):
             paths, logits = self._biased(paths, normed[:, place], known[:, place], tokens)
