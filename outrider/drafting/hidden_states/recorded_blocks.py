@@ -34,10 +34,14 @@ class RecordedBlocks:
         # The tokens to catch up end, and the block begins, in the middle.
         self._slots = torch.zeros(2 * most, dtype=torch.int64)
         self._rope = torch.empty(2 * most, *head.rope.shape[1:], dtype=head.dtype)
+        # By NumPy, which copies little in less time.
+        self._slot_numbers = self._slots.numpy()
+        self._ropes = [each.view(torch.int16).numpy() for each in (self._rope, head.rope)]
         self._features = torch.empty(most, head.features.width, dtype=head.dtype)
         self._x = torch.empty(most, head.state_size, dtype=head.dtype)
-        self._masks = head.embed(torch.full((most,), head.mask_token))
+        self._embedded = head.embed(torch.full((most,), head.mask_token))
         self._table = torch.zeros(1, -(-head.max_model_len // page_size), dtype=torch.int32)
+        self._pages = self._table.numpy()[0]
         self._writes: dict[int, Recording] = {}
         self._blocks: dict[tuple[int, int], _Block] = {}
 
@@ -54,16 +58,16 @@ class RecordedBlocks:
         size, pages = self._page_size, row.slice.block_table
         places = slice(most - count, most + width)
         slots = [pages[p // size] * size + p % size for p in range(start, stop)]
-        self._slots[places] = torch.tensor(slots)
-        self._rope[places] = head.rope[start:stop]
+        self._slot_numbers[places] = slots
+        self._ropes[0][places] = self._ropes[1][start:stop]
         used = -(-stop // size)
-        self._table[0, :used] = torch.tensor(pages[:used], dtype=torch.int32)
-        self._features[:count] = row.features
+        self._pages[:used] = pages[:used]
+        self._features[:count].copy_(row.features)
         if count not in self._writes:
             self._writes[count] = self._record_write(count)
         self._writes[count].run()
-        self._x[:1] = head.embed(torch.tensor(row.slice.token_ids[-1:]))
-        self._x[1:width] = self._masks[1:width]
+        self._embedded[0] = head.embed(torch.tensor(row.slice.token_ids[-1:]))[0]
+        self._x[:width].copy_(self._embedded[:width])
         longest = min(max(_SHORTEST, 1 << (stop - 1).bit_length()), head.max_model_len)
         if (width, longest) not in self._blocks:
             self._blocks[width, longest] = self._record_block(width, longest)
