@@ -26,5 +26,5 @@ def confidences_of_log_probs(log_probs: NDArray[np.float32]) -> list[bytes]:
 
 
 def _told(log_odds: NDArray[np.float32]) -> bytes:
-    rounded = np.rint(128.0 + 16.0 * log_odds)
-    return np.minimum(np.maximum(rounded, 1), 255).astype(np.uint8).tobytes()
+    told: NDArray[np.float32] = np.rint(128.0 + 16.0 * log_odds)
+    return np.minimum(np.maximum(told, 1), 255).astype(np.uint8).tobytes()
