@@ -100,7 +100,8 @@ class DFlashHead(BlockHead):
 
         first = norm(f"{found.layer_prefixes[0]}input_layernorm.weight")
         self._layers, self._norms = stack.layers, (first, *stack.norms)
-        self._windows, self.causal, self.rope = found.windows, found.causal, stack.rope
+        self._windows, self.rope = found.windows, stack.rope
+        self.causal: Sequence[bool] = found.causal
         self._context_norm = norm(found.name("hidden_norm.weight"))
         self._norm = norm(found.name("norm.weight"))
         self._context = _Context(checkpoint, found.layer_prefixes, stack.shape, place)
