@@ -8,11 +8,12 @@ import sys
 
 import pytest
 import torch
-from numba import njit
+from numba import float32
 from torch import Tensor
 
 from outrider.engine.cpu import int8, scalars
 from outrider.engine.cpu.ops import NumbaOps
+from outrider.engine.cpu.team import Recording
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.layers.ops import TorchOps, Use
@@ -185,14 +186,15 @@ def test_mlp_rounded_to_int8_is_close_to_the_plain_one(dtype: torch.dtype) -> No
     assert 0 < error < 0.03
 
 
-def test_function_that_calls_kernels_is_compiled_again_after_a_change(
+def test_what_takes_arguments_is_compiled_again_after_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calling = njit(lambda _: 1)
+    """Also in a file elsewhere that calls the kernels' parts."""
+    types = []
     for code in (1, 2, 1):
         monkeypatch.setattr(scalars, "_VERSION", code)
-        calling(scalars.Version())
-    assert len(calling.signatures) == 2
+        types.append(scalars.Arguments(float32))
+    assert types[0] == types[2] != types[1]
 
 
 def test_kernel_without_writable_cache_compiles() -> None:
@@ -215,3 +217,22 @@ def test_kernel_without_writable_cache_compiles() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Compiled silu_mul for this CPU" in done.stderr
+
+
+@torch.inference_mode()
+def test_recorded_kernels_run_again_over_the_same_tensors() -> None:
+    ops, weight = NumbaOps(torch.float32), torch.rand(HIDDEN)
+    x = torch.zeros(3, HIDDEN)
+    with Recording() as recording:
+        found = ops.rms_norm(ops.rms_norm(x[1:], weight, 1e-5), weight, 1e-5)
+    for seed in (1, 2):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        recording.run()
+        assert torch.equal(found, ops.rms_norm(ops.rms_norm(x[1:], weight, 1e-5), weight, 1e-5))
+
+
+def test_recording_refuses_what_torch_computes() -> None:
+    x = torch.ones(3, HIDDEN)
+    with pytest.raises(AssertionError, match=r"aten\.add\.Tensor cannot be recorded"), Recording():
+        x + x
+    _assert_same(NumbaOps(torch.float32).rms_norm(x, x[0], 0.0), x)  # it runs at once again
