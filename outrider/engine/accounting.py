@@ -111,10 +111,11 @@ def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: flo
 def _waits(row: Emitted) -> bool:
     """Return whether a row's tokens are reported later, with others that follow.
 
-    Never those of a row with a proposer, which must hear of each round.
+    Never those of a row whose proposer must hear of each round by these reports.
     """
     seq, length = row.seq, row.base_len + len(row.output)
-    if row.finish_reason or row.proposer_id or row.round.drafted:
+    reported_to = row.proposer_id and not seq.drafting.offered.proposer.colocated
+    if row.finish_reason or reported_to or row.round.drafted:
         return False
     return length - seq.num_reported < seq.report_interval and row.base_len > seq.num_prompt_tokens
 

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, cast
 
 import torch
 
 from outrider import start_times
-from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, NewTokens, PostedBlock
 from outrider.drafting.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import (
@@ -36,6 +36,7 @@ from scorer_service.drafting.in_process_flags import naming_flag
 POOL: Final = "in-process"
 _MAX_FAILURES: Final = 3  # of the method, until it is given up
 _FORGIVEN: Final = 64  # rounds of drafts without a failure, after which earlier ones do not count
+_MOST_KEPT: Final = 16  # tokens of a session that wants no draft, until the method hears of them
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +56,7 @@ class _Session:
     id: int
     epoch: int
     drafted: bool = False
+    kept: list[int] = field(default_factory=list)  # latest tokens, not yet told to the method
 
 
 class InProcessProposer:
@@ -149,11 +151,7 @@ class InProcessProposer:
             for rows in own_rows:
                 self._queue.features(self._keys[rows.session_id], rows.start, rows.rows)
             for new in engine.new_tokens:
-                key = self._keys.get(new.session_id)
-                if key is not None:
-                    self._queue.commit(key, new.base_len, new.token_ids, new.num_draft_tokens)
-                    if new.finished:
-                        self.close(new.session_id)
+                self._commit(new)
             self._on_device = self._leave_on_device(engine)
             if self._queue.wanting and not self._on_device:
                 self._draft(engine, self._clock())
@@ -185,6 +183,21 @@ class InProcessProposer:
             if self._failures >= _MAX_FAILURES and self._listener is not None:
                 self._listener.failed()
                 self._listener = None
+
+    def _commit(self, new: NewTokens) -> None:
+        """Tell the method of a step's tokens; of a session without drafts, of many at once."""
+        key = self._keys.get(new.session_id)
+        if key is None:
+            return
+        kept = self._sessions[key].kept
+        kept += new.token_ids
+        asks = new.num_draft_tokens or key in self._queue.wanting
+        if asks or new.finished or len(kept) >= _MOST_KEPT:
+            end = new.base_len + len(new.token_ids)
+            self._sessions[key].kept = []
+            self._queue.commit(key, end - len(kept), kept, new.num_draft_tokens)
+        if new.finished:
+            self.close(new.session_id)
 
     def _take_features(self, engine: ColocatedEngine) -> list[FeatureRows]:
         """Return the hidden states of own sessions; those for other proposers stay."""
@@ -247,8 +260,8 @@ class InProcessProposer:
         rows: list[AsyncRow] = []
         reads = self._proposer.traits.features is not None
         for session_id, place, max_accepted, wanted, is_tree in verify_output.rows:
-            if (key := self._keys.get(session_id)) is None:
-                continue
+            if (key := self._keys.get(session_id)) is None or self._sessions[key].kept:
+                continue  # the method is behind the text
             states = None
             if reads and engine.features is not None:
                 states = engine.features.on_device(session_id, self._sessions[key].epoch)

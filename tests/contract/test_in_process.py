@@ -191,6 +191,26 @@ async def test_draft_model_computes_nothing_before_the_policy_drafts(
         assert model.forwards > 0
 
 
+async def test_method_without_drafts_hears_of_many_tokens_at_once_and_misses_none() -> None:
+    heard: list[tuple[int, int]] = []
+
+    class Heard(NgramProposer):
+        def commit(
+            self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+        ) -> None:
+            heard.append((base_len, len(tokens)))
+            super().commit(session, base_len, tokens, num_draft_tokens)
+
+    kept = Kept(lambda _: Heard(prompt_lookup_min=1, max_branches=0))
+    async with running_scorer(in_process=kept, policy=Switched) as scorer:
+        output = await scorer.generate(PROMPTS[2], max_tokens=50)
+        assert len(output.token_ids) == 50
+    ends = [base_len + count for base_len, count in heard]
+    assert [base_len for base_len, _ in heard] == [len(PROMPTS[2]), *ends[:-1]]
+    assert ends[-1] == len(PROMPTS[2]) + 50
+    assert len(heard) <= 5
+
+
 async def test_draft_model_processes_no_prompt_before_the_target() -> None:
     """Else all who come together would wait for it."""
     order: list[str] = []

@@ -91,6 +91,21 @@ def test_plain_tokens_are_reported_as_many_at_a_time_as_asked_for() -> None:
     assert commits[-1].finish_reason is FinishReason.LENGTH
 
 
+def test_tokens_without_drafts_of_a_colocated_proposer_are_reported_as_asked_for() -> None:
+    e = engine()
+    request = Request(1, (1, 2, 3), GREEDY, StopParams(max_tokens=20), stream_interval=6)
+    e.submit(request)
+    e.set_drafting(1, DraftOffer("a", 4, colocated=True))
+    commits = [commit for _ in range(10) for commit in step(e).commits]
+    assert [len(commit.token_ids) for commit in commits] == [1, 6]
+    text = [*request.prompt_token_ids, *Sequential(HashModel(32)).tokens((1, 2, 3), GREEDY, 20)]
+    e.post_block(PostedBlock(1, DraftTree.chain(13, tuple(text[13:15])), "a", 0))
+    commits += step(e).commits
+    assert commits[-1].kinds == (*[TokenKind.PLAIN] * 3, *[TokenKind.ACCEPTED] * 2, TokenKind.BONUS)
+    commits += run(e)[1]
+    assert [token for commit in commits for token in commit.token_ids] == text[3:]
+
+
 def test_row_that_gets_a_proposer_reports_what_it_held_and_then_each_round() -> None:
     e = engine()
     request = Request(1, (1, 2, 3), GREEDY, StopParams(max_tokens=20), stream_interval=16)
