@@ -112,7 +112,7 @@ class AsyncDrafts(Generic[S, D]):
             if (place := self._place(launched, state)) is not None:
                 places[state.key] = place
                 lengths[state.key] = min(most, state.follower.wanted)
-            elif not gets_none(state):
+            elif state.follower.wanted and not gets_none(state):
                 return None
         return DeviceDrafts(launched.loop.tokens, places, lengths) if places else None
 

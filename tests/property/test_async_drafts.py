@@ -26,7 +26,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.runner import EagerStep, Pending, Runner, StepRunner
+from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step
 from outrider.params import SamplingParams
@@ -43,6 +43,7 @@ from tests.support.services.drafting_scorer import (
     DraftListener,
     K,
     draw_requests,
+    enqueued,
 )
 
 WIDTH = 6  # what the target chooses per row at most
@@ -248,13 +249,6 @@ def test_engine_with_device_drafts_emits_the_plain_text(
     assert counts["draft"] > 0.9 * num_late
 
 
-def enqueued(runner: Runner, step: Step) -> Pending:
-    """Run a step when it is launched, as a device begins it then."""
-    launched = EagerStep(runner, step)
-    launched.run()
-    return launched
-
-
 @pytest.mark.parametrize("samplings", [SAMPLINGS, (*SAMPLINGS, EDITED)], ids=["", "edited"])
 def test_async_drafts_behind_prompts_are_launched(
     samplings: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch
@@ -280,7 +274,7 @@ def test_async_drafts_behind_prompts_are_launched(
     assert late == plain
     assert num_late < 0.7 * num_plain  # drafts do not foresee penalties
     assert counts["draft"] <= 2, "for those that begin where nobody else is drafted for"
-    assert counts["late"] > num_late / (2 if samplings is SAMPLINGS else 5)
+    assert counts["late"] > (0.75 if samplings is SAMPLINGS else 0.2) * num_late
 
 
 def test_eager_steps_with_device_drafts_emit_the_plain_text(

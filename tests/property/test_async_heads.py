@@ -36,7 +36,7 @@ from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateSt
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.runner import StepRunner
+from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
@@ -53,6 +53,7 @@ from tests.support.services.drafting_scorer import (
     DraftListener,
     K,
     draw_requests,
+    enqueued,
 )
 
 pytestmark = pytest.mark.timeout(400)
@@ -234,6 +235,21 @@ def test_drafts_behind_the_step_are_those_after_it_and_keep_the_text(
     assert run(requests, module(folder, method, width)) == (num_late, plain)
     assert counts["launch_after_verify"] == 0 < counts["run"]
     assert posted == behind
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_newcomers_and_ends_leave_the_others_drafts_on_the_device(
+    folder: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer's prompt is fed beside them, and a last token needs no draft."""
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, counts, Engine, "schedule_with_device_drafts")
+    monkeypatch.setattr(Runner, "launch", enqueued)
+    requests = draw_requests(VOCAB)
+    _, plain = run(requests, None)
+    num_late, late = run(requests, module(folder, method, 1))
+    assert late == plain
+    assert counts["schedule_with_device_drafts"] > 0.9 * num_late
 
 
 @pytest.mark.parametrize("method", METHODS)

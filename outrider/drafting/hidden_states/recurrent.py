@@ -61,6 +61,7 @@ class _HeadRow:
     mask: ConstraintEditor | None  # stands after the committed text; used up
     chain: bool  # the draft has one path
     num_guessed: int  # rows fed past the true ones at most
+    left_out: bool = False  # it is fed whole, and gets no draft now
 
     @property
     def end(self) -> int:
@@ -163,7 +164,8 @@ class RecurrentProposer(FeatureMethod):
             tree = DraftTree(length, tuple(tokens), tuple(parents), confidences=sure)
             done.drafts.append((state.key, tree))
             self._fed(state, length - 1)
-        rows = self._plan([state for state in states if state not in guesses], done)
+        others = [state for state in states if state not in guesses]
+        rows = self._plan(others, done, beside_drafts=bool(guesses))
         if rows:
             done = replace(done, forward_s=self._run(rows, done))
         done.lost.extend(self._take_lost())  # last: if a forward fails, the next round reports it
@@ -185,12 +187,19 @@ class RecurrentProposer(FeatureMethod):
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if len(states) < len(sessions):
             return None
-        return self._async_drafts.on_device(states, self._lacks_rows)
+        return self._async_drafts.on_device(states, self._gets_none)
+
+    def _gets_none(self, state: FeatureSession) -> bool:
+        """Return whether a session gets no draft beside those that were made behind a step."""
+        return self._lacks_rows(state) or self._num_fresh(state) > _SHORT
+
+    def _num_fresh(self, state: FeatureSession) -> int:
+        """Return the number of rows that are at hand and not fed."""
+        return state.num_rows - self._caches[state.key].computed
 
     def _lacks_rows(self, state: FeatureSession) -> bool:
         """Return whether rows are yet to come, and those at hand are not worth a forward."""
-        fresh = state.num_rows - self._caches[state.key].computed
-        return not state.ready and fresh < _PART
+        return not state.ready and self._num_fresh(state) < _PART
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         """Feed rows of sessions that another method drafts for.
@@ -236,7 +245,9 @@ class RecurrentProposer(FeatureMethod):
         forward_s = time.perf_counter() - started
         for row in rows:
             self._fed(row.state, row.end)
-            if row.wanted == 0:
+            if row.left_out:
+                done.drafts.append((row.state.key, DraftTree.chain(row.length, ())))
+            elif row.wanted == 0:
                 done.unfinished.append(row.state.key)
         return forward_s
 
@@ -291,8 +302,14 @@ class RecurrentProposer(FeatureMethod):
         if state.key not in self._sessions:
             del self._caches[state.key]
 
-    def _plan(self, asked: list[FeatureSession], done: DraftRound) -> list[_HeadRow]:
-        """Return the rows of a round, their pages reserved; most drafts wanted first."""
+    def _plan(
+        self, asked: list[FeatureSession], done: DraftRound, *, beside_drafts: bool
+    ) -> list[_HeadRow]:
+        """Return the rows of a round, their pages reserved; most drafts wanted first.
+
+        Beside drafts that were made behind a step, a prompt is fed and nothing drafted: that would
+        delay the others, so the next draft is made with theirs.
+        """
         budget = self._prefill_budget
         # The trees of a round grow together: each reserves what the largest may take.
         num_nodes = max([state.follower.wanted for state in asked], default=0)
@@ -310,7 +327,9 @@ class RecurrentProposer(FeatureMethod):
                 budget -= missing
             if missing < fresh or not state.ready:
                 wanted = 0
-            rows.append(self._row(state, missing, wanted, num_nodes))
+            left_out = beside_drafts and wanted > 0 and fresh > _SHORT
+            row = self._row(state, missing, 0 if left_out else wanted, num_nodes)
+            rows.append(replace(row, left_out=left_out))
         rows.sort(key=lambda row: -row.wanted)
         rows = [row for row in rows if self._reserve_text(row)]
         done.unfinished.extend([row.state.key for row in rows if not row.num_rows])
@@ -323,7 +342,7 @@ class RecurrentProposer(FeatureMethod):
         rows: list[_HeadRow] = []
         for state in self._sessions.values():
             cache = self._caches[state.key]
-            fresh = state.num_rows - cache.computed
+            fresh = self._num_fresh(state)
             if fresh < least or not budget:
                 continue
             row = self._row(state, min(fresh, budget), 0, 0)

@@ -9,6 +9,8 @@ from itertools import islice
 from outrider.draft_port import DraftOffer
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.engine import Engine
+from outrider.engine.runner import EagerStep, Pending, Runner
+from outrider.engine.step import Step
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
@@ -111,3 +113,10 @@ def draw_requests(
         )
         for i in range(7)
     ]
+
+
+def enqueued(runner: Runner, step: Step) -> Pending:
+    """Run a step when it is launched, as a device begins it then."""
+    launched = EagerStep(runner, step)
+    launched.run()
+    return launched
