@@ -6,13 +6,12 @@ What a broken download has fetched is kept for the next try.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 
 from outrider.errors import ConfigError, refuse
-from outrider.flag_types import from_zero
+from outrider.flag_types import RaisingParser, from_zero
 from outrider.models.download import DownloadError
 from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
@@ -23,7 +22,7 @@ _PAUSE_S = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the folders; return the exit code, 2 for a model that cannot be had."""
-    parser = argparse.ArgumentParser(
+    parser = RaisingParser(
         prog="python -m outrider.models.fetch", description="Downloads a model into HF_HOME."
     )
     parser.add_argument("model", help="a Hugging Face id")
@@ -40,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="how long to try again while the network or the hub fails",
     )
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(argv)
+    except ConfigError as error:
+        return refuse("fetch", error)
     end_at_sigterm()
     give_up = time.monotonic() + args.retry_seconds
     while True:

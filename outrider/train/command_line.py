@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.flag_types import from_zero, positive, seconds, whole, whole_number
+from outrider.flag_types import RaisingParser, from_zero, positive, seconds, whole, whole_number
 
 METHODS = {
     "eagle3": "one layer over three of the target's states (EAGLE-3)",
@@ -31,9 +31,9 @@ _SIZE_FLAGS = {
 """Sizes that are the target's unless they are given."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> RaisingParser:
     """Build the command line."""
-    parser = argparse.ArgumentParser(
+    parser = RaisingParser(
         prog="outrider train",
         description="Trains a draft method for a target model; writes its public format.",
     )
@@ -123,10 +123,10 @@ def _npy(text: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, or 2 for a wrong set-up."""
-    args = build_parser().parse_args(argv)
-    from outrider.train.run import run_responses, run_training  # torch: after --help
-
     try:
+        args = build_parser().parse_args(argv)
+        from outrider.train.run import run_responses, run_training  # torch: after --help
+
         if args.method == "responses":
             run_responses(args)
         else:

@@ -238,6 +238,16 @@ def test_fetch_missing_model_prints_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("args", [[], ["org/model", "--retry-seconds", "-1"], ["a", "b"]])
+def test_fetch_with_a_wrong_command_line_is_refused_in_one_line(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fetching.main(args) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fetch: ")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(("seconds", "code"), [("60", 0), ("0", 2)])
 def test_fetch_with_a_broken_network_tries_again_while_it_may(
     seconds: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
