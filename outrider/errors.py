@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import TextIO
 
 
 class OutriderError(Exception):
@@ -104,7 +106,17 @@ def one_line(text: str) -> str:
     return "".join(c for c in " ".join(text.split()) if c.isprintable())
 
 
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Write a line on `stream`, stderr unless given.
+
+    Where it cannot be written, since the disk is full or the reader is gone, it is lost: a process
+    that serves serves on.
+    """
+    with contextlib.suppress(OSError):
+        print(line, file=stream or sys.stderr, flush=True)
+
+
 def refuse(name: str, error: OutriderError) -> int:
     """Print one line on stderr that says why a process does not start; return its exit code."""
-    print(f"{name}: {one_line(error.message)}", file=sys.stderr, flush=True)
+    say(f"{name}: {one_line(error.message)}")
     return 2

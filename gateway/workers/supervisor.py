@@ -19,7 +19,7 @@ from gateway.processes import Worker
 from gateway.workers.metrics import retire
 from gateway.workers.shared import SharedCounts
 from outrider.child_process import ServiceProcess, ServiceSpec, describe_exit, stop_all
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, say
 from outrider.rpc.tasks import Background, all_or_first_error
 
 _LOAD_S: Final = 600.0
@@ -117,7 +117,7 @@ class Workers:
     def _relay(self, name: str, line: str) -> None:
         """Show what a worker says; at the start they all say the same."""
         if self._started or name == "worker 0":
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     async def _watch(self, index: int) -> None:
         """Start a worker again whenever it ends, later and later; give up at last."""

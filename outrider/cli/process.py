@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Coroutine
 from typing import Final
+
+from outrider.errors import say
 
 STOP_GRACE_S: Final = 1.0
 """Time between SIGTERM and SIGKILL. Ctrl-C then ends everything in under 2 s."""
@@ -17,7 +18,7 @@ START_DEADLINE_S: Final = 900.0
 def relay(name: str, line: str) -> None:
     """Show one line of a service on stderr."""
     line = line.removeprefix(name).removeprefix(":").lstrip()  # it says its name itself
-    print(f"{name:<8} | {line}", file=sys.stderr, flush=True)
+    say(f"{name:<8} | {line}")
 
 
 def run_until_signal(command: Coroutine[object, object, int]) -> int:

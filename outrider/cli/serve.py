@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
 from outrider.cli.services import ServeConfig, services
 from outrider.cli.stack import Stack
+from outrider.errors import say
 
 tell = partial(relay, "outrider")
 """Shows a line of the command's own on stderr."""
@@ -56,7 +58,7 @@ async def _serve(config: ServeConfig) -> int:
             tell(f"metrics of the gateway: {stack.ready['gateway']['http']}/metrics")
             if "--no-playground" not in config.flags.get("gateway", ()):
                 tell(f"a page to try it: {stack.ready['gateway']['http']}/")
-            print(ready_line(config, stack.ready), flush=True)
+            say(ready_line(config, stack.ready), sys.stdout)
             await stack.supervise()
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import uvloop
 
-from outrider.errors import OutriderError, refuse
+from outrider.errors import OutriderError, refuse, say
 from outrider.rpc.logs import configure_logging
 
 # Read on import, since the parent may die while torch is being imported.
@@ -56,8 +56,7 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
         await asyncio.wait([starting, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             addresses = starting.result()
-            with contextlib.suppress(BrokenPipeError):
-                print(f"ready {json.dumps({'service': name, **addresses})}", flush=True)
+            say(f"ready {json.dumps({'service': name, **addresses})}", sys.stdout)
             failing = asyncio.create_task(service.wait_failed())
             tasks.append(failing)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +113,7 @@ def run(
 
 def progress(name: str, message: str) -> None:
     """Print a line about the start-up on stderr."""
-    print(f"{name}: {message}", file=sys.stderr, flush=True)
+    say(f"{name}: {message}")
 
 
 def _on_signal(signum: int, seen: set[int], stopping: asyncio.Event) -> None:

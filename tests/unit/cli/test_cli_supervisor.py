@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
 import socket
@@ -15,9 +17,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from gateway.config import GatewayConfig
+from gateway.workers.supervisor import Workers
 from outrider.child_process import ServiceProcess, ServiceSpec
 from outrider.cli import stack as stack_module
 from outrider.cli.ports import check_port, free_port
+from outrider.cli.process import relay
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc
@@ -40,6 +45,13 @@ class Lines(list[tuple[str, str]]):
         self.append((name, line))
 
 
+class FullDisk(io.StringIO):
+    """A stream to a file for whose text there is no room."""
+
+    def write(self, _: str, /) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def spec(code: str, name: str = "scorer") -> ServiceSpec:
     return ServiceSpec(name, (sys.executable, "-c", code), optional=name == "proposer")
 
@@ -57,6 +69,20 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize("of_gateway", [False, True])
+async def test_service_whose_words_cannot_be_written_is_not_held_up(
+    of_gateway: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a disk is full or a reader has ended, nobody would empty the pipe of its stderr."""
+    workers = Workers(GatewayConfig(scorers=("127.0.0.1:1",)), ())
+    workers._started = True
+    many = "import sys\nfor _ in range(100_000): print('a line', file=sys.stderr)\n"
+    process = ServiceProcess(spec(many), workers._relay if of_gateway else relay)
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    with pytest.raises(ConfigError, match="exit code 0"):
+        await process.start(30)
 
 
 async def test_service_when_ready_relays_its_lines() -> None:
