@@ -162,6 +162,8 @@ async def stop_all(processes: Iterable[ServiceProcess], grace_s: float, kill_s: 
 
 def describe_exit(code: int) -> str:
     """Put an exit status into words."""
+    if code == -signal.SIGKILL:
+        return "signal 9 (out of memory, if nobody killed it: see dmesg)"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

@@ -97,7 +97,7 @@ class Stack:
         code = await self._services[spec.name].wait()
         raise InternalError(
             f"the {spec.name} ended with {describe_exit(code)}, so everything stops; its last "
-            "lines above say why."
+            "lines above may say why."
         )
 
     async def _restart(self, spec: ServiceSpec) -> NoReturn:
