@@ -80,7 +80,7 @@ async def plan_chat(chat: Chat, maker: RequestMaker) -> Plan:
     token_ids, prompt = await maker.intake.encode_chat(chat.conversation, chat.prompt_param)
     reading = answers.reading(prompt, choice.tools)
     if reading is not None:
-        reading = replace(reading, one_call=choice.one)
+        reading = replace(reading, one_call=choice.one, only_calls=bool(choice.forced))
     names = () if reading is None else reading.special
     special = {name: token_id for token_id, name in tokenizer.special_ids(names).items()}
     param = chat.answer_param or "tools"

@@ -232,6 +232,8 @@ class Reading:
     """Characters of a call's id, where templates want so many."""
     one_call: bool = False
     """True if calls behind the first are left out."""
+    only_calls: bool = False
+    """True if a constraint leaves nothing but calls behind the reasoning."""
 
     def new_call_id(self) -> str:
         """Return an id for a call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from gateway.answers.events import Arguments, Call, Event
+from gateway.answers.events import Arguments, Call, Content, Event
 from gateway.answers.formats import Reading
 from gateway.answers.reader import Parse, Reader
 from gateway.answers.thinking import read_thinking
@@ -30,11 +30,17 @@ class AnswerParser:
         return self._wanted(self._reader.take())
 
     def finish(self) -> list[Event]:
-        """Return the rest of the events: the text has ended."""
+        """Return the rest of the events: the text has ended.
+
+        What may still have become a call is text then, but markup where there can be only calls.
+        """
         self._reader.end()
         next(self._parse, None)
         self._reader.close()
-        return self._wanted(self._reader.take())
+        rest = self._wanted(self._reader.take())
+        if self._reading.only_calls:
+            return [event for event in rest if not isinstance(event, Content)]
+        return rest
 
     def read(self, texts: Sequence[str], *, last: bool) -> list[Event]:
         """Return the events that tokens with these texts made certain; `last`: the answer ends."""

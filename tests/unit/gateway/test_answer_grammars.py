@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,21 @@ def test_required_call_in_each_format_satisfies_its_schema(parser: str) -> None:
                 check_weather(arguments)
             else:
                 assert (name, arguments) == ("now", {})
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+def test_required_call_that_is_cut_anywhere_leaves_no_markup(parser: str) -> None:
+    answers = answer_format("", parser)
+    choice = Choice(TOOLS, ("weather", "now"))
+    reading = answers.reading("", TOOLS)
+    assert reading is not None
+    text = written(constraint_of(answers, reading, choice, None, {}), 1, ends(parser))
+    only_calls = replace(reading, only_calls=True)
+    for end in range(len(text)):
+        for pieces in ([text[:end]], list(text[:end])):
+            found = meaning(joined(events_of(only_calls, pieces)))
+            assert not found.content
+            assert found.calls == meaning(joined(events_of(reading, pieces))).calls
 
 
 @pytest.mark.parametrize("parser", TOOL_FORMATS)
