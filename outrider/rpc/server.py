@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
 from outrider.rpc.channel import LIMITS, send_pings, take_pings
 from outrider.rpc.decoding import DecodingInterceptor
 from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.health import Health
 from outrider.rpc.tls import server_credentials
 
 _MAX_INT: Final = 2**31 - 1  # of gRPC's options
+_TELL_S: Final = 1.0
+"""For those who watch `health_address`, to read the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class GrpcServer:
         self._address = address
         self._register = register
         self._service_names = tuple(service_names)
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._unix_path = unix_path
         self._health_address = health_address
         self._tls = tls
@@ -103,18 +106,16 @@ class GrpcServer:
         """
         statuses = dict.fromkeys(self._service_names, serving)
         statuses[""] = serving if process is None else process
-        for name, well in statuses.items():
-            status = "SERVING" if well else "NOT_SERVING"
-            await self._health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+        self._health.set(statuses)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new RPCs at once, and cancel the running ones after `grace_s` seconds.
 
         Until then `health_address` says NOT_SERVING.
         """
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         servers, self._servers = self._servers, []
-        for server, its_grace_s in zip(servers, (grace_s, 0.0), strict=False):
+        for server, its_grace_s in zip(servers, (grace_s, _TELL_S), strict=False):
             await server.stop(its_grace_s)
 
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.cli.ports import free_port
 from outrider.rpc import channel
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import ClientLimits, GrpcServer
@@ -124,3 +125,23 @@ async def test_server_with_unfinished_request_ends_it_in_time() -> None:
         # A client that means well does not notice that it is connected anew.
         health = health_pb2_grpc.HealthStub(opened)
         await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("own_port", [False, True])
+async def test_watch_of_health_is_told_the_end_and_holds_up_no_stop(own_port: bool) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    server = GrpcServer("127.0.0.1:0", lambda _: None, ["a.Service"], health_address=address)
+    port = await server.start()
+    await server.set_serving(True)
+    async with open_channel(address if own_port else f"127.0.0.1:{port}") as client:
+        stub = health_pb2_grpc.HealthStub(client)
+        watches = [
+            stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("a.Service", "")
+        ]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        async with asyncio.timeout(DEADLINE_S):
+            await server.stop(10 * DEADLINE_S)
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await watch.read() is grpc.aio.EOF

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -91,7 +92,7 @@ async def test_process_when_draining_lets_open_stream_end() -> None:
                     status = (await watched.read()).status
                     assert status == health_pb2.HealthCheckResponse.NOT_SERVING
                     assert not stream.done(), "at once"
-                    watched.cancel()
+                    assert await watched.read() is grpc.aio.EOF, "or the process would wait for it"
                 while await takes_connections(ready["http"]):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 held.set()
