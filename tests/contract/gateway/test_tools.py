@@ -112,6 +112,24 @@ async def test_request_without_tools_gets_calls_as_text() -> None:
             assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+async def test_call_cut_before_its_arguments_is_content_unless_it_is_forced(
+    tool_choice: str,
+) -> None:
+    cut = '<tool_call>\n{"name": "wea'
+    script = Script(tokens(cut), per_round=3, finish=common_pb2.FINISH_REASON_LENGTH)
+    async with running_gateway(script, tool_call_parser="hermes") as gateway:
+        request: Any = {"model": "default", "messages": USER, "tools": TOOLS, "seed": 1}
+        request["tool_choice"] = tool_choice
+        answer = await gateway.client.chat.completions.create(**request)
+        stream = await gateway.client.chat.completions.create(**request, stream=True)
+        streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert answer.choices[0].finish_reason == "length"
+    assert not answer.choices[0].message.tool_calls
+    assert (answer.choices[0].message.content or "") == streamed
+    assert streamed == ("" if tool_choice == "required" else cut)
+
+
 async def test_cut_call_has_finish_reason_length() -> None:
     cut = CALLS[: CALLS.index("Paris é") + 3]
     script = Script(tokens(cut), finish=common_pb2.FINISH_REASON_LENGTH)
