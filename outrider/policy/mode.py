@@ -69,11 +69,10 @@ class ModeTrials:
         """True if the incumbent was measured as well as a trial tells."""
         return self._speeds[self.incumbent].seconds.weight >= 0.8 * self._trial_steps
 
-    def resume(self) -> None:
-        """Go on after other rows or texts. Without drafts these are tried soon."""
+    def try_soon(self) -> None:
+        """Try drafts soon where there are none: with other texts they may pay."""
         if not self.incumbent.drafts:
             self._steps_left = min(self._steps_left, MOST_STEPS)
-        self.settle()
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
@@ -200,11 +199,13 @@ class ModeSelector:
         if (size, sampled) == (self._size, self._sampled):
             return False
         incumbent = self.current.incumbent if size == self._size else self.mode_at(size)
-        self._size, self._sampled = size, sampled
         if (size, sampled) not in self._known:
             self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent)
         self.current = self._known[size, sampled]
-        self.current.resume()
+        self.current.settle()
+        if sampled != self._sampled:
+            self.current.try_soon()
+        self._size, self._sampled = size, sampled
         return True
 
     def mode_at(self, size: int) -> DraftMode:

@@ -161,6 +161,19 @@ def test_sizes_of_batch_have_their_own_modes() -> None:
     assert load.modes.current.mode.drafts
 
 
+def test_sizes_that_come_back_are_not_tried_again_soon() -> None:
+    """Loads of many rows begin and end: trials lose as little time as under a steady one."""
+    load, drafting = Load(64, {OFF: 0.010, ON_DEMAND: 0.05, AHEAD: 0.05}), 0
+    load.play(3000)
+    for _ in range(10):
+        load.rows = 8
+        load.play(20)
+        load.rows = 64
+        taken = load.play(300)
+        drafting += taken[ON_DEMAND] + taken[AHEAD]
+    assert drafting < 0.02 * 3000
+
+
 def test_rows_around_a_power_of_two_stay_one_size() -> None:
     """32 requests are 31 whenever an answer ends: no trial ever began."""
     load = Load(32, {OFF: 0.010, ON_DEMAND: 0.012, AHEAD: 0.012})
