@@ -241,11 +241,13 @@ def test_drafts_behind_the_step_are_those_after_it_and_keep_the_text(
 def test_newcomers_and_ends_leave_the_others_drafts_on_the_device(
     folder: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer's prompt is fed beside them, and a last token needs no draft."""
+    """A newcomer's rows are fed beside them, of known prompts, too; a last token needs no draft."""
     counts: Counter[str] = Counter()
     counted(monkeypatch, counts, Engine, "schedule_with_device_drafts")
     monkeypatch.setattr(Runner, "launch", enqueued)
-    requests = draw_requests(VOCAB)
+    first, *others = draw_requests(VOCAB)
+    known = [replace(each, prompt_token_ids=first.prompt_token_ids) for each in others[::2]]
+    requests = [first, *known, *others[1::2]]
     _, plain = run(requests, None)
     num_late, late = run(requests, module(folder, method, 1))
     assert late == plain

@@ -163,6 +163,7 @@ class RecurrentProposer(FeatureMethod):
             length = len(state.follower.tokens)
             tree = DraftTree(length, tuple(tokens), tuple(parents), confidences=sure)
             done.drafts.append((state.key, tree))
+            state.patient = False
             self._fed(state, length - 1)
         others = [state for state in states if state not in guesses]
         rows = self._plan(others, done, beside_drafts=bool(guesses))
@@ -191,7 +192,11 @@ class RecurrentProposer(FeatureMethod):
 
     def _gets_none(self, state: FeatureSession) -> bool:
         """Return whether a session gets no draft beside those that were made behind a step."""
-        return self._lacks_rows(state) or self._num_fresh(state) > _SHORT
+        return self._lacks_rows(state) or self._is_left_out(state)
+
+    def _is_left_out(self, state: FeatureSession) -> bool:
+        """Return whether a draft would delay those of others: a newcomer's, or of many rows."""
+        return state.patient or self._num_fresh(state) > _SHORT
 
     def _num_fresh(self, state: FeatureSession) -> int:
         """Return the number of rows that are at hand and not fed."""
@@ -249,6 +254,8 @@ class RecurrentProposer(FeatureMethod):
                 done.drafts.append((row.state.key, DraftTree.chain(row.length, ())))
             elif row.wanted == 0:
                 done.unfinished.append(row.state.key)
+                continue
+            row.state.patient = False
         return forward_s
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> FeatureSession:
@@ -307,8 +314,8 @@ class RecurrentProposer(FeatureMethod):
     ) -> list[_HeadRow]:
         """Return the rows of a round, their pages reserved; most drafts wanted first.
 
-        Beside drafts that were made behind a step, a prompt is fed and nothing drafted: that would
-        delay the others, so the next draft is made with theirs.
+        Beside drafts that were made behind a step some are fed and not drafted for: that would
+        delay the others, so their next drafts are made with these.
         """
         budget = self._prefill_budget
         # The trees of a round grow together: each reserves what the largest may take.
@@ -327,7 +334,7 @@ class RecurrentProposer(FeatureMethod):
                 budget -= missing
             if missing < fresh or not state.ready:
                 wanted = 0
-            left_out = beside_drafts and wanted > 0 and fresh > _SHORT
+            left_out = beside_drafts and wanted > 0 and self._is_left_out(state)
             row = self._row(state, missing, 0 if left_out else wanted, num_nodes)
             rows.append(replace(row, left_out=left_out))
         rows.sort(key=lambda row: -row.wanted)

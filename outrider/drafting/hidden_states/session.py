@@ -42,7 +42,17 @@ class HeldRows:
 class FeatureSession:
     """A session's committed tokens, and the feature rows that are still of use."""
 
-    __slots__ = ("_chunks", "_held", "end", "first", "follower", "key", "mask", "samples")
+    __slots__ = (
+        "_chunks",
+        "_held",
+        "end",
+        "first",
+        "follower",
+        "key",
+        "mask",
+        "patient",
+        "samples",
+    )
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class FeatureSession:
         self.follower = follower
         self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
+        self.patient = True  # its first draft may be left out, until there was one
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
         self._held = held
