@@ -12,10 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from outrider.vllm import adapter
 from outrider.vllm.proposer import RemoteProposer
 
 _WRITTEN_S = 0.25  # between writes
-_NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s")
+PARTS = ("between_s", "inputs_s", "device_s")
+"""Of a step after a hit: from `propose` to `execute_model`, until the model's launch, and the
+device's work on model and sampling. The rest is `propose` itself and the way of the results."""
+_NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s", *PARTS)
 
 
 class _Times:
@@ -26,13 +32,42 @@ class _Times:
         self.sums = dict.fromkeys(_NAMES, 0.0)
         self._written = 0.0
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
+        self._ended = self._began = 0.0  # the last call; the step after it
+        self._launched, self._sampled = _mark(), _mark()
+        self._launched_at = 0.0
+
+    def watch(self, runner: Any) -> None:
+        """Time the parts of a model runner's steps."""
+        execute, forward, sample = runner.execute_model, runner._model_forward, runner._sample
+
+        def timed_execute(*args: Any, **kwargs: Any) -> Any:
+            self._began = time.perf_counter()
+            return execute(*args, **kwargs)
+
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+            self._launched_at = time.perf_counter()
+            self._launched.record()
+            return forward(*args, **kwargs)
+
+        def timed_sample(*args: Any, **kwargs: Any) -> Any:
+            output = sample(*args, **kwargs)
+            self._sampled.record()
+            return output
+
+        runner.execute_model, runner._model_forward = timed_execute, timed_forward
+        runner._sample = timed_sample
 
     def add(self, began: float, waited_s: float, drafts: Sequence[object]) -> None:
+        """Count a call of `propose` that ends now, and the step before it."""
         now, sums, rows = time.perf_counter(), self.sums, len(drafts)
         if self._last is not None and self._last[1] == rows:
             sums["hits"] += 1
             sums["hit_s"] += began - self._last[0]
+            sums["between_s"] += self._began - self._ended
+            sums["inputs_s"] += self._launched_at - self._began
+            sums["device_s"] += self._launched.elapsed_time(self._sampled) * 1e-3
         self._last = None if waited_s or not all(drafts) else (began, rows)
+        self._ended = now
         added = (1, rows, now - began - waited_s, waited_s)
         for name, value in zip(_NAMES, added, strict=False):
             sums[name] += value
@@ -41,6 +76,21 @@ class _Times:
             part = self._file.with_suffix(".part")
             part.write_text(json.dumps(sums))
             part.rename(self._file)
+
+
+class _HostMark:
+    """A CUDA event's interface on a CPU, where a launched operation is done."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: _HostMark) -> float:
+        return (later.at - self.at) * 1e3
+
+
+def _mark() -> Any:
+    on_gpu = torch.cuda.is_available()
+    return torch.cuda.Event(enable_timing=True) if on_gpu else _HostMark()
 
 
 def read_times(file: Path) -> dict[str, float]:
@@ -64,6 +114,7 @@ class TimedProposer(RemoteProposer):
         new = self._host is None
         super().bind(runner)
         if new and self._host is not None:
+            self._times.watch(runner)
             self._take, self._host.take = self._host.take, self._timed_take  # type: ignore[method-assign]
 
     def _timed_take(self, timeout_s: float = 0.0) -> Any:
@@ -89,7 +140,9 @@ class BareProposer:
         self._times = _Times(vllm_config)
         self._k = vllm_config.speculative_config.num_speculative_tokens
 
-    def load_model(self, *_: Any, **__: Any) -> None: ...
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Find the model runner, to time its steps."""
+        self._times.watch(adapter.find_runner(self))
 
     def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:
         began = time.perf_counter()
