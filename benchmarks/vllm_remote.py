@@ -76,16 +76,13 @@ class _Timed(VllmSystem):
         if (steps := spent["steps"]) <= 0:
             return []
         propose_ms, waited_ms = (spent[name] * 1e3 / steps for name in ("propose_s", "waited_s"))
-        hit_ms, *parts_ms = (
-            spent[name] * 1e3 / max(1.0, spent["hits"]) for name in ("hit_s", *PARTS)
-        )
-        between_ms, inputs_ms, device_ms = parts_ms
+        hits = max(1.0, spent["hits"])
+        hit_ms, *parts_ms = (spent[name] * 1e3 / hits for name in ("hit_s", *PARTS))
         return [
             f"a step of {spent['rows'] / steps:.1f} rows: propose {propose_ms:.2f} ms, waited "
             f"{waited_ms:.2f} ms; after all rows had drafts at once "
-            f"({spent['hits'] / steps:.0%}), {hit_ms:.2f} ms to the next: scheduler "
-            f"{between_ms:.2f}, inputs {inputs_ms:.2f}, device {device_ms:.2f}, propose and "
-            f"results {hit_ms - sum(parts_ms):.2f} ms"
+            f"({spent['hits'] / steps:.0%}), {hit_ms:.2f} ms to the next: scheduler, inputs, GPU "
+            f"{', '.join(f'{ms:.2f}' for ms in parts_ms)}, the rest {hit_ms - sum(parts_ms):.2f}"
         ]
 
 

@@ -32,30 +32,31 @@ class _Times:
         self.sums = dict.fromkeys(_NAMES, 0.0)
         self._written = 0.0
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
-        self._ended = self._began = 0.0  # the last call; the step after it
-        self._launched, self._sampled = _mark(), _mark()
-        self._launched_at = 0.0
+        self._ended = self._began = self._launched_at = 0.0  # the last call; the step after it
+        cuda: Any = torch.cuda
+        self._marks = [cuda.Event(enable_timing=True) for _ in range(2 * cuda.is_available())]
 
     def watch(self, runner: Any) -> None:
         """Time the parts of a model runner's steps."""
         execute, forward, sample = runner.execute_model, runner._model_forward, runner._sample
 
-        def timed_execute(*args: Any, **kwargs: Any) -> Any:
+        def begin(*args: Any, **kwargs: Any) -> Any:
             self._began = time.perf_counter()
             return execute(*args, **kwargs)
 
-        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
             self._launched_at = time.perf_counter()
-            self._launched.record()
+            for mark in self._marks[:1]:
+                mark.record()
             return forward(*args, **kwargs)
 
-        def timed_sample(*args: Any, **kwargs: Any) -> Any:
+        def end(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
-            self._sampled.record()
+            for mark in self._marks[1:]:
+                mark.record()
             return output
 
-        runner.execute_model, runner._model_forward = timed_execute, timed_forward
-        runner._sample = timed_sample
+        runner.execute_model, runner._model_forward, runner._sample = begin, launch, end
 
     def add(self, began: float, waited_s: float, drafts: Sequence[object]) -> None:
         """Count a call of `propose` that ends now, and the step before it."""
@@ -65,7 +66,8 @@ class _Times:
             sums["hit_s"] += began - self._last[0]
             sums["between_s"] += self._began - self._ended
             sums["inputs_s"] += self._launched_at - self._began
-            sums["device_s"] += self._launched.elapsed_time(self._sampled) * 1e-3
+            if self._marks:
+                sums["device_s"] += self._marks[0].elapsed_time(self._marks[1]) * 1e-3
         self._last = None if waited_s or not all(drafts) else (began, rows)
         self._ended = now
         added = (1, rows, now - began - waited_s, waited_s)
@@ -76,21 +78,6 @@ class _Times:
             part = self._file.with_suffix(".part")
             part.write_text(json.dumps(sums))
             part.rename(self._file)
-
-
-class _HostMark:
-    """A CUDA event's interface on a CPU, where a launched operation is done."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: _HostMark) -> float:
-        return (later.at - self.at) * 1e3
-
-
-def _mark() -> Any:
-    on_gpu = torch.cuda.is_available()
-    return torch.cuda.Event(enable_timing=True) if on_gpu else _HostMark()
 
 
 def read_times(file: Path) -> dict[str, float]:
@@ -110,7 +97,7 @@ class TimedProposer(RemoteProposer):
         self._waited_s = 0.0
 
     def bind(self, runner: Any) -> None:
-        """Time what the host waits as well."""
+        """Time the runner's steps, and what the host waits."""
         new = self._host is None
         super().bind(runner)
         if new and self._host is not None:
