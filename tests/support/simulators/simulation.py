@@ -166,7 +166,7 @@ class World:
         runner: StepRunner | None = None,
     ) -> None:
         self.now = 0.0
-        self.rng = rng
+        self.rng, self.policy = rng, policy
         self.model = model or HashModel(
             VOCAB, config.page_size, config.num_pages, config.max_model_len
         )

@@ -156,8 +156,10 @@ class TwoDevices(World):
         """Of all answers so far."""
         return sum([len(text) - PROMPT for text in self.committed.values()])
 
-    def rate(self, seconds: float) -> float:
-        """Tokens per second of the next so many."""
+    def rate(self, seconds: float, *, after: float = 0.0) -> float:
+        """Tokens per second of so many, which begin after others."""
+        if after:
+            self.run(self.now + after)
         before, until = self.num_tokens, self.now + seconds
         self.steps = self.steps_on_demand = 0
         self.run(until)

@@ -1,10 +1,12 @@
-"""What steps and drafts take, and how many draft tokens that makes worth verifying."""
+"""What is learned of steps, drafts and confidences, and which draft tokens that makes worth it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,126 +17,146 @@ from outrider.policy.acceptance import Acceptance
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.measurements import DraftTimes
 from outrider.policy.row import Drafting, Offered
-from outrider.rounds import Round
+from outrider.rounds import UNDRAFTED, Round, chain_round
 from outrider.step_times import StepSizes
 
-# Seconds of a 62 M model's steps by tokens.
-STEP_S = ((1, 0.0075), (4, 0.0078), (8, 0.0089), (16, 0.0110), (64, 0.0260), (640, 0.2))
+# Seconds of steps by tokens: of a 62 M model, and of one whose every token takes as long.
+STEP_S = {1: 0.0075, 4: 0.0078, 8: 0.0089, 16: 0.0110, 64: 0.0260, 640: 0.2}
+EVEN_STEP_S = {n: 0.004 + 0.001 * n for n in (1, 2, 4, 8, 16, 64)}
+SURE, UNSURE = 200, 90
+TRUE_SHARE = {SURE: 0.95, UNSURE: 0.3}
 
 
-def row(k: int, *, sampled: bool = False, proposer: str = "a") -> Drafting:
+def row(k: int = 4, *, sampled: bool = False, proposer: str = "a") -> Drafting:
     return Drafting(Offered(k, sampled, DraftOffer(proposer, k)), drafter=proposer)
 
 
-def met(rows: list[Drafting], round_: Round, acceptance: Acceptance, times: int = 100) -> None:
+def rows(num: int, k: int = 4) -> list[Drafting]:
+    return [row(k) for _ in range(num)]
+
+
+def met(acceptance: Acceptance, times: int, *rounds: tuple[Drafting, Round]) -> None:
     for _ in range(times):
-        acceptance.observe([(each, round_, b"") for each in rows])
+        acceptance.observe([(each, round_, b"") for each, round_ in rounds])
 
 
-def counts(
-    rows: list[Drafting], rounds: Sequence[Round], steps: tuple[tuple[int, float], ...]
-) -> list[int]:
-    """What rows draft after many such rounds."""
+def policy_after(
+    *rounds: tuple[Drafting, Round], step_s: Mapping[int, float], times: int = 50, num_rows: int = 1
+) -> AdaptivePolicy:
     policy = AdaptivePolicy(16)
-    for _ in range(50):
-        for round_ in rounds:
-            met(rows, round_, policy.measured.acceptance, times=1)
-    for num_tokens, seconds in steps:
-        policy.measured.costs.observe_step(len(rows), num_tokens, seconds)
-    return policy.choose_counts(rows)
+    for _ in range(times):
+        for each in rounds:
+            met(policy.measured.acceptance, 1, each)
+    for num_tokens, seconds in step_s.items():
+        policy.measured.costs.observe_step(num_rows, num_tokens, seconds)
+    return policy
 
 
 def test_drafts_grow_with_acceptance_and_shrink_with_load() -> None:
-    rounds = [Round(8, 8, accepted, rejected=accepted < 8) for accepted in (0, 1, 3, 8)]
-    by_agreement = [counts([row(8)], [each], STEP_S)[0] for each in rounds]
+    rounds = [chain_round(8, accepted) for accepted in (0, 1, 3, 8)]
+
+    def count(num_rows: int, *met: Round) -> int:
+        all_rows = rows(num_rows, 8)
+        each = itertools.product(all_rows, met)
+        policy = policy_after(*each, step_s=STEP_S, num_rows=num_rows)
+        return policy.choose_counts(all_rows)[0]
+
+    by_agreement = [count(1, each) for each in rounds]
     assert by_agreement == sorted(by_agreement)
     assert (by_agreement[0], by_agreement[-1]) == (0, 8)
-    by_rows = [counts([row(8) for _ in range(n)], rounds, STEP_S)[0] for n in (1, 4, 16, 64)]
+    by_rows = [count(n, *rounds) for n in (1, 4, 16, 64)]
     assert by_rows == sorted(by_rows, reverse=True)
     assert by_rows[0] > by_rows[-1]
 
 
 def test_rows_share_a_step_by_what_their_drafts_meet() -> None:
     """Every token has the same price, so those of the row whose drafts come true are bought."""
-    good, poor = row(8), row(8)
-    policy = AdaptivePolicy(8)
-    for _ in range(40):
-        rounds = (good, Round(8, 8, 8, rejected=False)), (poor, Round(8, 8, 0, rejected=True))
-        policy.measured.acceptance.observe([(*each, b"") for each in rounds])
-    for num_tokens in (2, 4, 8, 16):
-        policy.measured.costs.observe_step(2, num_tokens, 0.004 + 0.001 * num_tokens)
+    good, poor = rows(2, 8)
+    met = (good, chain_round(8, 8)), (poor, chain_round(8, 0))
+    policy = policy_after(*met, step_s=EVEN_STEP_S, num_rows=2)
     assert policy.choose_counts([good, poor]) == [8, 0]
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(9, 9), (3, 0)])
+def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for(
+    depth: int, expected: int
+) -> None:
+    """All levels come true."""
+    each, steps = row(9), {n: 0.002 + 0.002 * n for n in (1, 2, 4, 8, 16)}
+    policy = policy_after((each, Round(9, depth, depth, rejected=False)), step_s=steps)
+    assert policy.choose_counts([each]) == [expected]
 
 
 @pytest.mark.parametrize(("token_s", "expected"), [(0.0, 12), (0.002, 1)])
 def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expected: int) -> None:
     """A step waits for the drafts, which take that long."""
-    policy, each = AdaptivePolicy(12), row(12)
-    met([each], Round(2, 2, 1, rejected=True), policy.measured.acceptance)
-    for num_tokens in (1, 13):
-        policy.measured.costs.observe_step(1, num_tokens, 0.0048)
+    each = row(12)
+    policy = policy_after((each, chain_round(2, 1)), step_s={1: 0.0048, 13: 0.0048}, times=100)
     times = policy.measured.costs.draft_times(each)
     times.observe(0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True)
     assert policy.choose_counts([each]) == [expected]
 
 
 def test_a_row_that_drafts_nothing_comes_back_to_its_proposers_acceptance() -> None:
-    acceptance, poor, others = Acceptance(), row(4), row(4)
-    met([others], Round(4, 4, 4, rejected=False), acceptance)
-    met([poor], Round(4, 4, 0, rejected=True), acceptance, times=8)
+    acceptance, poor, others = Acceptance(), row(), row()
+    met(acceptance, 100, (others, chain_round(4, 4)))
+    met(acceptance, 8, (poor, chain_round(4, 0)))
     before = acceptance.survivals([poor, others], 1)
-    met([poor], Round(0, 0, 0, rejected=False), acceptance, times=64)
+    met(acceptance, 64, (poor, UNDRAFTED))
     after = acceptance.survivals([poor, others], 1)
     assert before[0] < 0.7 * before[1]
     assert after[0] == pytest.approx(after[1], rel=0.1)
 
 
 def test_acceptance_differs_by_depth_and_by_kind_of_text() -> None:
-    acceptance, greedy, sampled = Acceptance(), row(4), row(4, sampled=True)
-    met([greedy], Round(4, 4, 2, rejected=True), acceptance)
-    met([sampled], Round(4, 4, 0, rejected=True), acceptance)
-    first, second, third, _ = acceptance.survivals([row(4)], 4)[0]
+    acceptance = Acceptance()
+    met(acceptance, 100, (row(), chain_round(4, 2)))
+    met(acceptance, 100, (row(sampled=True), chain_round(4, 0)))
+    first, second, third, _ = acceptance.survivals([row()], 4)[0]
     assert first > second > 0.9
     assert third < 0.1
-    assert acceptance.survivals([row(4, sampled=True)], 1)[0] < 0.1
-
-
-def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for() -> None:
-    steps = tuple((n, 0.002 + 0.002 * n) for n in (1, 2, 4, 8, 16))
-    for depth, expected in ((9, 9), (3, 0)):  # of nine nodes; all levels come true
-        assert counts([row(9)], [Round(9, depth, depth, rejected=False)], steps) == [expected]
+    assert acceptance.survivals([row(sampled=True)], 1)[0] < 0.1
 
 
 def test_proposers_of_ever_new_names_do_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measurements, "MAX_NAMES", 8)
-    policy = AdaptivePolicy(4)
+    measured = AdaptivePolicy(4).measured
     for i in range(20):
-        met([each := row(4, proposer=f"p{i}")], Round(4, 4, 1, True), policy.measured.acceptance, 1)
-        policy.measured.costs.draft_times(each)
-    assert len(policy.measured.acceptance._kinds) == len(policy.measured.costs._drafts) == 8
-
-
-SIZES = ((1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160))
+        met(measured.acceptance, 1, (each := row(proposer=f"p{i}"), chain_round(4, 1)))
+        measured.costs.draft_times(each)
+    assert len(measured.acceptance._kinds) == len(measured.costs._drafts) == 8
 
 
 def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
     """All tokens of a size cost the same, so it is filled; one token more costs the next size."""
-    policy = AdaptivePolicy(4)
+    sizes = (1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160)
+    policy, each = AdaptivePolicy(4), rows(20)
     costs = policy.measured.costs
-    costs.sizes = StepSizes(SIZES)
-    for size in SIZES:
+    costs.sizes = StepSizes(sizes)
+    for size in sizes:
         costs.observe_step(*size, 0.010 + 0.0001 * size[1])
     costs.observe_step(20, 20, 0.0132)
-    rows = [row(4) for _ in range(20)]
     for accepted in (4, 3, 0, 1, 0, 4, 0, 0) * 20:
-        met(rows, Round(4, 4, accepted, rejected=accepted < 4), policy.measured.acceptance, 1)
-    assert len(rows) + sum(policy.choose_counts(rows)) in {64, 96}
+        met(policy.measured.acceptance, 1, *((row, chain_round(4, accepted)) for row in each))
+    assert 20 + sum(policy.choose_counts(each)) in {64, 96}
     # A step of 70 tokens took as long as its size does.
     before = costs.steps.estimate(96)
     costs.observe_step(32, 70, 0.005)
     assert costs.steps.estimate(96) < before
+
+
+@pytest.mark.parametrize("num_rows", [8, 100])
+def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
+    """Though only a few of its rows choose: a fraction more would be the next size."""
+    policy, plain = AdaptivePolicy(4), (num_rows, num_rows)
+    costs, dear = policy.measured.costs, ((num_rows, 2 * num_rows), (128, 640))
+    costs.sizes = StepSizes([plain, *dear])
+    for size, seconds in ((dear[0], 0.1), (dear[1], 0.2), (plain, 0.010)):
+        costs.observe_step(*size, seconds)
+    for choosing in range(1, num_rows + 1):
+        assert policy.choose_counts(rows(choosing)) == [0] * choosing
 
 
 def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
@@ -160,10 +182,9 @@ def test_of_drafts_that_took_longer_without_a_step_the_last_ones_count(alone: bo
 
 
 SECONDS = st.floats(0.0, 1e4)
-ANSWERS = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 128), st.booleans()), max_size=30)
 
 
-@given(ANSWERS)
+@given(st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 128), st.booleans()), max_size=30))
 def test_delays_are_numbers_and_not_negative_whatever_is_measured(
     answers: list[tuple[float, float, int, bool]],
 ) -> None:
@@ -175,16 +196,24 @@ def test_delays_are_numbers_and_not_negative_whatever_is_measured(
             assert all(0.0 <= each < float("inf") for each in found)
 
 
-@pytest.mark.parametrize("num_rows", [8, 100])
-def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
-    """Though only a few of its rows choose: a fraction more would be the next size."""
-    policy = AdaptivePolicy(4)
-    costs = policy.measured.costs
-    costs.sizes = StepSizes([(num_rows, num_rows), (num_rows, 2 * num_rows), (128, 640)])
-    costs.observe_step(num_rows, num_rows, 0.010)
-    costs.observe_step(num_rows, 2 * num_rows, 0.1)
-    costs.observe_step(128, 640, 0.2)
-    costs.observe_step(num_rows, num_rows, 0.010)
-    for choosing in range(1, num_rows + 1):
-        rows = [row(4) for _ in range(choosing)]
-        assert policy.choose_counts(rows) == [0] * choosing
+def told_confidences(*, honest: bool) -> AdaptivePolicy:
+    """A policy after drafts of one token each, with an honest or a random confidence."""
+    policy, rng, each = policy_after(step_s=EVEN_STEP_S, num_rows=4), random.Random(1), row()
+    for _ in range(600):
+        told = rng.choice((SURE, UNSURE))
+        meant = told if honest else rng.choice((SURE, UNSURE))
+        round_ = chain_round(1, int(rng.random() < TRUE_SHARE[meant]))
+        policy.measured.acceptance.observe([(each, round_, bytes([told]))])
+    return policy
+
+
+def test_cut_verifies_the_sure_tokens_of_all_rows() -> None:
+    drafts = [bytes((SURE, SURE)), bytes((UNSURE, SURE)), bytes((SURE, UNSURE)), bytes((UNSURE,))]
+    policy = told_confidences(honest=True)
+    assert policy.cut([(row(), told) for told in drafts], 0) == [2, 0, 1, 0]
+
+
+def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
+    acceptance = told_confidences(honest=False).measured.acceptance
+    told = acceptance.told([(row(), bytes((SURE, UNSURE))), (row(), bytes((UNSURE, SURE)))], 2)
+    np.testing.assert_allclose(told[:, 0], sum(TRUE_SHARE.values()) / 2, atol=0.12)

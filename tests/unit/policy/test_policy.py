@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from outrider.config import EngineConfig
+from outrider.config import SPECULATION_POLICIES, EngineConfig
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy
+from outrider.policy.base import DraftMode, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.policy.fixed import FixedPolicy
 from outrider.policy.waiting import MAX_PATIENCE_S
-from outrider.types import Request, RequestStats
+from outrider.types import Commit, Request, RequestStats
+from scorer_service.core import POLICIES
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import (
     VOCAB,
@@ -30,6 +34,7 @@ CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048, num_specu
 # Seconds of a step by its tokens: a 62 M model's on a CPU, and an 8B's on an H200.
 CPU_STEP_S = {1: 0.0075, 4: 0.0078, 8: 0.0089, 16: 0.0110, 64: 0.0260, 640: 0.2}
 GPU_STEP_S = {1: 0.0046, 8: 0.0048, 40: 0.0052, 160: 0.0063, 320: 0.0097, 640: 0.016}
+PAGE = Path(__file__).parents[3] / "docs/another-policy.md"
 PLAIN_S = CPU_STEP_S[1]  # of a token without drafts
 NEAR = Net(0.0003)
 NEVER = Net(1e6)  # the way to a silent proposer
@@ -49,27 +54,28 @@ class Bench(World):
         *,
         eps: float = 0.0,
         times: Callable[[int], float] | None = None,
+        method: tuple[Any, Any] | None = None,
     ) -> None:
         times = times or step_s(CPU_STEP_S)
         super().__init__(policy or AdaptivePolicy(4), CONFIG, times, random.Random(1))
-        self.add(draft_model(eps, num_pages=4096, max_branches=0), net)
+        self.proposer = self.add(method or draft_model(eps, max_branches=0), net)
 
     def ask(
-        self, count: int = 1, max_tokens: int = 200, speculation: SpeculationParams | None = None
+        self,
+        count: int = 1,
+        max_tokens: int = 200,
+        speculation: SpeculationParams | None = None,
+        temperature: float = 0.0,
     ) -> list[RequestStats]:
         """Run so many requests to their end."""
         first = len(self.requests)
         for i in range(first, first + count):
-            stop, wanted = StopParams(max_tokens=max_tokens), speculation or SpeculationParams()
-            sampling = SamplingParams(temperature=0.0)
+            sampling, stop = SamplingParams(temperature, seed=i), StopParams(max_tokens)
+            wanted = speculation or SpeculationParams()
             self.submit(Request(i, (i % VOCAB, i // VOCAB), sampling, stop, wanted))
         self.run()
         stats = [self.last[i].stats for i in range(first, first + count)]
         return [each for each in stats if each is not None]
-
-    @property
-    def proposer(self) -> Player:
-        return self.players[0]
 
 
 def test_a_good_proposer_is_waited_for_and_used() -> None:
@@ -118,10 +124,7 @@ def test_a_useless_proposer_costs_little_and_is_tried_again() -> None:
 
 def advised(policy: Policy, delay_s: float) -> Bench:
     """With a proposer that knows what a request's advice says."""
-    bench = Bench(policy)
-    bench.players.clear()
-    bench.add(deterministic(max_branches=0), Net(delay_s / 2), own_device=True)
-    return bench
+    return Bench(policy, Net(delay_s / 2), method=deterministic(max_branches=0))
 
 
 @pytest.mark.parametrize("delay_s", [0.0004, 0.002, 0.005, 0.01])
@@ -221,13 +224,64 @@ def test_rows_are_gathered_where_that_pays() -> None:
     assert bench.rows_per_step.count(2) > 0.7 * len(bench.rows_per_step)
 
 
+class Eager(Bench):
+    """Its proposer drafts although nobody asked it to."""
+
+    def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
+        super()._told(player, key, commit._replace(num_draft_tokens=4), step_s)
+
+
 @pytest.mark.parametrize(
-    "speculation",
-    [SpeculationParams(enabled=False), SpeculationParams(num_speculative_tokens=0)],
+    ("policy", "speculation"),
+    [
+        ("adaptive", SpeculationParams(enabled=False)),
+        ("adaptive", SpeculationParams(num_speculative_tokens=0)),
+        ("off", SpeculationParams()),
+        ("off", SpeculationParams(num_speculative_tokens=2)),
+    ],
 )
-def test_without_speculation_nothing_waits_or_counts(speculation: SpeculationParams) -> None:
-    (stats,) = Bench().ask(speculation=speculation)
+def test_without_speculation_nothing_waits_or_counts(
+    policy: str, speculation: SpeculationParams
+) -> None:
+    bench = Eager(POLICIES[policy](4))
+    (stats,) = bench.ask(speculation=speculation)
+    assert stats.rounds == stats.output_tokens
     assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
+    assert bench.last[0].num_draft_tokens == 0
+    assert (1 in bench.engine.snapshot().undrafted_sizes) == (policy == "off"), "nobody asks"
+
+
+def test_every_policy_of_the_flag_is_built() -> None:
+    assert set(POLICIES) == set(SPECULATION_POLICIES)
+
+
+def test_policy_of_the_page_drafts_what_is_likely_and_is_faster_than_none() -> None:
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
+    bench = Bench(names["LikelyTokens"](4), eps=0.05)
+    (stats,) = bench.ask()
+    assert stats.accepted > 0.6 * stats.drafted > 0
+    assert bench.now < 0.8 * stats.output_tokens * PLAIN_S
+
+
+class CutOnDemand(AdaptivePolicy):
+    """Without trials of other modes."""
+
+    may_wait = True
+    mode = DraftMode.ON_DEMAND
+
+
+def test_cut_by_confidence_is_faster_than_by_depth_where_tokens_take_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the step times of an embedded target on a CPU, at temperature 1."""
+    times = step_s({1: 0.026, 5: 0.044, 16: 0.057, 32: 0.076, 128: 0.228})
+    by_confidence, by_depth = (Bench(CutOnDemand(4), eps=0.2, times=times) for _ in range(2))
+    monkeypatch.setattr(by_depth.policy, "cut", lambda drafts, _: [len(told) for _, told in drafts])
+    monkeypatch.setattr(by_depth.policy.measured.acceptance, "confident", lambda _: False)
+    for bench in (by_confidence, by_depth):
+        bench.ask(16, 100, temperature=1.0)
+    assert by_depth.now > 1.03 * by_confidence.now
 
 
 def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_once() -> None:
@@ -249,9 +303,8 @@ def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_
 def test_branches_are_there_before_the_verdict(forward_s: float, k: int) -> None:
     """Of two H200s' times: a round is a verification, and little more."""
     step_s = 0.0049
-    bench = Bench(times=lambda _: step_s)
-    bench.players.clear()
-    bench.add(draft_model(0.028, forward_s, max_branches=16), Net(0.000575))
+    method = draft_model(0.028, forward_s, max_branches=16)
+    bench = Bench(net=Net(0.000575), times=lambda _: step_s, method=method)
     (stats,) = bench.ask(max_tokens=240)
     assert stats.hits >= 0.9 * stats.iter_count
     assert stats.misses_late <= 0.05 * stats.iter_count
