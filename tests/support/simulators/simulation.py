@@ -31,7 +31,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
-from outrider.policy.base import Policy
+from outrider.policy.base import DraftMode, Policy
 from outrider.types import Commit, Request, StepEvents
 from proposer_service.pace import PaceMeter
 from tests.support.models.hash_model import HashModel
@@ -122,13 +122,17 @@ def draft_model(
     max_model_len: int = MAX_LEN,
 ) -> tuple[Proposer, Clock]:
     clock = Clock()
-    model = DraftHash(
-        clock, eps, forward_s, row_s, page_size=4, num_pages=num_pages, max_model_len=max_model_len
-    )
+    sizes = {"page_size": 4, "num_pages": num_pages, "max_model_len": max_model_len}
+    return drafting_with(DraftHash(clock, eps, forward_s, row_s, **sizes), clock, max_branches)
+
+
+def drafting_with(
+    model: HashModel, clock: Clock, max_branches: int, **limits: int
+) -> tuple[Proposer, Clock]:
     method = DraftModelProposer(
         model,
         name="hash",
-        limits=ProposerLimits(max_branches=max_branches),
+        limits=ProposerLimits(max_branches=max_branches, **limits),
         fork_drafter=EagerForks(model),
         clock=clock,
     )
@@ -153,7 +157,9 @@ def hybrid(*methods: tuple[Proposer, Clock]) -> tuple[Proposer, Clock]:
 
 
 class World:
-    """Runs requests to their end; `texts` and `stats` hold what came of them."""
+    """Runs requests to their end: see `committed` and `last`; or `set_rows` without end."""
+
+    answer_len = 0  # tokens of each request that follows another
 
     def __init__(
         self,
@@ -185,12 +191,13 @@ class World:
         self.committed: dict[int, list[int]] = {}
         self.last: dict[int, Commit] = {}
         self.rows_per_step: list[int] = []
-        self.next_request: Callable[[], Request] | None = None  # whenever one has ended
+        self.steps = self.steps_on_demand = 0  # since `rate` began
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._blocks: list[tuple[_Block, float]] = []  # and when each came
         self._commands: list[Callable[[], None]] = []
         self._in_flight = False
+        self._rows = 0
         self._keys = itertools.count(1)
 
     def at(self, when: float, what: Callable[[], None]) -> None:
@@ -211,8 +218,33 @@ class World:
 
     def run(self, until: float = float("inf")) -> None:
         """Until every request has ended, or it is so late."""
+        self.at(until, lambda: None)
         while len(self.last) < len(self.requests) and self.now < until:
             self.step()
+            self.set_rows(self._rows)
+
+    def set_rows(self, rows: int, *, apart: bool = False) -> None:
+        """Keep `rows` requests in flight. `apart`: the first answers end one after the other."""
+        self._rows = rows
+        for i in range(len(self.requests) - len(self.last), rows):
+            self.submit(
+                self._request(self.answer_len * (i + 1) // rows if apart else self.answer_len)
+            )
+
+    def rate(self, seconds: float, *, after: float = 0.0) -> float:
+        """Tokens per second of so many, which begin after others."""
+        if after:
+            self.run(self.now + after)
+        before, until = self.num_tokens, self.now + seconds
+        self.steps = self.steps_on_demand = 0
+        self.run(until)
+        return (self.num_tokens - before) / seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers so far."""
+        prompts = [len(request.prompt_token_ids) for request in self.requests.values()]
+        return sum(map(len, self.committed.values())) - sum(prompts)
 
     def step(self) -> None:
         """What happens next."""
@@ -224,7 +256,10 @@ class World:
         if not self._in_flight:
             self.engine.check_invariants()
 
-    # What subclasses take other times for.
+    # What subclasses have of their own: requests that follow others, and times.
+
+    def _request(self, max_tokens: int) -> Request:
+        raise NotImplementedError
 
     def _takes(self, who: str, seconds: float, then: Callable[[], None]) -> None:  # noqa: ARG002
         """The engine's step or a proposer's work takes so long."""
@@ -281,6 +316,8 @@ class World:
                 self._publish(events, self.step_s(events.timings.num_tokens))
 
     def _collect(self) -> None:
+        self.steps += 1
+        self.steps_on_demand += self.policy.mode is DraftMode.ON_DEMAND
         self._in_flight = False
         self._work()
 
@@ -291,8 +328,6 @@ class World:
             self.committed[session] += commit.token_ids
             if commit.finish_reason is not None:
                 self.last[session] = commit
-                if self.next_request is not None:
-                    self.at(self.now, lambda: self.submit(self.next_request()))
         for player in self.players:
             parts: list[Callable[[], None]] = []
             for commit in events.commits:

@@ -7,7 +7,6 @@ between both.
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import numpy as np
@@ -16,17 +15,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model.loops import EagerForks
-from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, ProposerLimits
+from outrider.drafting.proposer import DraftRound
 from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import Policy
 from outrider.types import Request
-from tests.support.models.hash_model import HashModel
-from tests.support.simulators.simulation import VOCAB, Clock, Net, Player, World
+from tests.support.models.hash_model import MASK, HashModel
+from tests.support.simulators.simulation import (
+    VOCAB,
+    Clock,
+    Net,
+    Player,
+    World,
+    drafting_with,
+)
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
@@ -42,38 +46,37 @@ _WAY_S, _MESSAGE_S = 0.4e-3, 12e-6  # one way, and by session
 _DRAFT_S, _BRANCHES_S, _NODE_S = 15e-6, 30e-6, 1e-6  # of the proposer's Python
 
 
-class _ShortSighted(HashModel):
+class ShortSighted(HashModel):
     """Says what follows from three tokens, the prompt and the position: fast with long texts."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
         self._slots[batch.slot_mapping.numpy()] = batch.input_ids.numpy()
-        index = batch.logits_index
-        rows = torch.searchsorted(batch.cu_seqlens_q[1:].long(), index, right=True)
+        index, pages = batch.logits_index, batch.block_table.numpy()
+        rows = torch.searchsorted(batch.cu_seqlens_q[1:].long(), index, right=True).numpy()
         positions = batch.positions[index].numpy()
+
+        def tokens_at(places: NDArray[np.int64]) -> NDArray[np.int64]:
+            slots = pages[rows, places // self.page_size] * self.page_size
+            return self._slots[slots + places % self.page_size]
+
         state = positions.astype(np.uint64)
-        for places in (5, positions, positions - 1, positions - 2):
-            slots = self._slots_of_rows(batch, rows, np.maximum(0, places))
-            state = (state ^ (self._slots[slots].astype(np.uint64) + 1)) * np.uint64(0x01000193)
-            state = (state + np.uint64(0x9E3779B9)) & np.uint64(0xFFFFFFFF)
+        for places in (np.array(5), positions, positions - 1, positions - 2):
+            tokens = tokens_at(np.maximum(0, places)).astype(np.uint64)
+            state = (state ^ (tokens + 1)) * np.uint64(0x01000193)
+            state = (state + np.uint64(0x9E3779B9)) & MASK
             state ^= state >> np.uint64(15)
-        first = self._slots[self._slots_of_rows(batch, rows, np.zeros_like(positions))]
-        return torch.from_numpy(self._answers(state, first))
+        return torch.from_numpy(self._answers(state, tokens_at(0 * positions), positions))
 
     def _answers(
-        self, states: NDArray[np.uint64], first_tokens: NDArray[np.int64]
+        self,
+        states: NDArray[np.uint64],
+        first_tokens: NDArray[np.int64],  # noqa: ARG002
+        positions: NDArray[np.int64],  # noqa: ARG002
     ) -> NDArray[np.float32]:
-        del first_tokens
         return self._logits(states)
 
-    def _slots_of_rows(
-        self, batch: PackedBatch, rows: Tensor, places: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        pages = batch.block_table.numpy()[rows.numpy(), places // self.page_size]
-        slots: NDArray[np.int64] = pages.astype(np.int64) * self.page_size
-        return slots + places % self.page_size
 
-
-class _Draft(_ShortSighted):
+class _Draft(ShortSighted):
     def __init__(self, clock: Clock, num_pages: int) -> None:
         super().__init__(VOCAB, 16, num_pages, 1024)
         self._clock = clock
@@ -86,20 +89,24 @@ class _Draft(_ShortSighted):
         return super().forward(batch)
 
     def _answers(
-        self, states: NDArray[np.uint64], first_tokens: NDArray[np.int64]
+        self,
+        states: NDArray[np.uint64],
+        first_tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],  # noqa: ARG002
     ) -> NDArray[np.float32]:
         eps = AGREEMENT[first_tokens, None]
         return (1 - eps) * self._logits(states) + eps * self._logits(states ^ np.uint64(0x5BD1E995))
 
 
 class TwoDevices(World):
-    """`rows` requests in flight, each followed by the next; `rows` may be set anew, and so may
-    the `temperature` of those to come.
+    """`rows` requests in flight, each followed by the next. The `temperature` of those to come
+    may be set anew.
 
     `own_device`: the proposer says that it has one. `ragged`: a step takes what its tokens take,
     while else all rows take as much as the one with the longest draft.
     """
 
+    answer_len = ANSWER
     max_num_batched_tokens = prefill_budget = 1024  # of a step, and of prompts in a draft
 
     def __init__(
@@ -114,73 +121,32 @@ class TwoDevices(World):
         seed: int = 1,
         ragged: bool = False,
     ) -> None:
-        self._ragged = ragged
-        pages = 16_384
+        pages, most_rows, budget = 16_384, max(128, rows), self.max_num_batched_tokens
         config = EngineConfig(
             num_pages=pages,
             max_model_len=1024,
-            max_num_seqs=max(128, rows),
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=most_rows,
+            max_num_batched_tokens=budget,
             enable_prefix_caching=False,
         )
-        self.policy = policy or AdaptivePolicy(K)
-        self.policy.measured.costs.padded = not ragged
-        self._step_now = 0.005
-        target = _ShortSighted(VOCAB, 16, pages, 1024)
-        super().__init__(
-            self.policy, config, lambda _: self._seconds(), random.Random(seed), target
-        )
+        policy = policy or AdaptivePolicy(K)
+        policy.measured.costs.padded = not ragged
+        target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
+        super().__init__(policy, config, lambda _: self._seconds(), rng, target)
         self.engine.check_invariants = lambda: None  # type: ignore[method-assign]
-        clock = Clock()
-        draft = _Draft(clock, pages)
-        method = DraftModelProposer(
-            draft,
-            name="draft",
-            limits=ProposerLimits(
-                max_branches=max_branches,
-                prefill_budget=self.prefill_budget,
-                max_sessions=max(256, rows),
-            ),
-            fork_drafter=EagerForks(draft),
-            clock=clock,
+        clock, limits = (
+            Clock(),
+            {"prefill_budget": self.prefill_budget, "max_sessions": 2 * most_rows},
         )
-        self.add((method, clock), Net(_WAY_S), own_device=own_device)
+        method = drafting_with(_Draft(clock, pages), clock, max_branches, **limits)
+        self.add(method, Net(_WAY_S), own_device=own_device)
         self.temperature = temperature
-        self._speculate, self._seed = speculate, seed
-        self._ids = itertools.count()
-        self.steps_on_demand = self.steps = 0
+        self._speculate, self._seed, self._ragged = speculate, seed, ragged
+        self._step_now = 0.005
         self.set_rows(rows, apart=True)
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all answers so far."""
-        return sum([len(text) - PROMPT for text in self.committed.values()])
-
-    def rate(self, seconds: float, *, after: float = 0.0) -> float:
-        """Tokens per second of so many, which begin after others."""
-        if after:
-            self.run(self.now + after)
-        before, until = self.num_tokens, self.now + seconds
-        self.steps = self.steps_on_demand = 0
-        self.run(until)
-        return (self.num_tokens - before) / seconds
-
-    def set_rows(self, rows: int, *, apart: bool = False) -> None:
-        """`apart`: the first answers end one after the other."""
-        self._rows = rows
-        in_flight = len(self.requests) - len(self.last)
-        for i in range(in_flight, rows):
-            self.submit(self._request(ANSWER * (i + 1) // rows if apart else ANSWER))
-
-    def run(self, until: float = float("inf")) -> None:
-        """Until then: requests follow one another without end."""
-        self.at(until, lambda: None)
-        while self.now < until:
-            self.step()
-            self.set_rows(self._rows)
-
     def _request(self, max_tokens: int) -> Request:
-        i = next(self._ids)
+        i = len(self.requests)
         rng = random.Random(self._seed * 100_003 + i)
         kind = TEMPERATURES.index(self.temperature)
         prompt = (kind, *[rng.randrange(VOCAB) for _ in range(PROMPT)][1:])
@@ -200,11 +166,6 @@ class TwoDevices(World):
         nodes = sum([len(tree.token_ids) for _, tree in round_.trees])
         each_s = _DRAFT_S * len(round_.drafts) + _BRANCHES_S * len(round_.trees)
         return super()._python_s(round_) + each_s + _NODE_S * nodes
-
-    def _collect(self) -> None:
-        self.steps += 1
-        self.steps_on_demand += self.policy.mode is DraftMode.ON_DEMAND
-        super()._collect()
 
 
 def _step_s(step: Step, *, ragged: bool) -> float:
