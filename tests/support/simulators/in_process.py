@@ -6,10 +6,9 @@ The proposer is the real one; its forwards take the simulated device's time.
 from __future__ import annotations
 
 from outrider.draft_port import DraftOffer
-from outrider.drafting.proposer import SessionStart
-from outrider.types import Request
+from outrider.drafting.proposer import Proposer, SessionStart
 from scorer_service.drafting.in_process import InProcessProposer
-from tests.support.simulators.simulation import Player
+from tests.support.simulators.simulation import Clock, Net, Player
 from tests.support.simulators.two_devices import HOST_S, PROMPT, K, TwoDevices, verify_s
 
 
@@ -21,43 +20,33 @@ class InProcess(TwoDevices):
     def __init__(
         self, rows: int, temperature: float, *, speculate: bool = True, seed: int = 1
     ) -> None:
-        self._here: InProcessProposer | None = None
         super().__init__(
             *(rows, temperature), speculate=speculate, max_branches=0, seed=seed, ragged=True
         )
-        player = self.players.pop()
-        self._draft_clock = player.clock
-        self._here = InProcessProposer(lambda: (player.method, ""), "here", player.clock)
+
+    def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
+        self._here = InProcessProposer(lambda: (method[0], ""), "here", method[1])
         self._here.build()
         self._here.listen(self)
         for n in (1, 8, 16, 32, 64, 128, 256):  # as a start measures them
             for k in range(K + 1):
                 self.policy.measured.costs.observe_step(n, n * (1 + k), verify_s(n, k))
-        for request in self.requests.values():
-            self._attach(request)
+        return super().add(method, net, own_device=own_device)
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
-        if self._here is not None:
-            self._attach(request)
-
-    def _open(self, player: Player, session: int) -> None:
-        pass  # see `_attach`
-
-    def _attach(self, request: Request) -> None:
-        engine, here, session = self.engine, self._here, request.session_id
+    def _open(self, player: Player, session: int) -> None:  # noqa: ARG002
+        if not self._speculate:
+            return
+        engine, request = self.engine, self.requests[session]
         running = len(engine._scheduler.by_session)
         asked = running.bit_length() not in engine.snapshot().undrafted_sizes
         most = PROMPT + request.stop.max_tokens
         start = SessionStart((), request.sampling, K * asked, max_len=most)
 
         def attach() -> None:
-            assert here is not None
             engine.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
-            here.open(engine, session, 1, start, PROMPT)
+            self._here.open(engine, session, 1, start, PROMPT)
 
-        if self._speculate:
-            self._command(attach)
+        self._command(attach)
 
     def first_draft(self, *_: int) -> None:
         pass
@@ -72,13 +61,12 @@ class InProcess(TwoDevices):
             return
         self.engine.collect()
         self._carry_out()
-        host_s, busy = HOST_S, False  # hidden by the step before where nothing is drafted
-        if self._here is not None:
-            self._draft_clock.now = self.now
-            self._here.draft_between_steps(self.engine)
-            host_s = 0.0 if self.now < self._draft_clock.now else HOST_S
-            self.now, busy = self._draft_clock.now, self._here.busy
+        clock = self.players[0].clock
+        clock.now = self.now
+        self._here.draft_between_steps(self.engine)
+        host_s = 0.0 if self.now < clock.now else HOST_S  # else hidden by the step before
+        self.now = clock.now
         self._in_flight = self.engine.launch()
         if self._in_flight:
             self.at(self.now + self._seconds() - host_s, self._collect)
-        self._finalize(self.now + 1e-5 if busy else self.engine.wake_at)
+        self._finalize(self.now + 1e-5 if self._here.busy else self.engine.wake_at)

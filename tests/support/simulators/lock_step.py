@@ -6,12 +6,12 @@ time. Times were measured on two H200s with an 8B target and a 1B draft.
 
 from __future__ import annotations
 
-import itertools
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import Chain, DraftInput, Forks
 from outrider.drafting.proposer import ProposerLimits
-from outrider.engine.batch import Model, RowSlice
+from outrider.engine.batch import RowSlice
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc.telemetry import configure
 from outrider.types import Request, RequestStats, StepEvents
@@ -34,7 +34,7 @@ from proposer_service.metrics import ProposerMetrics
 from tests.support.simulators.two_devices import DRAFT_MS, DRAFT_ROWS
 
 K, PROMPT, ANSWER, CONTEXT = 4, 64, 256, 1024
-_ACCEPTED = 0.92  # of draft tokens
+_BY_RANK = (0.92, 0.96, 0.976, 0.984)  # of draft tokens: the truth is the first, or so far below
 _ROWS, _PLAIN_MS, _VERIFYING_MS = (1, 8, 32), (4.5, 4.9, 6.4), (5.2, 5.7, 9.0)
 _HOST_S = 2e-3  # between steps
 _WAY_S = 1e-3  # from a commit to the proposer, and from its draft to the engine
@@ -81,10 +81,10 @@ class _Draft:
     def forks(
         self,
         slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],  # noqa: ARG002
+        _sampling: Sequence[SamplingParams],
         num_tokens: int,
         fanout: int,
-        copies: Sequence[tuple[int, int]] = (),  # noqa: ARG002
+        *_copies: object,
     ) -> Forks:
         self._spend(len(slices), num_tokens + 1)
         found = [
@@ -98,11 +98,7 @@ class _Draft:
     def _candidates(self, row: RowSlice, position: int) -> tuple[list[int], list[float]]:
         session = row.token_ids[-1] >> 8
         luck = _chance(session, position, 2) / 2**32
-        rank = (
-            0
-            if luck < _ACCEPTED
-            else next(i for i, most in enumerate((0, 0.96, 0.976, 0.984, 1.0)) if luck < most)
-        )
+        rank = bisect_right(_BY_RANK, luck)
         tokens = [session << 8 | 128 + i for i in range(8)]
         if rank < 4:  # else it is none of them
             tokens[rank] = truth(session, position)
@@ -123,14 +119,15 @@ class LockStep(Listener):
         self.host.listener = self
         self._take = self.host.take
         monkeypatch.setattr(self.host, "take", self._take_in_time)
-        self._draft = model = _Draft()
+        self._draft: Any = _Draft()
+        model = self._draft
         monkeypatch.setattr(cycle, "time", SimpleNamespace(perf_counter=lambda: model.now))
         proposer = DraftModelProposer(
-            cast("Model", model),
+            model,
             name="draft",
             limits=ProposerLimits(max_sessions=64, prefill_budget=1 << 16),
-            chain_drafter=cast("Any", model),
-            fork_drafter=cast("Any", model),
+            chain_drafter=model,
+            fork_drafter=model,
             clock=lambda: model.now,
         )
         metrics = ProposerMetrics(CollectorRegistry(), "default")
@@ -139,7 +136,6 @@ class LockStep(Listener):
         self._spare = False  # the proposer may have something to draft ahead
         self._inbox: deque[tuple[float, bytes]] = deque()
         self._blocks: deque[tuple[float, list[draft_pb2.Block]]] = deque()
-        self._ids = itertools.count(1)
         self._texts: dict[str, list[int]] = {}
         self._ends: dict[str, int] = {}
         self._drafts: dict[str, list[int]] = {}
@@ -190,8 +186,8 @@ class LockStep(Listener):
         answer = ANSWER if session > self._num_rows else ANSWER * session // self._num_rows
         self._texts[f"{session}"], self._ends[f"{session}"] = prompt, PROMPT + answer
         stop = StopParams(max_tokens=answer, ignore_eos=True)
-        sampling, speculation = SamplingParams(temperature=0.0), SpeculationParams()
-        return Request(session, tuple(prompt), sampling, stop, speculation)
+        sampling = SamplingParams(temperature=0.0)
+        return Request(session, tuple(prompt), sampling, stop, SpeculationParams())
 
     def _verified(self, name: str) -> list[int]:
         text, draft, session = self._texts[name], self._drafts.get(name, []), int(name)
@@ -246,7 +242,10 @@ class LockStep(Listener):
         """Let it begin what it can begin until now."""
         draft = self._draft
         while draft.now < self.now:
-            arrived = self._arrived()
+            arrived: list[cycle.Batch] = []
+            while self._inbox and self._inbox[0][0] <= draft.now:
+                at, message = self._inbox.popleft()
+                arrived.append(cycle.Batch(1, draft_pb2.SessionBatch.FromString(message), at))
             if arrived:
                 self._cycle.apply(arrived)
                 draft.now += _SESSION_S * sum([len(each.message.commits) for each in arrived])
@@ -257,13 +256,6 @@ class LockStep(Listener):
                 self._spare = self._cycle.ahead()
             else:
                 draft.now = min(self.now, self._inbox[0][0]) if self._inbox else self.now
-
-    def _arrived(self) -> list[cycle.Batch]:
-        arrived: list[cycle.Batch] = []
-        while self._inbox and self._inbox[0][0] <= self._draft.now:
-            at, message = self._inbox.popleft()
-            arrived.append(cycle.Batch(1, draft_pb2.SessionBatch.FromString(message), at))
-        return arrived
 
     def _send(self, messages: Sequence[draft_pb2.DraftRequest]) -> None:
         blocks = [block for message in messages for block in message.blocks.blocks]
