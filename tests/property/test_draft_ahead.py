@@ -22,21 +22,19 @@ from outrider.policy.waiting import next_half
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import (
+    COPYING,
     VOCAB,
     Net,
     World,
-    deterministic,
+    copying,
     draft_model,
     hybrid,
-    ngram,
-    suffix,
 )
 
 pytestmark = pytest.mark.timeout(900)
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 40, 64
 TRUTH = Sequential(HashModel(VOCAB, num_pages=1))
-COPYING = {"ngram": ngram, "suffix": suffix, "deterministic": deterministic}
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=7),
@@ -170,12 +168,11 @@ def check(schedule: Schedule) -> None:
         max_model_len=MAX_LEN,
     )
     if beside == "in one process":
-        copying = [method(max_branches) for method in COPYING.values()]
-        world.add(hybrid(*copying, model), net)
+        world.add(hybrid(*[copying(name, max_branches) for name in COPYING], model), net)
     else:
         world.add(model, net)
     if beside in COPYING:
-        world.add(COPYING[beside](max_branches), net)
+        world.add(copying(beside, max_branches), net)
     for session in range(3):
         world.submit(draw_request(session, rng))
         world.run(until=rng.choice((0.0, 0.01, 0.04)))

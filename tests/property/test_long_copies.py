@@ -44,7 +44,7 @@ class Scripted(ShortSighted):
 
     def _answers(
         self,
-        states: NDArray[np.uint64],  # noqa: ARG002
+        _states: NDArray[np.uint64],
         first_tokens: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> NDArray[np.float32]:

@@ -5,6 +5,8 @@ The proposer is the real one; its forwards take the simulated device's time.
 
 from __future__ import annotations
 
+from typing import Any
+
 from outrider.draft_port import DraftOffer
 from outrider.drafting.proposer import Proposer, SessionStart
 from scorer_service.drafting.in_process import InProcessProposer
@@ -17,12 +19,8 @@ class InProcess(TwoDevices):
 
     max_num_batched_tokens, prefill_budget = 2048, 4096
 
-    def __init__(
-        self, rows: int, temperature: float, *, speculate: bool = True, seed: int = 1
-    ) -> None:
-        super().__init__(
-            *(rows, temperature), speculate=speculate, max_branches=0, seed=seed, ragged=True
-        )
+    def __init__(self, rows: int, temperature: float, **options: Any) -> None:
+        super().__init__(rows, temperature, max_branches=0, ragged=True, **options)
 
     def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
         self._here = InProcessProposer(lambda: (method[0], ""), "here", method[1])

@@ -31,6 +31,7 @@ from outrider.vllm.draft_host import DraftHost, Listener
 from outrider.vllm.waiting import LockstepPolicy
 from proposer_service import cycle
 from proposer_service.metrics import ProposerMetrics
+from tests.support.services.draft_scorer import close, commit, open_
 from tests.support.simulators.two_devices import DRAFT_MS, DRAFT_ROWS
 
 K, PROMPT, ANSWER, CONTEXT = 4, 64, 256, 1024
@@ -119,8 +120,8 @@ class LockStep(Listener):
         self.host.listener = self
         self._take = self.host.take
         monkeypatch.setattr(self.host, "take", self._take_in_time)
-        self._draft: Any = _Draft()
-        model = self._draft
+        model: Any = _Draft()
+        self._draft = model
         monkeypatch.setattr(cycle, "time", SimpleNamespace(perf_counter=lambda: model.now))
         proposer = DraftModelProposer(
             model,
@@ -202,33 +203,21 @@ class LockStep(Listener):
     # The host's listener: messages to the proposer.
 
     def opened(self, request: Request, traceparent: str) -> None:  # noqa: ARG002
-        batch = draft_pb2.SessionBatch()
-        batch.opens.add(
-            session=request.session_id,
-            epoch=1,
-            prefix=request.prompt_token_ids,
-            num_draft_tokens=K,
-            max_len=CONTEXT,
-        )
-        self._tell(batch)
-        offer = DraftOffer("p", K, runs_ahead=True, own_device=True)
-        self.host.set_drafting(request.session_id, offer)
+        session = request.session_id
+        opens = [open_(session, list(request.prompt_token_ids), k=K, max_len=CONTEXT)]
+        self._tell(draft_pb2.SessionBatch(opens=opens))
+        self.host.set_drafting(session, DraftOffer("p", K, runs_ahead=True, own_device=True))
 
     def stepped(self, events: StepEvents) -> None:
         began = time.thread_time()
         step_us = 0 if events.timings is None else round(events.timings.forward_ms * 1e3)
         batch = draft_pb2.SessionBatch(step_us=step_us, on_demand=events.on_demand)
-        for commit in events.commits:
-            if commit.finish_reason is not None:
-                batch.closes.add(session=commit.session_id, epoch=1)
-                continue
-            batch.commits.add(
-                session=commit.session_id,
-                epoch=1,
-                base_len=commit.base_len,
-                tokens=commit.token_ids,
-                num_draft_tokens=commit.num_draft_tokens,
-            )
+        for each in events.commits:
+            session, k = each.session_id, each.num_draft_tokens
+            if each.finish_reason is not None:
+                batch.closes.append(close(session))
+            else:
+                batch.commits.append(commit(session, each.base_len, list(each.token_ids), k=k))
         if events.commits:
             self._tell(batch)
         self._world_s += time.thread_time() - began

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from outrider.drafting.proposer import DraftRound
-from outrider.policy.base import Policy
 from tests.support.simulators.two_devices import TwoDevices
 
 
@@ -29,17 +29,14 @@ class OneDevice(TwoDevices):
         rows: int,
         temperature: float,
         *,
-        policy: Policy | None = None,
         slow: float = 0.0,
         slow_s: float = 0.0,
-        seed: int = 1,
+        **options: Any,
     ) -> None:
         self._slow, self._slow_s = slow, slow_s
         self._under_way: list[_Work] = []
         self._shared_at = 0.0
-        super().__init__(
-            rows, temperature, policy=policy, max_branches=0, own_device=False, seed=seed
-        )
+        super().__init__(rows, temperature, max_branches=0, own_device=False, **options)
 
     def _python_s(self, round_: DraftRound) -> float:
         slowly = self._slow and self.rng.random() < self._slow

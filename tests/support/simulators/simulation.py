@@ -139,16 +139,15 @@ def drafting_with(
     return method, clock
 
 
-def ngram(max_branches: int = 8) -> tuple[Proposer, Clock]:
-    return NgramProposer(prompt_lookup_min=1, max_branches=max_branches), Clock()
+COPYING = {
+    "ngram": partial(NgramProposer, prompt_lookup_min=1),
+    "suffix": SuffixProposer,
+    "deterministic": DeterministicProposer,
+}
 
 
-def suffix(max_branches: int = 8) -> tuple[Proposer, Clock]:
-    return SuffixProposer(max_branches=max_branches), Clock()
-
-
-def deterministic(max_branches: int = 8) -> tuple[Proposer, Clock]:
-    return DeterministicProposer(max_branches=max_branches), Clock()
+def copying(method: str, max_branches: int = 8) -> tuple[Proposer, Clock]:
+    return COPYING[method](max_branches=max_branches), Clock()
 
 
 def hybrid(*methods: tuple[Proposer, Clock]) -> tuple[Proposer, Clock]:

@@ -57,7 +57,8 @@ class ShortSighted(HashModel):
 
         def tokens_at(places: NDArray[np.int64]) -> NDArray[np.int64]:
             slots = pages[rows, places // self.page_size] * self.page_size
-            return self._slots[slots + places % self.page_size]
+            tokens: NDArray[np.int64] = self._slots[slots + places % self.page_size]
+            return tokens
 
         state = positions.astype(np.uint64)
         for places in (np.array(5), positions, positions - 1, positions - 2):
@@ -67,12 +68,8 @@ class ShortSighted(HashModel):
             state ^= state >> np.uint64(15)
         return torch.from_numpy(self._answers(state, tokens_at(0 * positions), positions))
 
-    def _answers(
-        self,
-        states: NDArray[np.uint64],
-        first_tokens: NDArray[np.int64],  # noqa: ARG002
-        positions: NDArray[np.int64],  # noqa: ARG002
-    ) -> NDArray[np.float32]:
+    def _answers(self, states: NDArray[np.uint64], *_: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Logits by the states of texts, their first tokens and their positions."""
         return self._logits(states)
 
 
@@ -92,7 +89,7 @@ class _Draft(ShortSighted):
         self,
         states: NDArray[np.uint64],
         first_tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],  # noqa: ARG002
+        *_: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         eps = AGREEMENT[first_tokens, None]
         return (1 - eps) * self._logits(states) + eps * self._logits(states ^ np.uint64(0x5BD1E995))

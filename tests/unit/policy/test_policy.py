@@ -26,7 +26,7 @@ from tests.support.simulators.simulation import (
     Net,
     Player,
     World,
-    deterministic,
+    copying,
     draft_model,
 )
 
@@ -124,7 +124,7 @@ def test_a_useless_proposer_costs_little_and_is_tried_again() -> None:
 
 def advised(policy: Policy, delay_s: float) -> Bench:
     """With a proposer that knows what a request's advice says."""
-    return Bench(policy, Net(delay_s / 2), method=deterministic(max_branches=0))
+    return Bench(policy, Net(delay_s / 2), method=copying("deterministic", 0))
 
 
 @pytest.mark.parametrize("delay_s", [0.0004, 0.002, 0.005, 0.01])
