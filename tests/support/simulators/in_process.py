@@ -54,17 +54,16 @@ class InProcess(TwoDevices):
 
     failed = lost
 
-    def _work(self) -> None:
-        if self._in_flight:
-            return
-        self.engine.collect()
-        self._carry_out()
+    def _carry_out(self) -> None:
+        super()._carry_out()
         clock = self.players[0].clock
         clock.now = self.now
         self._here.draft_between_steps(self.engine)
-        host_s = 0.0 if self.now < clock.now else HOST_S  # else hidden by the step before
+        self._hidden_s = HOST_S * (self.now == clock.now)  # by the step before
         self.now = clock.now
-        self._in_flight = self.engine.launch()
-        if self._in_flight:
-            self.at(self.now + self._seconds() - host_s, self._collect)
-        self._finalize(self.now + 1e-5 if self._here.busy else self.engine.wake_at)
+
+    def _seconds(self) -> float:
+        return super()._seconds() - self._hidden_s
+
+    def _finalize(self, wake_at: float) -> None:
+        super()._finalize(self.now + 1e-5 if self._here.busy else wake_at)

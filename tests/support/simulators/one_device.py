@@ -42,7 +42,7 @@ class OneDevice(TwoDevices):
         slowly = self._slow and self.rng.random() < self._slow
         return super()._python_s(round_) + (self._slow_s if slowly else 0.0)
 
-    def _takes(self, who: str, seconds: float, then: Callable[[], None]) -> None:  # noqa: ARG002
+    def _takes(self, seconds: float, then: Callable[[], None]) -> None:
         self._share()
         self._under_way = [*self._under_way, _Work(seconds, then)]
         self._await_next()

@@ -260,7 +260,7 @@ class World:
     def _request(self, max_tokens: int) -> Request:
         raise NotImplementedError
 
-    def _takes(self, who: str, seconds: float, then: Callable[[], None]) -> None:  # noqa: ARG002
+    def _takes(self, seconds: float, then: Callable[[], None]) -> None:
         """The engine's step or a proposer's work takes so long."""
         self.at(self.now + seconds, then)
 
@@ -288,7 +288,7 @@ class World:
             flight = self.engine._in_flight
             assert flight is not None
             self.rows_per_step.append(len(flight.step.rows))
-            self._takes("step", self.step_s(flight.step.num_tokens), self._collect)
+            self._takes(self.step_s(flight.step.num_tokens), self._collect)
         self._finalize(self.engine.wake_at)
 
     def _carry_out(self) -> None:
@@ -503,7 +503,7 @@ class World:
             self._cycle(player)
 
         player.busy = True
-        self._takes(player.id, elapsed_s, done)
+        self._takes(elapsed_s, done)
 
     def _hand_over(self, player: Player, round_: DraftRound, draft_us: int) -> None:
         stream = player.stream

@@ -108,7 +108,7 @@ def test_trials_of_equal_modes_do_not_alternate() -> None:
         pytest.param(Load(100, steps_s(0.0099), tokens=1.0), 2000, False, id="they bring nothing"),
         pytest.param(Load(100, steps_s(0.0099), tokens=1.01), 2000, False, id="next to nothing"),
         pytest.param(Load(8, steps_s(0.025), prompt_every=2), 3000, True, id="beside prompts"),
-        pytest.param(Load(8, steps_s(0.2), prompt_every=1), 3000, False, id="slow, all prompts"),
+        pytest.param(Load(8, SLOW, prompt_every=1), 3000, False, id="slow, all prompts"),
         pytest.param(Load(8, steps_s(0.02), prompt_every=1), 3000, True, id="fast, all prompts"),
         pytest.param(Load(64, answered=0.1), 4000, False, id="the proposer never catches up"),
     ],
