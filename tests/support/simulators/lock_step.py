@@ -19,9 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import Chain, DraftInput, Forks
-from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.batch import RowSlice
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc.telemetry import configure
@@ -32,6 +30,7 @@ from outrider.vllm.waiting import LockstepPolicy
 from proposer_service import cycle
 from proposer_service.metrics import ProposerMetrics
 from tests.support.services.draft_scorer import close, commit, open_
+from tests.support.simulators.simulation import drafting_with
 from tests.support.simulators.two_devices import DRAFT_MS, DRAFT_ROWS
 
 K, PROMPT, ANSWER, CONTEXT = 4, 64, 256, 1024
@@ -120,17 +119,10 @@ class LockStep(Listener):
         self.host.listener = self
         self._take = self.host.take
         monkeypatch.setattr(self.host, "take", self._take_in_time)
-        model: Any = _Draft()
-        self._draft = model
+        self._draft = model = _Draft()
         monkeypatch.setattr(cycle, "time", SimpleNamespace(perf_counter=lambda: model.now))
-        proposer = DraftModelProposer(
-            model,
-            name="draft",
-            limits=ProposerLimits(max_sessions=64, prefill_budget=1 << 16),
-            chain_drafter=model,
-            fork_drafter=model,
-            clock=lambda: model.now,
-        )
+        limits = {"max_sessions": 64, "prefill_budget": 1 << 16}
+        proposer = drafting_with(model, lambda: model.now, own_loops=True, **limits)
         metrics = ProposerMetrics(CollectorRegistry(), "default")
         self._cycle = cycle.Cycle(proposer, metrics, configure("outrider-proposer"))
         self._cycle.apply([cycle.Attach(1, self._send, 512)])

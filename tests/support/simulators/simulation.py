@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -66,12 +67,12 @@ class Clock:
 class DraftHash(HashModel):
     """Agrees with the target of the same vocabulary the more, the smaller `eps` is."""
 
-    def __init__(self, clock: Clock, eps: float, forward_s: float, row_s: float, **sizes: int):
+    def __init__(self, clock: Clock, eps: float, forward_s: float, **sizes: int):
         super().__init__(VOCAB, **sizes)
-        self._clock, self._eps, self._times = clock, eps, (forward_s, row_s)
+        self._clock, self._eps, self._forward_s = clock, eps, forward_s
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        self._clock.now += self._times[0] + self._times[1] * len(batch.query_lens)
+        self._clock.now += self._forward_s
         return super().forward(batch)
 
     def _logits(self, states):  # type: ignore[no-untyped-def]
@@ -115,7 +116,6 @@ _Block = tuple[Player, int, DraftTree, int]  # key, tree, microseconds
 def draft_model(
     eps: float = 0.2,
     forward_s: float = 0.0006,
-    row_s: float = 0.0,
     *,
     max_branches: int = 8,
     num_pages: int = 4096,
@@ -123,20 +123,22 @@ def draft_model(
 ) -> tuple[Proposer, Clock]:
     clock = Clock()
     sizes = {"page_size": 4, "num_pages": num_pages, "max_model_len": max_model_len}
-    return drafting_with(DraftHash(clock, eps, forward_s, row_s, **sizes), clock, max_branches)
+    model = DraftHash(clock, eps, forward_s, **sizes)
+    return drafting_with(model, clock, max_branches=max_branches), clock
 
 
 def drafting_with(
-    model: HashModel, clock: Clock, max_branches: int, **limits: int
-) -> tuple[Proposer, Clock]:
-    method = DraftModelProposer(
+    model: Any, clock: Callable[[], float], *, own_loops: bool = False, **limits: int
+) -> Proposer:
+    """`own_loops`: the model has the chains and forks itself."""
+    return DraftModelProposer(
         model,
-        name="hash",
-        limits=ProposerLimits(max_branches=max_branches, **limits),
-        fork_drafter=EagerForks(model),
+        name="draft",
+        limits=ProposerLimits(**limits),
+        chain_drafter=model if own_loops else None,
+        fork_drafter=model if own_loops else EagerForks(model),
         clock=clock,
     )
-    return method, clock
 
 
 COPYING = {

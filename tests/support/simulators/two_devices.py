@@ -131,12 +131,15 @@ class TwoDevices(World):
         target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
         super().__init__(policy, config, lambda _: self._seconds(), rng, target)
         self.engine.check_invariants = lambda: None  # type: ignore[method-assign]
-        clock, limits = (
-            Clock(),
-            {"prefill_budget": self.prefill_budget, "max_sessions": 2 * most_rows},
+        clock = Clock()
+        method = drafting_with(
+            _Draft(clock, pages),
+            clock,
+            max_branches=max_branches,
+            prefill_budget=self.prefill_budget,
+            max_sessions=2 * most_rows,
         )
-        method = drafting_with(_Draft(clock, pages), clock, max_branches, **limits)
-        self.add(method, Net(_WAY_S), own_device=own_device)
+        self.add((method, clock), Net(_WAY_S), own_device=own_device)
         self.temperature = temperature
         self._speculate, self._seed, self._ragged = speculate, seed, ragged
         self._step_now = 0.005
