@@ -109,11 +109,13 @@ def one_line(text: str) -> str:
 def say(line: str, stream: TextIO | None = None) -> None:
     """Write a line on `stream`, stderr unless given.
 
-    Where it cannot be written, since the disk is full or the reader is gone, it is lost: a process
-    that serves serves on.
+    A line that cannot be written is lost, and a process that serves goes on: the disk is full, the
+    reader is gone, the stream is closed or its encoding lacks a character.
     """
-    with contextlib.suppress(OSError):
-        print(line, file=stream or sys.stderr, flush=True)
+    stream = stream or sys.stderr
+    if stream is not None:  # as it is in a process that began without it; `print` would take stdout
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=stream, flush=True)
 
 
 def refuse(name: str, error: OutriderError) -> int:

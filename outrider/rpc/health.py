@@ -16,13 +16,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
     """Answers for the services whose state was `set`; the name "" is the whole process.
 
     The watches of `grpc_health.v1.health` go on until their clients end them, so that a server
-    with a single one takes its whole grace to stop. These end once they told of the end.
+    with a single one takes its whole grace to stop. These end after `end_watches`.
     """
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
         self._changed = asyncio.Event()
-        self._ended = False
+        self._ended = self._watches_end = False
 
     def set(self, serving: Mapping[str, bool]) -> None:
         """Set the state of services, and tell whoever watches them. Has no effect after `end`."""
@@ -32,9 +32,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
             self._changed = asyncio.Event()
 
     def end(self) -> None:
-        """Say NOT_SERVING for all services from now on, and let the watches end."""
+        """Say NOT_SERVING for all services from now on."""
         self.set(dict.fromkeys(self._serving, False))
         self._ended = True
+
+    def end_watches(self) -> None:
+        """Let the watches end when they have told the state.
+
+        Stop the server right after it: clients begin an ended watch anew at once.
+        """
+        self._watches_end = True
+        self._changed.set()
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
         """Answer at once; NOT_FOUND for a service that is not here."""
@@ -52,7 +60,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
             if status != told:
                 await context.write(_Answer(status=status))
                 told = status
-            elif self._ended:
+            elif self._watches_end:
                 return
             else:
                 await changed.wait()

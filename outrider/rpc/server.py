@@ -19,7 +19,7 @@ from outrider.rpc.tls import server_credentials
 
 _MAX_INT: Final = 2**31 - 1  # of gRPC's options
 _TELL_S: Final = 1.0
-"""For those who watch `health_address`, to read the end."""
+"""For clients that watch `health_address`: the time to read that their watch ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class GrpcServer:
         self._address = address
         self._register = register
         self._service_names = tuple(service_names)
-        self._health = Health()
+        self._health, self._probed_health = Health(), Health()
         self._unix_path = unix_path
         self._health_address = health_address
         self._tls = tls
@@ -92,7 +92,7 @@ class GrpcServer:
         servers = [server]
         if self._health_address is not None:
             servers.append(probed := _new_server(share_port=self._share_port))
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, probed)
+            health_pb2_grpc.add_HealthServicer_to_server(self._probed_health, probed)
             _bind(probed, self._health_address)
         for each in servers:
             await each.start()
@@ -107,15 +107,19 @@ class GrpcServer:
         statuses = dict.fromkeys(self._service_names, serving)
         statuses[""] = serving if process is None else process
         self._health.set(statuses)
+        self._probed_health.set(statuses)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new RPCs at once, and cancel the running ones after `grace_s` seconds.
 
         Until then `health_address` says NOT_SERVING.
         """
-        self._health.end()
+        told = (self._health, self._probed_health)
+        for each in told:
+            each.end()
         servers, self._servers = self._servers, []
-        for server, its_grace_s in zip(servers, (grace_s, _TELL_S), strict=False):
+        for server, each, its_grace_s in zip(servers, told, (grace_s, _TELL_S), strict=False):
+            each.end_watches()
             await server.stop(its_grace_s)
 
 

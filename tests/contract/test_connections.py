@@ -145,3 +145,43 @@ async def test_watch_of_health_is_told_the_end_and_holds_up_no_stop(own_port: bo
         for watch in watches:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert await watch.read() is grpc.aio.EOF
+
+
+async def test_watch_of_health_address_lasts_while_the_server_drains() -> None:
+    """A client begins an ended watch anew at once, thousands of times a second."""
+    address = f"127.0.0.1:{free_port()}"
+    waits, ends = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: object, __: object) -> bytes:
+        waits.set()
+        await ends.wait()
+        return b""
+
+    methods = {"Wait": grpc.unary_unary_rpc_method_handler(wait)}
+    handler = grpc.method_handlers_generic_handler("a.Service", methods)
+    server = GrpcServer(
+        "127.0.0.1:0",
+        lambda added: added.add_generic_rpc_handlers((handler,)),
+        ["a.Service"],
+        health_address=address,
+    )
+    port = await server.start()
+    await server.set_serving(True)
+    async with open_channel(f"127.0.0.1:{port}") as client, open_channel(address) as probe:
+        call = asyncio.ensure_future(client.unary_unary("/a.Service/Wait")(b""))
+        await asyncio.wait_for(waits.wait(), DEADLINE_S)
+        stub = health_pb2_grpc.HealthStub(probe)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        stopping = asyncio.create_task(server.stop(DEADLINE_S))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        new = stub.Watch(health_pb2.HealthCheckRequest(service="unknown"))
+        assert (await new.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        reads = [asyncio.ensure_future(each.read()) for each in (watch, new)]
+        done, _ = await asyncio.wait(reads, timeout=0.3)
+        assert not done
+        ends.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await stopping
+        assert [await read for read in reads] == [grpc.aio.EOF] * 2
+        assert await call == b""
