@@ -113,7 +113,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     reader is gone, the stream is closed or its encoding lacks a character.
     """
     stream = stream or sys.stderr
-    if stream is not None:  # as it is in a process that began without it; `print` would take stdout
+    if stream is not None:  # None: stderr was closed at the start; `print` would write on stdout
         with contextlib.suppress(OSError, ValueError):
             print(line, file=stream, flush=True)
 
