@@ -39,7 +39,7 @@ class BiasedChains:
         self._linear, self._ids = linear, ids
         self._embedding, self._bias = embedding.contiguous(), bias.contiguous()
         self._joint = None if joint is None else (joint[0].contiguous(), joint[1])
-        self._kernel: Kernel | None = None
+        self._kernels: dict[bool, Kernel] = {}  # by whether the weight is rounded
 
     def draw(
         self,
@@ -56,9 +56,10 @@ class BiasedChains:
         None: all greedy. `confidence` are float32 weight [1, hidden or hidden + rank] and bias [1].
         """
         weight = rounded(self._linear)
-        if self._kernel is None:
-            entry = biased_chains if weight is None else rounded_chains
-            self._kernel = Kernel(entry, _LAYOUT, normed.dtype)
+        is_rounded = weight is not None
+        if is_rounded not in self._kernels:
+            entry = rounded_chains if is_rounded else biased_chains
+            self._kernels[is_rounded] = Kernel(entry, _LAYOUT, normed.dtype)
         n, depth, hidden = normed.shape
         normed, known = normed.contiguous(), known.contiguous()
         vocab_size, rank = self._embedding.shape
@@ -85,5 +86,5 @@ class BiasedChains:
         )
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
         sizes = (vocab_size, known.shape[-1], rank, hidden, depth, confidence[0].numel())
-        self._kernel(False, n, *addresses, *sizes)
+        self._kernels[is_rounded](False, n, *addresses, *sizes)
         return chains

@@ -17,6 +17,7 @@ from outrider.drafting.building.weights import choose_dtype
 from outrider.drafting.cpu.biased_chains import BiasedChains
 from outrider.engine.cpu import int8, ops
 from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.model.loader import count_pages
 from outrider.errors import ConfigError
 from proposer_service.__main__ import parse
@@ -80,6 +81,26 @@ def test_build_proposer_of_dspark_compiles_the_kernel_of_chains(
     monkeypatch.setattr(BiasedChains, "draw", drawing)
     build_proposer((HeadConfig(name="dspark"),), 256, lambda _: None)
     assert drawn
+
+
+@pytest.mark.skipif(not int8.available(), reason="this CPU has no AVX-512 VNNI")
+def test_chains_drawn_before_and_after_their_weight_is_rounded_follow_the_weight() -> None:
+    torch.manual_seed(0)
+    vocab_size, rank, depth = 512, 64, 4
+    embedding, bias = torch.randn(2, vocab_size, rank).bfloat16()
+    linear = PackedLinear(bias, None)
+    slots = (
+        torch.randn(1, depth, rank).bfloat16(),
+        torch.randn(1, depth, vocab_size).bfloat16(),
+        torch.tensor([3]),
+        None,
+        (torch.randn(1, rank), torch.zeros(1)),
+    )
+    chains = BiasedChains(embedding, bias, None, None, linear=linear)
+    chains.draw(*slots)
+    linear.round_to_int8(int8.Int8Weight)
+    fresh = BiasedChains(embedding, bias, None, None, linear=linear)
+    assert torch.equal(chains.draw(*slots), fresh.draw(*slots))
 
 
 def test_take_methods_with_an_unread_model_is_refused() -> None:
