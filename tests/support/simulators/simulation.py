@@ -243,7 +243,7 @@ class World:
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers so far."""
+        """Return the tokens of all answers so far."""
         prompts = [len(request.prompt_token_ids) for request in self.requests.values()]
         return sum(map(len, self.committed.values())) - sum(prompts)
 
