@@ -189,13 +189,13 @@ class InProcessProposer:
         key = self._keys.get(new.session_id)
         if key is None:
             return
-        kept = self._sessions[key].kept
-        kept += new.token_ids
+        session = self._sessions[key]
+        session.kept += new.token_ids
         asks = new.num_draft_tokens or key in self._queue.wanting
-        if asks or new.finished or len(kept) >= _MOST_KEPT:
-            end = new.base_len + len(new.token_ids)
-            self._sessions[key].kept = []
-            self._queue.commit(key, end - len(kept), kept, new.num_draft_tokens)
+        if asks or new.finished or len(session.kept) >= _MOST_KEPT:
+            kept, session.kept = session.kept, []
+            base_len = new.base_len + len(new.token_ids) - len(kept)
+            self._queue.commit(key, base_len, kept, new.num_draft_tokens)
         if new.finished:
             self.close(new.session_id)
 

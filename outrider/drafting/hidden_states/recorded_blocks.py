@@ -72,7 +72,7 @@ class RecordedBlocks:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DraftInput]) -> Tensor | None:
-        """Do as `BlockHead.run`, into a tensor of its own; None if it does not run these rows."""
+        """Do as `BlockHead.run`; None if it does not run these rows. The next run overwrites it."""
         row, head, most = rows[0], self._head, self._most
         count, start, end = len(row.slice.token_ids), row.slice.start, row.end
         width = head.num_slots(min(row.wanted, head.max_depth))

@@ -328,7 +328,7 @@ class RecurrentProposer(FeatureMethod):
                 done.drafts.append((state.key, DraftTree.chain(length, ())))
                 continue
             cache.computed = min(cache.computed, length - LEAD)
-            fresh = 0 if self._lacks_rows(state) else max(0, state.num_rows - cache.computed)
+            fresh = 0 if self._lacks_rows(state) else max(0, self._num_fresh(state))
             missing = fresh if fresh <= _SHORT else min(fresh, budget)
             if fresh > _SHORT:
                 budget -= missing

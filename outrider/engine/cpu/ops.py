@@ -75,7 +75,8 @@ class NumbaOps(LlamaOps):
             return
         kv_heads, dim, _ = pools[0].shape
         numbers = tuple([p.data_ptr() for pool in pools for p in (pool.keys, pool.values)])
-        addresses = self._addresses.setdefault(numbers, array("q", numbers))
+        if (addresses := self._addresses.get(numbers)) is None:
+            addresses = self._addresses[numbers] = array("q", numbers)
         self._store_context(
             keys_values.numel() >= _TEAM_SIZE,
             len(keys_values),
