@@ -33,7 +33,8 @@ from benchmarks.lib.processes import (
     stopping,
 )
 from benchmarks.lib.program import arguments, guarded, say
-from outrider.cli.ports import free_port
+from gateway.ports import bind
+from outrider.cli.ports import HOST
 from outrider.models.resolve import resolve_model
 
 _SHAPES: dict[str, dict[str, Any]] = json.loads(
@@ -113,7 +114,8 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _server(name: str, args: argparse.Namespace, folder: str) -> Iterator[tuple[Child, str]]:
     """Run a server until the block ends. Raises `ProcessError`."""
-    port, began = free_port(), time.monotonic()
+    began, reserved = time.monotonic(), bind(HOST, 0)
+    port = reserved.getsockname()[1]
     limits = f"--max-model-len 4096 --max-num-seqs {max(args.concurrency)} --dtype bfloat16"
     both = [*limits.split(), "--no-enable-prefix-caching", "--port", f"{port}"]
     both += ["--served-model-name", "default"]

@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 from benchmarks.lib.client import Client, Job
 from benchmarks.lib.processes import Child, ProcessError, module_child
 from benchmarks.lib.records import Run, TokenIds
-from outrider.cli.ports import HOST, free_port
+from outrider.cli.ports import HOST
 from outrider.methods import HIDDEN_STATE_METHODS
 from scorer_service.drafting.in_process import POOL
 
@@ -69,23 +69,22 @@ class Stack:
         self._log_dir = log_dir
         self._socket = log_dir / "scorer.sock"
         self._attached: Counter[str] = Counter(config.methods if config.in_process else ())
-        # The proxy takes the ports of the scorer on another loopback address.
-        ports = free_port(), free_port()
-        self._scorer_at, data_at = (f"{HOST}:{port}" for port in ports)
         scorer = self._start(
             "scorer",
             "scorer_service",
-            *("--port", ports[0], "--data-port", ports[1], *_scorer_flags(config)),
+            *("--port", 0, "--data-port", 0, *_scorer_flags(config)),
             *(("--in-process-proposer", _method_flags(config)) if config.in_process else ()),
             *(("--listen-unix", self._socket) if config.unix else ()),
             gpu=config.scorer_gpu,
         )
+        ready = scorer.ready(config.start_timeout_s)
+        self._scorer_at, self._metrics_url = ready["grpc"], ready["metrics"]
         if config.proxy:
+            # It takes the ports of the scorer on another loopback address.
             command = ["benchmarks.lib.delay_proxy", "--host", _PROXY_HOST]
-            command += ["--target", self._scorer_at, "--target", data_at]
+            command += ["--target", self._scorer_at, "--target", ready["data"]]
             self._proxy = self._spawn("proxy", [*command], {})
             self._proxy_at = self._proxy.ready(config.start_timeout_s)["address"]
-        self._metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
         flags = ("--scorer", self._scorer_at, "--http-port", 0, "--grpc-port", 0)
         gateway = self._start("gateway", "gateway", *flags, "--model", config.model)
         self.client = Client(self._scorer_at, gateway.ready(config.start_timeout_s)["grpc"])

@@ -29,13 +29,6 @@ def check_port(host: str, port: int, flag: str) -> None:
             ) from error
 
 
-def free_port() -> int:
-    """Find a port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def memory_folder() -> str | None:
     """Return a folder in memory for sockets; None if there is none.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.aux_layers import states_read
 from outrider.child_process import ServiceSpec
-from outrider.cli.ports import HOST, free_port
+from outrider.cli.ports import HOST
 from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
 from outrider.config import NUM_SPECULATIVE_TOKENS, SPECULATION_POLICIES
 from outrider.engines import NATIVE, VLLM
@@ -138,16 +138,14 @@ class ServeConfig:
 
 
 def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
-    """Return the processes; a proposer dials the scorer's Unix socket in `folder`."""
-    scorer_port = free_port()
+    """Return the processes; proposer and gateway dial the scorer's Unix socket in `folder`."""
     socket_path = f"{folder}/scorer.sock"
-    scorer = ServiceSpec(
-        "scorer", _argv("scorer_service", *_scorer(config, scorer_port, socket_path))
-    )
+    scorer_address = f"unix:{socket_path}"
+    scorer = ServiceSpec("scorer", _argv("scorer_service", *_scorer(config, socket_path)))
     proposer: tuple[ServiceSpec, ...] = ()
     if config.methods and config.draft_device is not None:
-        proposer = (_proposer(config, config.draft_device, f"unix:{socket_path}"),)
-    flags = ("--scorer", f"{HOST}:{scorer_port}", "--model", config.model, "--host", config.host)
+        proposer = (_proposer(config, config.draft_device, scorer_address),)
+    flags = ("--scorer", scorer_address, "--model", config.model, "--host", config.host)
     ports = ("--http-port", config.http_port, "--grpc-port", config.grpc_port)
     names = ("--served-model-name", config.served_model_name, *config.served_model_aliases)
     start = ("--start-timeout", START_DEADLINE_S)
@@ -155,8 +153,9 @@ def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
     return (scorer, *proposer, ServiceSpec("gateway", gateway))
 
 
-def _scorer(config: ServeConfig, port: int, socket_path: str) -> Iterator[object]:
-    yield from ("--host", HOST, "--port", port, "--metrics-port", 0, "--model", config.model)
+def _scorer(config: ServeConfig, socket_path: str) -> Iterator[object]:
+    yield from ("--host", HOST, "--port", 0, "--metrics-port", 0, "--listen-unix", socket_path)
+    yield from ("--model", config.model)
     yield from ("--served-model-name", config.served_model_name)
     yield from ("--device", config.device, "--dtype", config.dtype)
     yield from ("--threads", _scorer_threads(config))
@@ -167,10 +166,8 @@ def _scorer(config: ServeConfig, port: int, socket_path: str) -> Iterator[object
         yield from ("--num-speculative-tokens", config.max_scored_tokens)
     if config.methods and config.draft_device is None and not own:
         yield from ("--in-process-proposer", shlex.join(map(str, _draft(config, config.device))))
-    elif config.methods and not own:
-        yield from ("--listen-unix", socket_path)
-        if config.head:
-            yield from ("--hidden-features", states_read(config.head, config.draft_model))
+    elif config.methods and not own and config.head:
+        yield from ("--hidden-features", states_read(config.head, config.draft_model))
     yield from config.flags.get("scorer", ())
     if config.engine == VLLM:
         yield from ("--", *config.vllm_flags)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.clients import Server
+from tests.support.ports import reserved_port
 from tests.support.services.up import EVERY_ROUND, running
 
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Server]:
     """The embedded pair, as `outrider serve` starts it, which must call tools if it is told to."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        pages = free.getsockname()[1]
+    pages = reserved_port()
     origin = f"http://localhost:{pages}"
     flags = ("--cors-origin", origin, "--tool-call-parser", "hermes", *EVERY_ROUND)
     with running(*flags, beside=False) as up:

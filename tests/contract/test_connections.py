@@ -11,11 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cli.ports import free_port
 from outrider.rpc import channel
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.v1 import draft_pb2, scorer_pb2_grpc
+from tests.support.ports import reserved_port
 
 DEADLINE_S = 15.0
 
@@ -129,7 +129,7 @@ async def test_server_with_unfinished_request_ends_it_in_time() -> None:
 
 @pytest.mark.parametrize("own_port", [False, True])
 async def test_watch_of_health_is_told_the_end_and_holds_up_no_stop(own_port: bool) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{reserved_port()}"
     server = GrpcServer("127.0.0.1:0", lambda _: None, ["a.Service"], health_address=address)
     port = await server.start()
     await server.set_serving(True)
@@ -149,7 +149,7 @@ async def test_watch_of_health_is_told_the_end_and_holds_up_no_stop(own_port: bo
 
 async def test_watch_of_health_address_lasts_while_the_server_drains() -> None:
     """A client begins an ended watch anew at once, thousands of times a second."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{reserved_port()}"
     waits, ends = asyncio.Event(), asyncio.Event()
 
     async def wait(_: object, __: object) -> bytes:

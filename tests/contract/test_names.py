@@ -16,6 +16,7 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import configure
 from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
+from tests.support.ports import reserved_port
 from tests.support.services.certificates import Issuer
 from tests.support.services.draft_scorer import Context, DraftScorer, Requests, close, open_
 from tests.support.services.fake_scorer import Script, serving
@@ -25,17 +26,6 @@ from tests.support.waiting import until
 
 A, B = "127.0.0.1", "127.0.0.2"  # the addresses of two pods
 TEXT = "hello world, the quick brown fox jumps over the lazy dog"
-
-
-def port_free_on_both() -> int:
-    while True:
-        with socket.create_server((A, 0)) as first, socket.socket() as second:
-            port: int = first.getsockname()[1]
-            try:
-                second.bind((B, port))
-            except OSError:
-                continue
-            return port
 
 
 def proposer(scorer: str) -> ProposerService:
@@ -51,7 +41,7 @@ def proposer(scorer: str) -> ProposerService:
 
 
 async def test_gateway_with_dns_name_follows_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, port = Names(monkeypatch), port_free_on_both()
+    names, port = Names(monkeypatch), reserved_port(A, B)
     names.table["scorers"] = [A]
     held = Script(tokens(TEXT), per_round=2, delay_s=0.05)
     async with (
@@ -84,7 +74,7 @@ async def test_gateway_with_missing_key_dials_a_new_scorer_once_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls, key = Issuer().write(tmp_path, "scorers"), tmp_path / "tls.key"
-    names, port = Names(monkeypatch), port_free_on_both()
+    names, port = Names(monkeypatch), reserved_port(A, B)
     names.table["scorers"] = [A]
 
     def failures() -> int:
@@ -115,7 +105,7 @@ async def test_gateway_with_missing_key_dials_a_new_scorer_once_it_is_back(
 @contextlib.asynccontextmanager
 async def drafting_for(names: Names, a: DraftScorer, b: DraftScorer) -> AsyncIterator[None]:
     """A proposer dials the name `scorers`, whose addresses `a` and `b` may have; at first `a`."""
-    port = port_free_on_both()
+    port = reserved_port(A, B)
     names.table["scorers"] = [A]
     service = proposer(f"dns:scorers:{port}")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
+from tests.support.ports import reserved_port
 from tests.vllm.conftest import PLUGIN, TARGET, proposer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
@@ -30,16 +30,10 @@ main()
 # The `vllm` command. It asks for the version of a package that the CPU build has another name for.
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[OpenAI, str]]:
     """A client, and the address that proposers dial."""
-    http, draft = free_port(), free_port()
+    http, draft = reserved_port(), reserved_port()
     command = [
         *(sys.executable, "-c", COMMAND, "serve", str(TARGET)),
         *("--speculative-config", json.dumps(PLUGIN)),

@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gateway.config import GatewayConfig
 from gateway.openai import answer
 from gateway.service import Gateway
-from outrider.cli.ports import free_port
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import configure
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.support.ports import reserved_port
 from tests.support.services.fake_scorer import Script, serving
 from tests.support.services.gateway import fake_scorer, model_folder, running_gateway, tokens
 from tests.support.waiting import until
@@ -32,7 +32,7 @@ async def test_gateway_while_it_waits_for_its_first_scorer_serves_health_and_met
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answer, "_SILENCE_S", 0.05)
-    http, metrics, health, scorer = (free_port() for _ in range(4))
+    http, metrics, health, scorer = (reserved_port() for _ in range(4))
     gateway = Gateway(
         GatewayConfig(
             scorers=(f"127.0.0.1:{scorer}",),
@@ -93,7 +93,7 @@ async def test_requests_when_scorers_are_at_zero_are_held_until_one_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answer, "_SILENCE_S", 0.05)
-    scorer, port = fake_scorer(Script(tokens(TEXT))), free_port()
+    scorer, port = fake_scorer(Script(tokens(TEXT))), reserved_port()
     scorer.target = f"127.0.0.1:{port}"
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(
@@ -142,7 +142,7 @@ async def test_held_stream_that_cannot_be_served_ends_with_an_error_event(
     hold_s: float, prompt: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "_SILENCE_S", 0.05)
-    scorer, port = fake_scorer(Script(tokens(TEXT))), free_port()
+    scorer, port = fake_scorer(Script(tokens(TEXT))), reserved_port()
     scorer.target = f"127.0.0.1:{port}"
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(
@@ -168,7 +168,7 @@ async def _text(call: grpc.aio.UnaryStreamCall) -> str:  # type: ignore[type-arg
 
 async def test_held_request_past_its_time_is_refused_with_retry_after() -> None:
     scorer = fake_scorer(Script(tokens(TEXT)))
-    scorer.target = f"127.0.0.1:{free_port()}"
+    scorer.target = f"127.0.0.1:{reserved_port()}"
     async with running_gateway(scorer, hold_timeout_s=0.2) as gateway:
         with pytest.raises(openai.InternalServerError) as caught:
             await gateway.client.completions.create(model="default", prompt="x")
@@ -178,7 +178,7 @@ async def test_held_request_past_its_time_is_refused_with_retry_after() -> None:
 
 async def test_held_request_whose_client_goes_gives_its_place_back() -> None:
     scorer = fake_scorer(Script(tokens(TEXT)))
-    scorer.target = f"127.0.0.1:{free_port()}"
+    scorer.target = f"127.0.0.1:{reserved_port()}"
     async with running_gateway(scorer, hold_timeout_s=20.0) as gateway:
         async with httpx.AsyncClient(base_url=gateway.http) as client:
             with pytest.raises(httpx.ReadTimeout):

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
+from tests.support.ports import reserved_port
 from tests.support.services.fake_scorer import Script, serving
 from tests.support.services.gateway import fake_scorer, model_folder, running_gateway, tokens
 from tests.support.waiting import until
@@ -74,8 +75,7 @@ async def test_process_when_draining_lets_open_stream_end() -> None:
     held = asyncio.Event()
     script = Script(tokens("hello world, the quick brown fox"), held=held)
     async with serving(fake_scorer(script)) as scorer:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            health = free.getsockname()[1]
+        health = reserved_port()
         flags = ("--scorer", scorer.target, "--model", str(model_folder()))
         flags = (*flags, "--health-port", str(health), "--drain-grace-seconds", "60")
         async with gateway_process(*flags) as process:

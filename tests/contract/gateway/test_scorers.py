@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from outrider.cli.ports import free_port
 from outrider.errors import CapacityError, ConfigError, UnavailableError
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.support.ports import reserved_port
 from tests.support.services.fake_scorer import FakeScorer, Script, serving
 from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
 from tests.support.waiting import until
@@ -78,7 +78,7 @@ async def test_request_when_scorer_dies_continues_on_another(
 @pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_request_when_only_scorer_returns_continues(stream: bool) -> None:
-    scorer, port = fake_scorer(scripted(delay_s=0.02)), free_port()
+    scorer, port = fake_scorer(scripted(delay_s=0.02)), reserved_port()
     async with AsyncExitStack() as life:
         await life.enter_async_context(serving(scorer, port))
         async with running_gateway(scorer) as gateway:

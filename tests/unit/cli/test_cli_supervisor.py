@@ -21,11 +21,12 @@ from gateway.config import GatewayConfig
 from gateway.workers.supervisor import Workers
 from outrider.child_process import ServiceProcess, ServiceSpec
 from outrider.cli import stack as stack_module
-from outrider.cli.ports import check_port, free_port
+from outrider.cli.ports import check_port
 from outrider.cli.process import relay
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc
+from tests.support.ports import reserved_port
 from tests.support.waiting import until
 
 READY = """
@@ -284,5 +285,5 @@ def test_port_when_taken_is_refused_by_flag() -> None:
         taken = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {taken} .* --port, or 0"):
             check_port("127.0.0.1", taken, "--port")
-    check_port("127.0.0.1", free_port(), "--port")
+    check_port("127.0.0.1", reserved_port(), "--port")
     check_port("127.0.0.1", 0, "--port")

@@ -81,6 +81,8 @@ def test_embedded_model_is_drafted_for_by_its_draft_model() -> None:
     assert any("float32" in line for line in said)
     specs = named(services(served, "/run"))
     assert list(specs) == ["scorer", "gateway"], "the scorer drafts"
+    assert value(specs["scorer"], "--port") == "0"
+    assert value(specs["gateway"], "--scorer") == f"unix:{value(specs['scorer'], '--listen-unix')}"
     drafting = value(specs["scorer"], "--in-process-proposer")
     assert drafting == "--method draft_model --model embedded --dtype float32"
     assert config("--model", "embedded").methods == ("draft_model",)

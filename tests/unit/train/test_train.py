@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.lib.replay import record
-from outrider.cli.ports import free_port
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
@@ -49,6 +48,7 @@ from tests.support.checkpoints.train import (
     save_target,
     save_text,
 )
+from tests.support.ports import reserved_port
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -442,7 +442,7 @@ def test_trainer_with_two_processes_equals_one_with_both_parts(
         more = ["--steps", "3", "--tokens-per-step", str(tokens_per_step)]
         return flags("medusa", folder, *more, "--out", str(tmp_path / name))
 
-    port = free_port()
+    port = reserved_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "outrider.train", *command("two", 48)],

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from outrider.cli.ports import free_port
 from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import acceptance
 from outrider.train.layers import chain_mask
 from outrider.train.target import Target, TargetBatch, load_target
 from tests.support.checkpoints.train import process_environment, save_target, save_text
 from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.ports import reserved_port
 from training.evaluate import acceptance as coupled_acceptance
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ processes.close()
 
 
 def test_processes_of_several_ranks_average_their_gradients() -> None:
-    port = free_port()
+    port = reserved_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", AVERAGE],
