@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from enum import IntEnum
 from typing import Final
 
 from outrider.draft_port import NO_DRAFTS, DraftingEngine, DraftOffer
@@ -18,7 +19,7 @@ from scorer_service.drafting.projections import Projections, check_features
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.sessions import Session, SessionListener
 
-EXPLORE: Final = 64  # sessions, of which one ignores what drafts are worth: that may change
+EXPLORE: Final = 64  # sessions, of which one goes to a proposer that was worse: that may change
 AS_GOOD: Final = 0.8  # of the best worth: less may be the texts
 ON_TRIAL: Final = 2  # sessions of a proposer of unknown worth, where others' is known
 _log = logging.getLogger(__name__)
@@ -200,8 +201,7 @@ class ProposerRegistry:
             and proposer.fits(session)
             and session.losses[proposer.id] <= self.limits.max_reopens
         ]
-        worth = {p.id: p.worth(session) for p in candidates}
-        best = max([each for each in worth.values() if each is not None], default=0.0)
+        ranks = _ranks(candidates, session)
         named = bool(session.request.speculation.methods)
         return min(
             candidates,
@@ -209,7 +209,7 @@ class ProposerRegistry:
                 p.set_aside_until > now,
                 session.losses[p.id],
                 p.preference(session) if named else (),
-                session.id % EXPLORE > 0 and _is_worse(p, worth[p.id], best),
+                ranks[p.id],
                 p.preference(session),
                 p.load,
             ),
@@ -293,8 +293,27 @@ class ProposerRegistry:
         self._metrics.set_proposers(attached)
 
 
-def _is_worse(proposer: AttachedProposer, worth: float | None, best: float) -> bool:
-    """Return whether another proposer is measured to bring clearly more, or may be expected to."""
-    if worth is None:
-        return best > 0.0 and len(proposer.sessions) >= ON_TRIAL
-    return worth < AS_GOOD * best
+class _Rank(IntEnum):
+    """By what drafts are measured to be worth."""
+
+    TRY = 0
+    GOOD = 1
+    WORSE = 2
+
+
+def _ranks(candidates: list[AttachedProposer], session: Session) -> dict[str, _Rank]:
+    """Rank proposers by id. While the worth of none is known, all are good."""
+    worth = {p.id: p.worth(session) for p in candidates}
+    best = max([each for each in worth.values() if each is not None], default=None)
+    ranks = {}
+    for proposer in candidates:
+        its = worth[proposer.id]
+        if best is None or (its is not None and its >= AS_GOOD * best):
+            ranks[proposer.id] = _Rank.GOOD
+        else:
+            on_trial = its is None and len(proposer.sessions) < ON_TRIAL
+            ranks[proposer.id] = _Rank.TRY if on_trial else _Rank.WORSE
+    worse = [proposer_id for proposer_id, rank in ranks.items() if rank is _Rank.WORSE]
+    if worse and session.id % EXPLORE == 0:
+        ranks[worse[session.id // EXPLORE % len(worse)]] = _Rank.TRY
+    return ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable
 
 import pytest
@@ -27,6 +28,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import HELD_TOKENS
+from scorer_service.drafting.registry import EXPLORE, ON_TRIAL
 from scorer_service.mailbox import Mailbox
 from scorer_service.sessions import Session
 from tests.support.services.hub import FINAL, Bench, commit, sent
@@ -465,13 +467,11 @@ async def test_outbox_with_advice_counts_it_as_backlog() -> None:
     assert isinstance(proposer.detached.result(), CapacityError)
 
 
-async def test_registry_with_rubbish_beside_good_drafts_gives_it_few_sessions() -> None:
-    """Sessions one after another, eight at a time: those of unknown worth, then by worth."""
-    bench = Bench()
-    good, rubbish = [bench.attach(each, max_sessions=512) for each in ("good", "rubbish")]
-    given = {good.id: 0, rubbish.id: 0}
+def sessions_given(bench: Bench, tokens: dict[str, int], num_sessions: int) -> Counter[str]:
+    """By proposer, eight at a time for 16 rounds each; `tokens` are committed in each of them."""
+    given: Counter[str] = Counter()
     running: list[Session] = []
-    for _ in range(120):
+    for _ in range(num_sessions):
         session = bench.submit()
         assert session.proposer is not None
         given[session.proposer.id] += 1
@@ -479,11 +479,42 @@ async def test_registry_with_rubbish_beside_good_drafts_gives_it_few_sessions() 
         running.append(session)
         if len(running) == 8:
             for _ in range(16):
-                steps = [(s, (5, 6, 7) if s.proposer is good else (5,)) for s in running]
-                bench.step(*[commit(s, *tokens) for s, tokens in steps])
-            oldest = running.pop(0)
-            bench.step(commit(oldest, 5, finish=FinishReason.LENGTH))
+                of = {s.id: tokens[s.proposer.id] for s in running if s.proposer}
+                bench.step(*[commit(s, *[5] * of[s.id]) for s in running])
+            bench.step(commit(running.pop(0), 5, finish=FinishReason.LENGTH))
+    return given
+
+
+async def test_registry_with_rubbish_beside_good_drafts_gives_it_few_sessions() -> None:
+    """Those of unknown worth, then by worth."""
+    bench = Bench()
+    good, rubbish = [bench.attach(each, max_sessions=512) for each in ("good", "rubbish")]
+    given = sessions_given(bench, {good.id: 3, rubbish.id: 1}, 120)
     assert given[rubbish.id] == 4 + 1, "half of the first eight, and one in 64 of all others"
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 5), (2, 5), (5, 1), (5, 2)])
+async def test_registry_with_methods_of_unlike_worth_prefers_the_better(
+    first: int, second: int
+) -> None:
+    """Whatever their usual order, also where the first method's drafts never come true."""
+    bench = Bench()
+    copying = bench.attach("copying", method="suffix", max_sessions=512)
+    model = bench.attach("model", method="draft_model", max_sessions=512)
+    given = sessions_given(bench, {copying.id: first, model.id: second}, 200)
+    worse = copying if first < second else model
+    tried = 8 + ON_TRIAL if worse is copying else 2 * ON_TRIAL
+    assert 1 <= given[worse.id] <= tried + 200 // EXPLORE
+
+
+async def test_registry_tries_each_worse_proposer_in_turn() -> None:
+    bench = Bench()
+    tokens = {"best": 2, "copies": 1, "head": 1}
+    for name, method in (("best", "draft_model"), ("copies", "ngram"), ("head", "medusa")):
+        bench.attach(name, method=method, max_sessions=512)
+    sessions_given(bench, tokens, EXPLORE - 1)
+    given = sessions_given(bench, tokens, 4 * EXPLORE)
+    assert given == {"best": 4 * EXPLORE - 4, "copies": 2, "head": 2}
 
 
 async def test_registry_with_proposers_as_good_shares_load_among_them() -> None:
