@@ -16,6 +16,8 @@ from outrider.errors import InvalidRequestError
 from outrider.models.chat_template import RESERVED, Conversation
 from outrider.params import Constraint, require
 
+_AFFINITY_CHARS: Final = 4096  # of each text
+_AFFINITY_MESSAGES: Final = 8
 _ANALYSIS: Final = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
 
 
@@ -45,6 +47,8 @@ class Plan:
     thinking: ThinkingBudget | None = None
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer besides those of the model."""
+    affinity: bytes = b""
+    """The same for all turns of a conversation; empty where there is none."""
 
 
 def template_variables(
@@ -91,7 +95,23 @@ async def plan_chat(chat: Chat, maker: RequestMaker) -> Plan:
         message = error.message.removeprefix("tools: ")
         raise InvalidRequestError(f"{shown}: {message}", param=shown) from error
     budget = await _budget(chat.budget, maker, reading)
-    return Plan(constraint, param, token_ids, reading, budget)
+    affinity = _affinity(chat.conversation)
+    return Plan(constraint, param, token_ids, reading, budget, affinity=affinity)
+
+
+def _affinity(conversation: Conversation) -> bytes:
+    """Return what all turns of a conversation share: what stands before the first answer.
+
+    Long texts count by their begin. Other conversations with the same system prompt differ.
+    """
+    texts: list[str] = []
+    asked = False
+    for message in conversation.messages[:_AFFINITY_MESSAGES]:
+        if asked and message["role"] == "assistant":
+            break
+        asked = asked or message["role"] == "user"
+        texts.append(str(message.get("content"))[:_AFFINITY_CHARS])
+    return repr(texts).encode("utf-8", "backslashreplace")
 
 
 async def _budget(

@@ -163,6 +163,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tenant=tenant,
                 stream_interval=request.stream_interval,
                 adapter=intake.adapter_of(intake.check_model(request.model)),
+                affinity=plan.affinity,
             ),
         )
         return work, plan.reading

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
@@ -37,6 +38,7 @@ MAX_STOP_STRING_CHARS = 1024
 
 _STOP_STRING_INTERVAL = 8
 """Tokens at a time at most where a stop string may end the text: more would be computed in vain."""
+_FIRST_PAGE = 16  # tokens that a scorer's prefix cache keeps together
 _CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' choices stay apart
 
 
@@ -96,6 +98,7 @@ class Settings:
     stream_interval: int = 0  # tokens wanted at a time, but for the first; 0: each round's
     adapter: str = ""  # of the model; empty: none
     draft_trees: bool = False  # each round's draft with its tokens
+    affinity: bytes = b""  # of requests that a scorer's prefix cache may serve together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +245,12 @@ class Intake:
             require(budget != 0, "prompt_logprobs", "left out beside a thinking_token_budget of 0")
         given = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         return GenerationRequest(
-            **given | {"request_id": request_id or uuid.uuid4().hex},
+            **given
+            | {
+                "request_id": request_id or uuid.uuid4().hex,
+                "affinity": settings.affinity
+                or array("I", prompt_token_ids[:_FIRST_PAGE]).tobytes(),
+            },
             prompt_token_ids=tuple(prompt_token_ids),
             stop=StopParams(
                 max_tokens=self._max_tokens(len(prompt_token_ids), limits, param),

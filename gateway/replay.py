@@ -68,7 +68,7 @@ class Replayer:
         held_until = min(deadline, _now() + self._hold_timeout_s)
         while True:
             patience = held_until if give_up is None else give_up
-            scorer = await self._pool.pick(request.prompt_token_ids, full, patience - _now())
+            scorer = await self._pool.pick(request.affinity, full, patience - _now())
             message = _continuation(request, committed)
             try:
                 async with self._segment(scorer, message, account, parent, deadline) as rounds:

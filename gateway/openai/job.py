@@ -255,6 +255,7 @@ async def _work(
         stream_interval=0 if body.stream else random.choice(_WHOLE_INTERVALS),
         adapter=intake.adapter_of(intake.check_model(body.model)),
         draft_trees=bool(body.draft_trees),
+        affinity=(body.prompt_cache_key or "").encode("utf-8", "backslashreplace") or plan.affinity,
     )
     limits = body.limits()
     if not limits.ignore_eos:

@@ -66,7 +66,7 @@ NEUTRAL_IN: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
 
 HARMLESS: Final = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_retention", "parallel_tool_calls"),
         *("session_id", "custom_labels"),
     }

@@ -63,6 +63,7 @@ class Request(BaseModel):
     stop: str | Items[str] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
+    prompt_cache_key: str | None = None
     # Beyond OpenAI's, under vLLM's names:
     top_k: int | None = None
     min_p: float | None = None

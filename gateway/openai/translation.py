@@ -19,7 +19,7 @@ _SHARED: Final = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("stop_token_ids", "ignore_eos", "min_tokens", "structured_outputs", "prediction"),
         *("extra_config", "aux_info", "speculation", "chat_template_kwargs"),
-        *("thinking_token_budget", "include_reasoning"),
+        *("thinking_token_budget", "include_reasoning", "prompt_cache_key"),
     }
 )
 """Parameters of chats that other APIs take under the same names."""

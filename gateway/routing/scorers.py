@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from gateway.routing.scorer import CLOSE_GRACE_S, Scorer
@@ -17,8 +16,8 @@ from outrider.rpc.tasks import Background
 from outrider.v1 import scorer_pb2
 
 _PROBE_UP_S, _PROBE_DOWN_S = 1.0, 0.2
-_AFFINITY_TOKENS = 16  # a page: what a scorer can have in its prefix cache
-_AFFINITY_SLACK = 4  # requests more than the least busy before affinity gives way to load
+_SLACK = 4  # requests more than the least busy scorer before affinity gives way to load,
+_MOST_LOAD = 1.25  # and times the mean load, where that is more
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -107,20 +106,23 @@ class ScorerPool:
 
     async def pick(
         self,
-        prompt_token_ids: Sequence[int],
+        affinity: bytes,
         excluded: frozenset[Scorer],
         timeout_s: float,
     ) -> Scorer:
-        """Choose the scorer for a prompt, waiting at most `timeout_s` until one serves.
+        """Choose the scorer for a request, waiting at most `timeout_s` until one serves.
 
-        Rendezvous hashing ranks the scorers for prompts with the same first page: the first that is
-        not clearly busier than the least busy one. Raises `UnavailableError`.
+        Requests of the same `affinity` go to one scorer, by rendezvous hashing, so that one that
+        comes or goes moves no more than its share. While that one's load is above the bound, the
+        least busy one is taken (as in consistent hashing with bounded loads, Mirrokni et al. 2016).
+        Raises `UnavailableError`.
         """
         candidates = await self._until(lambda: set(self.serving) - excluded, timeout_s)
-        page = array("I", prompt_token_ids[:_AFFINITY_TOKENS]).tobytes()
-        most = min(scorer.in_flight for scorer in candidates) + _AFFINITY_SLACK
-        idle_enough = [scorer for scorer in candidates if scorer.in_flight <= most]
-        return min(idle_enough, key=lambda scorer: _rendezvous(scorer.target, page))
+        home = min(candidates, key=lambda scorer: _rendezvous(scorer.target, affinity))
+        least_busy = min(candidates, key=lambda scorer: scorer.in_flight)
+        mean = sum(scorer.in_flight for scorer in candidates) / len(candidates)
+        most = max(least_busy.in_flight + _SLACK, _MOST_LOAD * mean)
+        return home if home.in_flight <= most else least_busy
 
     async def _until(self, condition: Callable[[], _T], timeout_s: float) -> _T:
         """Return what `condition` says once it is truthy. Raises `UnavailableError`."""
@@ -216,5 +218,5 @@ class ScorerPool:
         return self._changed
 
 
-def _rendezvous(target: str, page: bytes) -> bytes:
-    return hashlib.blake2b(target.encode() + b"\0" + page, digest_size=8).digest()
+def _rendezvous(target: str, affinity: bytes) -> bytes:
+    return hashlib.blake2b(target.encode() + b"\0" + affinity, digest_size=8).digest()

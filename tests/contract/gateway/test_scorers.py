@@ -28,9 +28,8 @@ def scripted(**changes: Any) -> Script:
 
 
 async def complete(gateway: Running, **parameters: Any) -> Any:
-    return await gateway.client.completions.create(
-        model="default", prompt=PROMPT, extra_body={"aux_info": True}, **parameters
-    )
+    asked = {"prompt": PROMPT, "extra_body": {"aux_info": True}} | parameters
+    return await gateway.client.completions.create(model="default", **asked)
 
 
 def requests_of(scorers: list[FakeScorer]) -> list[Any]:
@@ -192,6 +191,59 @@ async def test_routing_when_scorer_is_full_takes_another() -> None:
         second.script.refuse = CapacityError("full")
         with pytest.raises(openai.RateLimitError):
             await complete(gateway)
+
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant. " * 2}
+
+
+async def chat(gateway: Running, turns: list[str], **more: Any) -> None:
+    """The turns of the user, with an answer between each two."""
+    said = [[{"role": "user", "content": turn}] for turn in turns]
+    answer = {"role": "assistant", "content": TEXT}
+    messages: Any = [SYSTEM, *said[0], *(m for turn in said[1:] for m in (answer, *turn))]
+    await gateway.client.chat.completions.create(model="default", messages=messages, **more)
+
+
+def who_got_it(scorers: list[FakeScorer]) -> str:
+    """The scorer of the only request since the last call."""
+    (name,) = [scorer.info.scorer_id for scorer in scorers if scorer.requests]
+    for scorer in scorers:
+        scorer.requests.clear()
+    return name
+
+
+async def test_turns_of_conversations_find_their_scorer_again() -> None:
+    """Though all conversations have the same system prompt."""
+    scorers = [fake_scorer(scripted(), name) for name in ("a", "b", "c", "d")]
+    async with running_gateway(*scorers) as gateway:
+        await until_serving(gateway.http, 4)
+        used = set()
+        for number in range(16):
+            found = set()
+            for turns in (1, 2, 3):
+                await chat(gateway, [f"question {number}", "and then?", "why?"][:turns])
+                found.add(who_got_it(scorers))
+            assert len(found) == 1
+            used |= found
+        assert len(used) > 1
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+async def test_requests_of_the_same_cache_key_find_one_scorer(kind: str) -> None:
+    scorers = [fake_scorer(scripted(), name) for name in ("a", "b", "c", "d")]
+    async with running_gateway(*scorers) as gateway:
+        await until_serving(gateway.http, 4)
+        found: dict[str, set[str]] = {f"key {n}": set() for n in range(16)}
+        for number in range(3):
+            for key, names in found.items():
+                body = {"prompt_cache_key": key}
+                if kind == "chat":
+                    await chat(gateway, [f"question {number}"], extra_body=body)
+                else:
+                    await complete(gateway, prompt=f"{number}: a text", extra_body=body)
+                names.add(who_got_it(scorers))
+        assert all(len(names) == 1 for names in found.values())
+        assert len(set.union(*found.values())) > 1
 
 
 async def test_routing_of_same_first_page_keeps_scorer_until_busy() -> None:
