@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 
 HOST = "127.0.0.1"
-_RESERVED: list[socket.socket] = []
 
 
 def reserved_port(*hosts: str) -> int:
@@ -25,7 +25,8 @@ def reserved_port(*hosts: str) -> int:
                 break
             port = reserved.getsockname()[1]
         else:
-            _RESERVED.extend(bound)
+            for reserved in bound:
+                atexit.register(reserved.close)
             return port
         for reserved in bound:
             reserved.close()
