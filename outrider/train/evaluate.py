@@ -7,7 +7,7 @@ replayed from that alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from outrider.train.head import Head
 from outrider.train.target import Target
 
 WELL_TRAINED = (0.8, 0.6, 0.4)
-"""RTP-LLM's rule: the first, second and third drafted token should be accepted this often."""
+"""RTP-LLM's rule: the first, second and third drafted token should be accepted more often."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,36 @@ class Acceptance:
     mean_length: float
     """Tokens per round: accepted ones and the target's own."""
 
+    @property
+    def below_rule(self) -> tuple[int, ...]:
+        """Return the positions, from 1, that are accepted too seldom for a well trained head."""
+        shares = zip(self.reached, WELL_TRAINED, strict=False)
+        return tuple(i for i, (share, rule) in enumerate(shares, 1) if share <= rule)
+
     def lines(self) -> list[str]:
-        """Return a table for the log."""
+        """Return a table for the log, and the verdict."""
         header = "position    " + "".join(f"{i:>8}" for i in range(1, len(self.reached) + 1))
         rule = [f"> {share:.0%}" for share in WELL_TRAINED[: len(self.reached)]]
+        below = " and ".join(map(str, self.below_rule))
+        verdict = "well trained: accepted as often as the rule asks for"
+        if below:
+            verdict = (
+                f"below the rule at position {below}: train longer, and on more of the target's "
+                "own text"
+            )
         return [
             header,
             "matches     " + "".join(f"{value:8.3f}" for value in self.matches),
             "accepted    " + "".join(f"{value:8.3f}" for value in self.reached),
             "rule        " + "".join(f"{text:>8}" for text in rule),
             f"mean acceptance length {self.mean_length:.3f}",
+            verdict,
         ]
+
+    def facts(self) -> dict[str, object]:
+        """Return what training.json holds."""
+        verdict = {"rule": WELL_TRAINED[: len(self.reached)], "below_rule": self.below_rule}
+        return {**asdict(self), **verdict, "well_trained": not self.below_rule}
 
 
 @torch.no_grad()

@@ -125,7 +125,7 @@ def _train(args: argparse.Namespace, processes: Processes) -> None:
         result = acceptance(head, target, text, prompts.shape[1], args.num_draft_tokens)
         for line in result.lines():
             logger.info(line)
-        facts = {"parameters": parameters, **asdict(progress), **asdict(result)}
+        facts = {"parameters": parameters, **asdict(progress), **result.facts()}
         with writing(args.out):
             (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -598,6 +598,7 @@ def test_evaluation_with_short_rows_continues_them_whole(folder: Path, tmp_path:
     assert main(flags("medusa", folder, *more)) == 0
     facts = json.loads((tmp_path / "training.json").read_text())
     assert len(facts["matches"]) == STEPS
+    assert facts["well_trained"] == (not facts["below_rule"])
     assert 1 <= facts["mean_length"] <= 1 + STEPS
 
 

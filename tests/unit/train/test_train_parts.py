@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from outrider.train.data import Source, draft_vocabulary, read_tokens
-from outrider.train.evaluate import acceptance
+from outrider.train.evaluate import Acceptance, acceptance
 from outrider.train.layers import chain_mask
 from outrider.train.target import Target, TargetBatch, load_target
 from tests.support.checkpoints.train import process_environment, save_target, save_text
@@ -121,7 +121,30 @@ def test_acceptance_of_any_head_replays_rounds(folder: Path) -> None:
     assert result.matches == (1.0, 1.0, 0.0, 1.0)
     assert result.reached == (1.0, 1.0, 0.0, 0.0)
     assert result.mean_length == 3.0
-    assert "> 80%" in "\n".join(result.lines())
+    assert result.below_rule == (3,)
+    assert result.lines()[-1].startswith("below the rule at position 3: train longer")
+
+
+@pytest.mark.parametrize(
+    ("reached", "below"),
+    [
+        ((0.81, 0.61, 0.41, 0.1), ()),
+        ((0.8, 0.6, 0.4), (1, 2, 3)),
+        ((0.9, 0.5, 0.45), (2,)),
+        ((0.9, 0.7), ()),
+        ((0.7,), (1,)),
+    ],
+)
+def test_verdict_on_acceptance_names_positions_below_the_rule(
+    reached: tuple[float, ...], below: tuple[int, ...]
+) -> None:
+    result = Acceptance(reached, reached, 1.0 + sum(reached))
+    facts = result.facts()
+    assert (facts["below_rule"], facts["well_trained"]) == (below, not below)
+    assert facts["reached"] == reached
+    said = result.lines()[-1]
+    assert said.startswith("below the rule" if below else "well trained")
+    assert all(str(position) in said for position in below)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
