@@ -66,6 +66,30 @@ class EngineConfig:
             )
 
 
+def acceptance_rates(
+    rates: Sequence[float], length: float | None, num_speculative_tokens: int
+) -> tuple[float, ...]:
+    """Return synthetic rates for K draft tokens: those given, or those of a mean `length`.
+
+    `length` is of a round's tokens, the target's own included. As in vLLM its rounds vary as little
+    as they can. Raises `ConfigError`.
+    """
+    if length is None:
+        check_acceptance_rates(rates, num_speculative_tokens)
+        return tuple(rates)
+    if rates:
+        raise ConfigError(
+            "synthetic_acceptance_rates and synthetic_acceptance_length say the same: give one."
+        )
+    if not 1.0 <= length <= num_speculative_tokens + 1:
+        raise ConfigError(
+            f"synthetic_acceptance_length {length:g} must lie between 1 and "
+            f"{num_speculative_tokens + 1}: {num_speculative_tokens} draft tokens "
+            "(num_speculative_tokens) and the target's own."
+        )
+    return tuple(min(1.0, max(0.0, length - 1 - n)) for n in range(num_speculative_tokens))
+
+
 def check_acceptance_rates(rates: Sequence[float], num_speculative_tokens: int) -> None:
     """Raise `ConfigError` for synthetic acceptance rates that no K draft tokens can have."""
     if not rates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,11 +138,11 @@ def check_rounding(engine: str, quantization: str | None) -> None:
         )
 
 
-def check_synthetic(engine: str, rates: Sequence[float] | None) -> None:
-    """Refuse synthetic acceptance by our flag where vLLM serves. Raises `ConfigError`."""
-    if engine == VLLM and rates:
+def check_synthetic(engine: str, *, asked: bool) -> None:
+    """Refuse synthetic acceptance by our flags where vLLM serves. Raises `ConfigError`."""
+    if engine == VLLM and asked:
         raise ConfigError(
-            "--synthetic-acceptance-rates is for --engine native: give vLLM's own key after --, as "
+            "--synthetic-acceptance-* is for --engine native: give vLLM's keys after --, as "
             """-- --speculative-config '{..., "rejection_sample_method": "synthetic", """
             """"synthetic_acceptance_rates": [0.9, 0.6]}'."""
         )

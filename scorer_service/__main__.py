@@ -18,7 +18,7 @@ from outrider.config import (
     QUANTIZATIONS,
     SPECULATION_POLICIES,
     THREAD_SWITCH_S,
-    check_acceptance_rates,
+    acceptance_rates,
 )
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
@@ -124,6 +124,12 @@ def parser() -> flag_types.RaisingParser:
         help="for benchmarks only: how likely a round accepts at least 1, 2, ... K draft tokens, "
         "whatever they are; texts are then not the model's",
     )
+    add(
+        "--synthetic-acceptance-length",
+        type=float,
+        metavar="L",
+        help="the same by the mean tokens of a round, the model's own included: from 1 to K + 1",
+    )
     add("--max-num-seqs", type=flag_types.positive, default=128, help="requests in a batch")
     add(
         "--max-num-batched-tokens",
@@ -221,7 +227,11 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
             f"--max-num-batched-tokens {tokens} is less than one token for each of the requests of "
             f"a batch: raise it to {rows} at least, or lower --max-num-seqs {rows}."
         )
-    check_acceptance_rates(args["synthetic_acceptance_rates"], args["num_speculative_tokens"])
+    args["synthetic_acceptance_rates"] = acceptance_rates(
+        args["synthetic_acceptance_rates"],
+        args.pop("synthetic_acceptance_length"),
+        args["num_speculative_tokens"],
+    )
     flags, args["in_process_proposer"] = args["in_process_proposer"], ()
     if flags is not None:
         os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # the import below loads NumPy
@@ -294,7 +304,8 @@ def _engine(args: dict[str, Any]) -> str:
     if engine == engines.NATIVE and flags:
         raise ConfigError(f"{' '.join(flags)}: flags of vLLM need --engine vllm.")
     engines.check_rounding(engine, args["quantization"])
-    engines.check_synthetic(engine, args["synthetic_acceptance_rates"])
+    synthetic = args["synthetic_acceptance_rates"] or args["synthetic_acceptance_length"]
+    engines.check_synthetic(engine, asked=bool(synthetic))
     if engine == engines.VLLM and args["kv_cache_dtype"] != KV_CACHE_DTYPES[0]:
         args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
     unfit = [name for name in _NATIVE_ONLY if args[name]]

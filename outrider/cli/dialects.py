@@ -32,8 +32,8 @@ class Rule:
     """Further words of ours."""
     keys: Mapping[str, Rule] | None = None
     """The value is a JSON object with these keys."""
-    needs: tuple[str, str] | None = None
-    """The flag of ours that has to be given, too, and what to say where it is not."""
+    needs: tuple[tuple[str, ...], str] | None = None
+    """Flags of ours of which one has to be given, too, and what to say where none is."""
     secret: bool = False
     """The value is never printed."""
 
@@ -142,15 +142,16 @@ _SPECULATIVE_CONFIG: Final = {
     "suffix_decoding_min_token_prob": _is("--suffix-decoding-min-token-prob"),
     "suffix_decoding_max_cached_requests": _is("--suffix-decoding-max-cached-requests"),
     "rejection_sample_method": Rule(
-        note="synthetic_acceptance_rates say it",
+        note="synthetic_acceptance_rates or synthetic_acceptance_length say it",
         refusal='leave it out: each request names its rule, as "verification": "block"',
         harmless=("synthetic",),
-        needs=("--synthetic-acceptance-rates", "synthetic needs synthetic_acceptance_rates"),
+        needs=(
+            ("--synthetic-acceptance-rates", "--synthetic-acceptance-length"),
+            "synthetic needs synthetic_acceptance_rates or synthetic_acceptance_length",
+        ),
     ),
     "synthetic_acceptance_rates": _is("--synthetic-acceptance-rates"),
-    "synthetic_acceptance_length": _refused(
-        "give synthetic_acceptance_rates: a length of 2.6 at K = 3 is [1, 0.6, 0]"
-    ),
+    "synthetic_acceptance_length": _is("--synthetic-acceptance-length"),
     "draft_tensor_parallel_size": _only("1", refusal="leave it out: a draft runs on one device"),
     "max_model_len": _is("--draft-max-model-len"),
     "quantization": _DRAFT_QUANTIZATION,

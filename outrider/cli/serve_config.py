@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.cli.serve_flags import PASSED
 from outrider.cli.services import ServeConfig
-from outrider.config import DTYPES, check_acceptance_rates
+from outrider.config import DTYPES, acceptance_rates
 from outrider.engines import AUTO, NATIVE, VLLM, Wanted, check_rounding, check_synthetic, choose
 from outrider.errors import ConfigError
 from outrider.methods import COPYING_METHODS, HIDDEN_STATE_METHODS
@@ -39,6 +39,8 @@ def take_config(
     parallel = take_parallel_flags(vars(args))
     devices = num_devices(parallel)
     rates: tuple[float, ...] = getattr(args, "synthetic_acceptance_rates", None) or ()
+    length: float | None = getattr(args, "synthetic_acceptance_length", None)
+    synthetic = bool(rates) or length is not None
     if device != "cpu" and devices > num_gpus and not dry and "--nnodes" not in parallel:
         raise ConfigError(f"{' '.join(parallel)}: this machine has {num_gpus} GPUs.")
     models = _Models(say, dry=dry)
@@ -50,7 +52,7 @@ def take_config(
             wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
         engine = choose(args.engine, wanted, installed=True if dry else None)
         check_rounding(engine, getattr(args, "quantization", None))  # the demo has no such flag
-        check_synthetic(engine, rates)
+        check_synthetic(engine, asked=synthetic)
     vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
     if node_rank(parallel):
         raise ConfigError("--node-rank: run `outrider scorer` on the machines after the first.")
@@ -71,7 +73,7 @@ def take_config(
         draft_device=draft_device,
         engine=engine,
         vllm_flags=vllm_flags,
-        dtype=_dtype(args.dtype, device, target, say, exact=not rates),
+        dtype=_dtype(args.dtype, device, target, say, exact=not synthetic),
         num_speculative_tokens=args.num_speculative_tokens,
         speculation_policy=args.speculation_policy,
         served_model_name=named[0] if named else "default" if name == EMBEDDED else name,
@@ -79,12 +81,12 @@ def take_config(
         flags=_passed(args),
         **fields,
     )
-    if rates and not methods:
+    if synthetic and not methods:
         raise ConfigError(
-            "--synthetic-acceptance-rates accepts drafts, and with --method none there are none: "
-            "leave one of the two out."
+            "Synthetic acceptance is of drafts, and with --method none there are none: leave one "
+            "of the two out."
         )
-    check_acceptance_rates(rates, config.max_scored_tokens)
+    acceptance_rates(rates, length, config.max_scored_tokens)
     return config
 
 

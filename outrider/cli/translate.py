@@ -43,7 +43,7 @@ class _Reader:
         self.words: list[str] = []
         self.notes: list[str] = []
         self.refusals: list[str] = []
-        self.needs: list[tuple[str, str]] = []  # flags of ours, and refusals without them
+        self.needs: list[tuple[tuple[str, ...], str]] = []  # refusals without our flags
         self.foreign = False  # some flag is another engine's
 
     def read(self, words: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class _Reader:
     def check_needs(self) -> None:
         """Refuse what was taken on account of flags that did not come."""
         given = {word.partition("=")[0] for word in self.words}
-        self.refusals += [refusal for flag, refusal in self.needs if flag not in given]
+        self.refusals += [refusal for flags, refusal in self.needs if given.isdisjoint(flags)]
 
     def _apply(self, name: str, rule: Rule, value: str) -> None:
         known = value.lower() in rule.harmless

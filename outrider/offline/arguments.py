@@ -156,12 +156,15 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
             config = dict(config)
             rates = config.pop("synthetic_acceptance_rates", None)
             flags["synthetic_acceptance_rates"] = [*rates] if isinstance(rates, tuple) else rates
+            length = config.pop("synthetic_acceptance_length", None)
+            flags["synthetic_acceptance_length"] = length
             if config.get("rejection_sample_method") == "synthetic":
-                if not rates:
+                if not rates and length is None:
                     raise ConfigError(
-                        "speculative_config: synthetic needs synthetic_acceptance_rates."
+                        "speculative_config: synthetic needs synthetic_acceptance_rates or "
+                        "synthetic_acceptance_length."
                     )
-                del config["rejection_sample_method"]  # as vLLM has it; the rates say it
+                del config["rejection_sample_method"]  # as vLLM has it; these say it
         methods, flags["num_speculative_tokens"] = read_speculation(config, given.model, device)
     options = _options(flags | rounding)
     return replace(options, in_process_proposer=methods, hidden_features=states_of(methods))

@@ -276,13 +276,16 @@ def test_synthetic_acceptance_of_vllm_is_ours() -> None:
 
 def test_synthetic_acceptance_of_vllm_without_rates_is_refused() -> None:
     name = "--speculative-config.rejection_sample_method"
-    with pytest.raises(ConfigError, match="synthetic needs synthetic_acceptance_rates"):
+    with pytest.raises(ConfigError, match=r"needs .*_rates or synthetic_acceptance_length"):
         translate(["m", name, "synthetic"], {})
     with pytest.raises(ConfigError, match="synthetic needs synthetic_acceptance_rates"):
         translate(["m", "--speculative-config", '{"rejection_sample_method": "synthetic"}'], {})
     rates = ["--speculative-config.synthetic_acceptance_rates", "0.9,0.5"]
     ours, _ = translate(["m", name, "synthetic", *rates], {})
     assert ours == ["m", "--synthetic-acceptance-rates", "0.9,0.5"]
+    length = ["--speculative-config.synthetic_acceptance_length", "2.6"]
+    ours, _ = translate(["m", name, "synthetic", *length], {})
+    assert ours == ["m", "--synthetic-acceptance-length", "2.6"]
 
 
 def test_pipeline_of_eight_tokens_drafts_seven() -> None:

@@ -369,6 +369,19 @@ def test_synthetic_rates_that_the_scorer_refuses_are_refused_in_its_words(
     assert message in refusal(scorer, ["--device", "cpu", flag], capsys)
 
 
+@pytest.mark.parametrize("length", ["0.9", "5.1", "nan", "inf", "-1"])
+def test_synthetic_length_out_of_bounds_is_refused(
+    length: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from scorer_service.__main__ import main as scorer
+
+    flag = f"--synthetic-acceptance-length={length}"
+    for run, argv in ((main, ["serve", "embedded", "--dry-run"]), (scorer, ["--device", "cpu"])):
+        assert "must lie between 1 and 5" in refusal(run, [*argv, flag], capsys)
+        both = [*argv, flag, "--synthetic-acceptance-rates=1,1,1,1"]
+        assert "say the same: give one" in refusal(run, both, capsys)
+
+
 def refusal(
     run: Callable[[Sequence[str]], int],
     argv: Sequence[str],
@@ -391,6 +404,8 @@ def test_synthetic_rates_need_drafts_of_the_scorers_number(
     assert "--synthetic-acceptance-rates 0.9,0.6" in said.out
     assert "dtype float32, as on any CPU" in said.err
     assert "the text is the same" not in said.err
+    assert main([*words, "--synthetic-acceptance-length=2.5"]) == 0
+    assert "--synthetic-acceptance-length 2.5" in capsys.readouterr().out
     assert main(words) == 0
     assert "the text is the same" in capsys.readouterr().err
     assert "there are none" in refusal(main, [*words, rates, "--method", "none"], capsys)
@@ -408,7 +423,7 @@ def test_synthetic_rates_where_vllm_serves_name_its_own_key(
     rates = ["--engine", "vllm", "--synthetic-acceptance-rates", "0.9,0.6"]
     for run, argv in ((main, ["serve", folder, "--dry-run"]), (scorer, ["--model", folder])):
         said = refusal(run, [*argv, *rates], capsys)
-        assert "is for --engine native: give vLLM's own key after --" in said
+        assert "is for --engine native: give vLLM's keys after --" in said
 
 
 def test_ready_line_says_where_what_and_how() -> None:

@@ -469,6 +469,10 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
             "synthetic_acceptance_rates: .* no list of numbers",
         ),
         (
+            {"speculative_config": {"method": "ngram", "synthetic_acceptance_length": 5.5}},
+            "synthetic_acceptance_length 5.5 must lie between 1 and 5",
+        ),
+        (
             {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
             "synthetic needs synthetic_acceptance_rates",
         ),
@@ -493,6 +497,9 @@ def test_synthetic_rates_of_vllm_are_taken(
     }
     LLM(str(pair[0]), speculative_config=speculation)
     assert engine[0].synthetic_acceptance_rates == (1.0, 0.5)
+    del speculation["synthetic_acceptance_rates"]
+    LLM(str(pair[0]), speculative_config={**speculation, "synthetic_acceptance_length": 2.25})
+    assert engine[1].synthetic_acceptance_rates == (1.0, 0.25)
 
 
 @pytest.mark.parametrize(

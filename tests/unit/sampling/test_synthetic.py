@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, acceptance_rates, check_acceptance_rates
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
@@ -92,6 +92,19 @@ def test_synthetic_acceptance_of_random_drafts_has_the_rates(temperature: float)
     assert drafted[0] > 3000
     mean = sum(accepted[place] / drafted[place] for place in range(K))
     assert mean == pytest.approx(sum(RATES), abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("length", "rates"),
+    [(1.0, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2.5, (1, 0.5, 0)), (3.0, (1, 1, 0)), (4.0, (1,) * 3)],
+)
+def test_synthetic_length_is_of_rates_that_vary_least(
+    length: float, rates: tuple[float, ...]
+) -> None:
+    found = acceptance_rates((), length, 3)
+    assert found == rates
+    assert 1 + sum(found) == length
+    check_acceptance_rates(found, 3)
 
 
 @pytest.mark.parametrize("rates", [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
