@@ -126,6 +126,28 @@ def test_mtp_logits_of_every_format_equal_the_formula(case: str, raw: bool, tmp_
     assert tuple(runner.pools.layer(i).shape for i in range(len(head.kv_layers))) == head.kv_layers
 
 
+@pytest.mark.parametrize(
+    ("own", "flag", "longest"), [(4, None, 128), (4, 90, 90), (4, 2, 2), (256, None, 256)]
+)
+@pytest.mark.parametrize("case", ["deepseek nextn", "rtp"])
+def test_mtp_drafts_at_all_positions_of_its_target(
+    case: str, own: int, flag: int | None, longest: int, tmp_path: Path
+) -> None:
+    make, as_reference = FORMATS[case]
+    checkpoint = make()
+    expected = as_reference(checkpoint)
+    assert isinstance(expected, reference.Reference)
+    checkpoint.config = {**checkpoint.config, "max_position_embeddings": own}
+    checkpoint.target_config["max_position_embeddings"] = 128
+    folder, target = checkpoint.write(tmp_path)
+    head = load_mtp(folder, target, torch.float32, CPU, max_model_len=flag)
+    assert head.max_model_len == longest
+    if longest >= 9:
+        tokens, features = made_up(9)
+        outputs = Runner(head).feed(tokens, head.begin(features), 0, step=0)
+        assert_close(head.logits(outputs), expected.rows(tokens, features)[2])
+
+
 @pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
 def test_mtp_node_in_a_tree_sees_only_its_ancestors(case: str, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]

@@ -24,6 +24,9 @@ from outrider.engine.model.loader import choose_llama_ops
 from outrider.engine.model.pack import pack_linear
 from outrider.features import FeatureSpec
 
+_MAX_POSITIONS = 2**17
+"""Beyond those of its own, a module gets so many: the table of their rotations takes memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -42,6 +45,15 @@ class Place:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return pack_linear(self.put(weight), None if bias is None else self.put(bias))
+
+
+def num_positions(own: int, of_target: int, asked: int | None) -> int:
+    """Return how many positions a module drafts at.
+
+    Unless the operator `asked` for another number these are all of its target's, also where it was
+    trained for fewer; `of_target` is 0 where the target does not say.
+    """
+    return asked or max(own, min(of_target, _MAX_POSITIONS))
 
 
 @dataclass(frozen=True, slots=True)

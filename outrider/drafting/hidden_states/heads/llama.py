@@ -13,7 +13,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors, TensorSource
-from outrider.drafting.hidden_states.heads.base import HeadShape, Place, RecurrentHead, wanted_rows
+from outrider.drafting.hidden_states.heads.base import (
+    HeadShape,
+    Place,
+    RecurrentHead,
+    num_positions,
+    wanted_rows,
+)
 from outrider.drafting.hidden_states.heads.format import HeadFormat
 from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.kv_cache.pools import KVPools, LayerPool
@@ -30,10 +36,6 @@ _SETTINGS = (
     *("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act"),
     *("num_hidden_layers", "rope_theta", "rope_scaling", "rope_parameters"),
 )
-
-
-_MAX_POSITIONS = 2**17
-"""Beyond those of its own, a module gets so many: the table of their rotations takes memory."""
 
 
 class LlamaLayer:
@@ -146,9 +148,8 @@ class LlamaStack:
     ) -> None:
         """Read one layer per prefix; the first one's input is `input_states` states wide.
 
-        Unless `max_model_len` says otherwise, the module drafts at all positions of the target,
-        `target_len`, also where it was trained for fewer. `windows` are the keys that queries of
-        sliding layers see, by layer. `settings` are those of a Llama config: where they are silent,
+        `max_model_len` and `target_len` give the `num_positions`. `windows` are the keys that
+        queries of sliding layers see, by layer. `settings` are those of a Llama config: where they are silent,
         Llama's defaults hold, also of `rope_theta`. Raises `ConfigError`.
         """
         config = _llama_config(settings, str(checkpoint.folder))
@@ -157,8 +158,7 @@ class LlamaStack:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            max_model_len=max_model_len
-            or max(config.max_position_embeddings, min(target_len, _MAX_POSITIONS)),
+            max_model_len=num_positions(config.max_position_embeddings, target_len, max_model_len),
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
         )

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.heads.base import HeadShape, Place
+from outrider.drafting.hidden_states.heads.base import HeadShape, Place, num_positions
 from outrider.drafting.hidden_states.heads.llama import rope_table
 from outrider.drafting.hidden_states.heads.mtp import (
     LayerModule,
@@ -71,7 +71,7 @@ def load_mtp(
             f"hidden_size is {config.hidden_size} in {folder} and {target.hidden_size} in "
             f"{target_folder}: the head was made for another target."
         )
-    shape = _shape(config, max_model_len)
+    shape = _shape(config, target.max_positions, max_model_len)
     readers = [ModuleTensors(checkpoint, stored, number, place) for number in numbers]
     modules: list[LlamaModule] | list[LayerModule]
     if family.llama:
@@ -203,7 +203,7 @@ def _filled(weights: ModuleWeights, tensors: ModuleTensors, place: Place) -> Mod
     return weights
 
 
-def _shape(config: Any, max_model_len: int | None) -> HeadShape:
+def _shape(config: Any, target_len: int, max_model_len: int | None) -> HeadShape:
     longest = int(config.max_position_embeddings)
     if longest < 1:
         raise ConfigError(f"max_position_embeddings is {longest} in the config.json of the head.")
@@ -215,7 +215,7 @@ def _shape(config: Any, max_model_len: int | None) -> HeadShape:
         num_heads=int(config.num_attention_heads),
         num_kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
-        max_model_len=min(longest, max_model_len or longest),
+        max_model_len=num_positions(longest, target_len, max_model_len),
         intermediate_size=int(getattr(config, "intermediate_size", 0)),
         eps=float(config.rms_norm_eps),
         latents=latents,
