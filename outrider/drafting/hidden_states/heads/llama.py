@@ -149,8 +149,8 @@ class LlamaStack:
         """Read one layer per prefix; the first one's input is `input_states` states wide.
 
         `max_model_len` and `target_len` give the `num_positions`. `windows` are the keys that
-        queries of sliding layers see, by layer. `settings` are those of a Llama config: where they are silent,
-        Llama's defaults hold, also of `rope_theta`. Raises `ConfigError`.
+        queries of sliding layers see, by layer. `settings` are those of a Llama config: where they
+        are silent, Llama's defaults hold, also of `rope_theta`. Raises `ConfigError`.
         """
         config = _llama_config(settings, str(checkpoint.folder))
         self.shape = HeadShape(
