@@ -8,13 +8,13 @@ from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
 from outrider.rpc.channel import LIMITS, send_pings, take_pings
 from outrider.rpc.decoding import DecodingInterceptor
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.health import Health
+from outrider.rpc.reflection import Reflection
 from outrider.rpc.tls import server_credentials
 
 _MAX_INT: Final = 2**31 - 1  # of gRPC's options
@@ -70,6 +70,7 @@ class GrpcServer:
         self._register = register
         self._service_names = tuple(service_names)
         self._health, self._probed_health = Health(), Health()
+        self._reflection = Reflection(*service_names, health.SERVICE_NAME)
         self._unix_path = unix_path
         self._health_address = health_address
         self._tls = tls
@@ -82,8 +83,7 @@ class GrpcServer:
         server = _new_server(self._limits, share_port=self._share_port)
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflected = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(reflected, server)
+        self._reflection.add_to_server(server)
         await self.set_serving(False)
         credentials = None if self._tls is None else server_credentials(self._tls)
         port = _bind(server, self._address, credentials)
@@ -117,6 +117,7 @@ class GrpcServer:
         told = (self._health, self._probed_health)
         for each in told:
             each.end()
+        self._reflection.end()
         servers, self._servers = self._servers, []
         for server, each, its_grace_s in zip(servers, told, (grace_s, _TELL_S), strict=False):
             each.end_watches()

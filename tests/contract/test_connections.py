@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME
 
 from outrider.rpc import channel
 from outrider.rpc.channel import open_channel
@@ -145,6 +147,21 @@ async def test_watch_of_health_is_told_the_end_and_holds_up_no_stop(own_port: bo
         for watch in watches:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert await watch.read() is grpc.aio.EOF
+
+
+async def test_open_reflection_stream_is_ended_and_holds_up_no_stop() -> None:
+    server = GrpcServer("127.0.0.1:0", lambda _: None, ["outrider.v1.DraftService"])
+    port = await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as client:
+        stub = reflection_pb2_grpc.ServerReflectionStub(client)
+        stream = stub.ServerReflectionInfo()
+        await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        services = (await stream.read()).list_services_response.service
+        assert {each.name for each in services} >= {"outrider.v1.DraftService", SERVICE_NAME}
+        async with asyncio.timeout(DEADLINE_S):
+            await server.stop(10 * DEADLINE_S)
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
 
 
 async def test_watch_of_health_address_lasts_while_the_server_drains() -> None:
