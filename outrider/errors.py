@@ -122,3 +122,12 @@ def refuse(name: str, error: OutriderError) -> int:
     """Print one line on stderr that says why a process does not start; return its exit code."""
     say(f"{name}: {one_line(error.message)}")
     return 2
+
+
+def fail(name: str, error: OutriderError) -> int:
+    """Print one line on stderr that says why a command ends; return its exit code.
+
+    It is 2 for a wrong set-up, as of `refuse`, and 1 for what went wrong later.
+    """
+    code = refuse(name, error)
+    return code if isinstance(error, ConfigError) else 1

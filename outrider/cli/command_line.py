@@ -12,7 +12,7 @@ from outrider import __version__, flag_types
 from outrider.cli.ports import HOST
 from outrider.cli.serve_flags import add_model_flags, add_passed_flags
 from outrider.cli.translate import translate
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import OutriderError, fail
 from outrider.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.methods import METHODS
 
@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case _:
                 run_module(MODULES[args.command], args.args)
     except OutriderError as error:
-        print(f"outrider: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return fail("outrider", error)
     except KeyboardInterrupt:  # while modules are imported; afterwards the loop has the signal
         return 130
     except BrokenPipeError:  # who reads, as `head`, has enough; nor may the flush at the end fail

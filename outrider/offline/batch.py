@@ -21,7 +21,7 @@ from gateway.config import GeneratorConfig
 from gateway.openai.errors import error_body, error_response, public_error
 from gateway.openai.parse import parse
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
-from outrider.errors import ConfigError, InvalidRequestError, OutriderError
+from outrider.errors import ConfigError, InvalidRequestError, OutriderError, fail, refuse
 from outrider.flag_types import RaisingParser
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
@@ -159,11 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = args.output
         return _run(args)
     except OutriderError as error:
-        print(f"batch: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return fail("batch", error)
     except OSError as error:
-        print(f"batch: {error.filename or output}: {error.strerror}", file=sys.stderr)
-        return 2
+        return refuse("batch", ConfigError(f"{error.filename or output}: {error.strerror}"))
     except KeyboardInterrupt:
         return 130
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import OutriderError, fail
 from outrider.flag_types import RaisingParser, from_zero, positive, seconds, whole, whole_number
 
 METHODS = {
@@ -132,6 +131,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             run_training(args)
     except OutriderError as error:
-        print(f"outrider train: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return fail("outrider train", error)
     return 0

@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -19,6 +19,8 @@ from outrider.cli.command_line import build_parser
 from outrider.cli.demo import Run, verdict
 from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.errors import ConfigError
+from outrider.offline.batch import main as batch
+from outrider.train.command_line import main as train
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.services.up import OUTRIDER
 
@@ -222,3 +224,27 @@ def test_host_variable_when_set_precedes_flags_of_what_listens(
     monkeypatch.setenv("OUTRIDER_HOST", "::")
     assert command_line.main([command, "--port=1"]) is None
     assert run == [(command_line.MODULES[command], passed)]
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "argv"),
+    [
+        (
+            train,
+            "outrider train",
+            [*["medusa", "--target", "t", "--data", "d", "--out", "o"], "--two\nlines"],
+        ),
+        (command_line.main, "outrider", ["demo", "--two\nlines"]),
+        (batch, "batch", ["-i", "two\nlines", "-o", "out", "--model", "embedded"]),
+    ],
+)
+def test_refusal_of_an_argument_with_a_line_break_is_one_line(
+    main: Callable[[Sequence[str]], int],
+    name: str,
+    argv: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{name}: ")
+    assert said.count("\n") == 1
