@@ -12,7 +12,7 @@ from typing import Protocol
 
 from gateway.config import GeneratorConfig
 from gateway.fill_in_middle import encode_infill
-from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
+from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, shortened
 from outrider.models.chat_template import Conversation
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import (
@@ -150,7 +150,8 @@ class Intake:
             if not self._limits.max_model_len:  # nobody has told which adapters there are
                 return str(name)
             raise ModelNotFoundError(
-                f"The model {name!r} is not served here; {' and '.join(map(repr, names))} "
+                f"The model {shortened(name, 64)!r} is not served here; "
+                f"{' and '.join(map(repr, names))} "
                 f"{'is' if len(names) == 1 else 'are'}. {_ADAPTERS}"
             )
         return names[0]

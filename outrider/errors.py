@@ -106,6 +106,17 @@ def one_line(text: str) -> str:
     return "".join(c for c in " ".join(text.split()) if c.isprintable())
 
 
+def shortened(text: str, max_bytes: int = 1000) -> str:
+    """Return `text`, cut if it is longer in UTF-8: what it quotes may be of any length.
+
+    gRPC sends a message twice, escaped and in base64, and replaces a status above 8 KiB.
+    """
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= max_bytes:
+        return text
+    return f"{encoded[:max_bytes].decode(errors='ignore')}..."
+
+
 def say(line: str, stream: TextIO | None = None) -> None:
     """Write a line on `stream`, stderr unless given.
 

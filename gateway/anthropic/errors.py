@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from gateway.anthropic.requests import NAMES, NO_THREADS
 from gateway.openai import errors as openai_errors
 from gateway.openai.translation import renamed
-from outrider.errors import OutriderError, PromptTooLongError
+from outrider.errors import OutriderError, PromptTooLongError, shortened
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -30,7 +30,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     message = renamed(error, NAMES).message
     if isinstance(error, PromptTooLongError):
         message = f"prompt is too long: {message}"  # by which clients know it
-    fault: dict[str, Any] = {"type": _TYPES.get(status, "api_error"), "message": message}
+    fault: dict[str, Any] = {"type": _TYPES.get(status, "api_error"), "message": shortened(message)}
     if error.reason == NO_THREADS:
         fault["details"] = {"error_code": NO_THREADS.lower()}
     return {"type": "error", "error": fault}

@@ -18,6 +18,7 @@ from outrider.errors import (
     PromptTooLongError,
     UnauthenticatedError,
     UnavailableError,
+    shortened,
 )
 
 _log = logging.getLogger(__name__)
@@ -73,14 +74,14 @@ def public_error(error: Exception) -> OutriderError:
 
 
 def error_body(error: OutriderError) -> dict[str, object]:
-    """{"error": {message, type, param, code}}."""
+    """{"error": {message, type, param, code}}, the first and the third cut if they are long."""
     shape = _shape(error)
     param = "model" if isinstance(error, ModelNotFoundError) else getattr(error, "param", None)
     return {
         "error": {
-            "message": error.message,
+            "message": shortened(error.message),
             "type": shape.type,
-            "param": param,
+            "param": None if param is None else shortened(param),
             "code": shape.code,
         }
     }

@@ -129,7 +129,7 @@ class _ResponseEvents:
         told = {name: shown[name] for name in ("code", "message", "param")}
         yield self._numbered({"type": "error", **told})
         kinds = (code for kind, code in _ERROR_CODES.items() if isinstance(error, kind))
-        fault = {"code": next(kinds, "server_error"), "message": error.message}
+        fault = {"code": next(kinds, "server_error"), "message": shown["message"]}
         response = self._response("failed") | {"error": fault}
         yield self._numbered({"type": "response.failed", "response": response})
 

@@ -12,7 +12,7 @@ from gateway.openai.requests import ChatRequest
 from gateway.openai.tools import ToolName
 from gateway.openai.translation import as_chat
 from gateway.responses_api.items import InputItems, full_name, turns
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidRequestError, shortened
 
 NAMES: Final = {
     "messages": "input",
@@ -217,7 +217,7 @@ class ResponseRequest(BaseModel):
             allowed = {tool.name for tool in choice.tools}
             if unknown := allowed - {tool.name for tool in tools or ()}:
                 raise InvalidRequestError(
-                    f"tool_choice.tools names {min(unknown)!r}, which is none of tools.",
+                    f"tool_choice.tools names {shortened(min(unknown), 64)!r}, none of tools.",
                     param="tool_choice.tools",
                 )
             tools, choice = [tool for tool in tools or () if tool.name in allowed], choice.mode

@@ -20,8 +20,6 @@ from outrider import errors
 
 DOMAIN: Final = "outrider"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
-_MAX_MESSAGE_BYTES: Final = 1000
-"""A message travels twice, escaped and in base64, and gRPC replaces a status above 8 KiB."""
 _WRITE_FAILED: Final = "Internal error from Core"
 """Details of grpc.aio for a call whose write failed before the peer's own status came."""
 _log = logging.getLogger(__name__)
@@ -60,14 +58,14 @@ def to_status(error: errors.OutriderError) -> status_pb2.Status:
     """Return the status of an error with its details; a long message is cut."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
-        info.metadata["param"] = error.param
+        info.metadata["param"] = errors.shortened(error.param)
     details = [_pack(info)]
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     return status_pb2.Status(
-        code=code_of(error).value[0], message=_shortened(error.message), details=details
+        code=code_of(error).value[0], message=errors.shortened(error.message), details=details
     )
 
 
@@ -150,13 +148,6 @@ def nothing_answers(error: grpc.aio.AioRpcError) -> bool:
 def from_service(error: grpc.aio.AioRpcError) -> bool:
     """Return whether a service called `abort`, rather than gRPC itself or a proxy."""
     return _details(error)[0] is not None
-
-
-def _shortened(message: str) -> str:
-    encoded = message.encode(errors="replace")
-    if len(encoded) <= _MAX_MESSAGE_BYTES:
-        return message
-    return f"{encoded[:_MAX_MESSAGE_BYTES].decode(errors='ignore')}..."
 
 
 def _pack(message: Any) -> any_pb2.Any:

@@ -221,6 +221,31 @@ async def test_request_over_context_has_openai_code(
     assert not gateway.scorer.requests
 
 
+LONG = "x" * 20_000
+_ASKED = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/completions", {"prompt": "x", "model": LONG}, "is not served here; 'default' is."),
+        ("/v1/messages", {**_ASKED, "model": LONG}, "is not served here; 'default' is."),
+        ("/v1/chat/completions", {**_ASKED, LONG: 1}, "Unrecognized request argument"),
+        ("/v1/messages", {**_ASKED, LONG: 1}, "Unrecognized request argument"),
+        ("/v1/responses", {"input": "x", LONG: 1}, "Unrecognized request argument"),
+        (f"/{LONG}", {}, "There is no /xxx"),
+    ],
+)
+async def test_error_that_quotes_a_long_word_is_short(
+    gateway: Running, path: str, body: dict[str, Any], says: str
+) -> None:
+    async with httpx.AsyncClient(base_url=gateway.http) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code in (400, 404)
+    assert says in response.text
+    assert len(response.content) < 2500
+
+
 @pytest.mark.parametrize(
     "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "x"]
 )
