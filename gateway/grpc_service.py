@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
@@ -72,13 +72,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant = self._check_key(context)
             async with self._generator.admission.until(deadline):
                 self._generator.intake.check_model(request.model)
-                with self._generator.admission.admitted(1):
+                with ExitStack() as place:
+                    place.enter_context(self._generator.admission.admitted(1))
                     await self._generator.ready()
                     work, reading = await self._prepare(request, tenant)
                     encode = _encoder(request, work, reading)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
                     async with aclosing(chunks), Writes(context.write, self._burst) as writes:
                         async for chunk in chunks:
+                            if chunk.ending is not None:  # whose client may ask anew at once
+                                place.close()
                             await writes.add(encode(chunk))
         except Exception as error:
             await abort(context, error)

@@ -43,7 +43,9 @@ class CompletionResponse(Response):
         *,
         stream: bool,
     ) -> None:
-        """Take over `places`, which are given back when the job has run.
+        """Take over `places`, which are given back before the client can know that the job has run.
+
+        So a client that then asks anew is not refused for its own former request.
 
         `make` may wait until a scorer is known: a stream is kept alive meanwhile.
         """
@@ -93,7 +95,8 @@ class CompletionResponse(Response):
                 async with aclosing(chunks):
                     if self._stream:
                         events = rendering.stream()
-                        await _send_events(chunks, events, send, start_stream)
+                        giving_back = self._giving_back(chunks, len(job.work))
+                        await _send_events(giving_back, events, send, start_stream)
                         return
                     completions = await gather(job, chunks)
                     response: Response
@@ -103,10 +106,22 @@ class CompletionResponse(Response):
                         response = _whole(rendering, completions)
         except Exception as error:
             response, piece = self._failure(public_error(error), made, events)
+            self._places.close()
             if started:  # the status is gone: an error event, and the end
                 await _send_piece(send, piece, more=False)
                 return
+        self._places.close()
         await response(scope, receive, send)
+
+    async def _giving_back(
+        self, chunks: AsyncGenerator[tuple[int, Chunk], None], completions: int
+    ) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """Yield the chunks, and give the places back before the last one."""
+        async for index, chunk in chunks:
+            completions -= chunk.ending is not None
+            if not completions:
+                self._places.close()
+            yield index, chunk
 
     def _failure(
         self, error: OutriderError, made: Made | None, events: EventStream | None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -463,6 +464,43 @@ async def test_completion_when_gateway_is_full_is_429() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Watching(asyncio.Protocol):
+    """Asks once, and notes the gateway's completions under way whenever bytes arrive."""
+
+    def __init__(self, gateway: Running, body: bytes) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._seen = b""
+        self.at_end: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self._body)}"
+        transport.write(head.encode() + b"\r\n\r\n" + self._body)
+
+    def data_received(self, data: bytes) -> None:
+        self._seen += data
+        if (b'"finish_reason":"' in self._seen or b'"error"' in self._seen) and (
+            not self.at_end.done()
+        ):
+            self.at_end.set_result(self._gateway.metric("gateway_requests_in_flight"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("refuse", [None, CapacityError("full")])
+async def test_client_that_reads_the_end_of_its_answer_may_ask_anew(
+    stream: bool, refuse: CapacityError | None
+) -> None:
+    body = json.dumps({"prompt": "x", "stream": stream}).encode()
+    async with running_gateway(Script(tokens(TEXT), refuse=refuse)) as gateway:
+        port = httpx.URL(gateway.http).port
+        make = partial(Watching, gateway, body)
+        transport, watching = await asyncio.get_running_loop().create_connection(
+            make, "127.0.0.1", port
+        )
+        assert await asyncio.wait_for(watching.at_end, 20) == 0
+        transport.close()
 
 
 async def test_completion_past_deadline_is_504_or_error_event() -> None:
