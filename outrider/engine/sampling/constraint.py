@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -34,6 +35,12 @@ _NO_TEXT = "NoExtensionBias"  # llguidance's reason to stop where nothing may fo
 _LEXER_ERROR = "lexer error"  # the lexer has too many states, or one that is too complex
 _RENEWED_EVERY = 256  # tokens of a request at least: this bounds the engine thread's work for it
 _MAX_RENEWED_CHARS = 2**14  # of a constraint that the engine's thread may compile
+_MASK_S = 5e-3
+"""CPU time of a mask in the long run: every request of a step waits for it. A usual one takes less
+than a tenth; a text of 100,000 characters to be copied literally, eight times as much."""
+_SPARE_S = 1.0
+"""CPU time that the masks of a request may take beyond that: the first ones of a lexer are slow."""
+_TRIED = 5  # masks of a new constraint, along one text
 
 
 class ConstraintCompiler:
@@ -57,6 +64,7 @@ class ConstraintCompiler:
         self.num_bytes = -(-self._tokenizer.vocab_size // 32) * 4  # of a mask
         self._max_cached = max_cached
         self._cached: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # the oldest first
+        self._slow: OrderedDict[Constraint, None] = OrderedDict()  # as long as the others
         self._lock = threading.Lock()
 
     @classmethod
@@ -92,6 +100,8 @@ class ConstraintCompiler:
     def compiled(self, constraint: Constraint) -> LLMatcher:
         """Return a matcher at its start, to be copied."""
         with self._lock:
+            if constraint in self._slow:
+                raise _too_slow(constraint)
             if constraint in self._cached:
                 self._cached.move_to_end(constraint)
                 return self._cached[constraint]
@@ -108,11 +118,19 @@ class ConstraintCompiler:
             if self._cached.get(constraint) is matcher:
                 del self._cached[constraint]
 
+    def forbid(self, constraint: Constraint) -> None:
+        """Refuse a constraint, whose masks have proven slow, from now on."""
+        with self._lock:
+            self._cached.pop(constraint, None)
+            self._slow[constraint] = None
+            while len(self._slow) > self._max_cached:
+                self._slow.popitem(last=False)
+
     def recompiled(self, constraint: Constraint) -> LLMatcher | None:
         """Return the successor of a forgotten matcher; None if the compilation takes too long."""
         with self._lock:
-            known = constraint in self._cached
-        if not known and len(constraint.source) > _MAX_RENEWED_CHARS:
+            known, slow = constraint in self._cached, constraint in self._slow
+        if slow or (not known and len(constraint.source) > _MAX_RENEWED_CHARS):
             return None
         return self.compiled(constraint)
 
@@ -131,7 +149,26 @@ class ConstraintCompiler:
             raise InvalidRequestError(f"{param} cannot be used: {message}.", param=param)
         if not (mask & ~_bits(self.ends, len(mask))).any():
             raise InvalidRequestError(f"{param} allows no text but the empty one.", param=param)
+        if self._mask_s(matcher.deep_copy()) > _MASK_S:
+            self.forbid(constraint)
+            raise _too_slow(constraint)
         return matcher
+
+    def _mask_s(self, matcher: LLMatcher) -> float:
+        """Return the CPU time of a mask after the first, and of the token before it."""
+        began, tried = 0.0, 0
+        while tried < _TRIED and not matcher.is_stopped():
+            if tried == 1:
+                began = time.thread_time()
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            text = np.flatnonzero(
+                np.unpackbits(mask & ~_bits(self.ends, len(mask)), bitorder="little")
+            )
+            if matcher.is_error() or not len(text):
+                break
+            matcher.consume_tokens([int(text[-1])])  # the last tokens are the longest, as usual
+            tried += 1
+        return (time.thread_time() - began) / (tried - 1) if tried > 1 else 0.0
 
 
 class ConstraintEditor:
@@ -150,6 +187,7 @@ class ConstraintEditor:
         self._compiled = compiler.compiled(constraint)
         self._matcher = self._compiled.deep_copy()
         self._renew_from = 0  # tokens of output
+        self._owed_s = 0.0  # CPU time of masks beyond `_MASK_S` of each
         self._output: list[int] = []
         self._never_text = ends | compiler.ends
         self._num_bytes = compiler.num_bytes
@@ -169,6 +207,7 @@ class ConstraintEditor:
 
     def edit(self, logits: Tensor, draft: TokenIds) -> None:
         """Mask the logits in place. Rows that no text reaches keep theirs."""
+        began = time.thread_time()
         masks = np.full((len(logits), self._num_bytes), 0xFF, np.uint8)
         row, taken = self._walk(masks, draft)
         if self._renew():
@@ -178,6 +217,7 @@ class ConstraintEditor:
                 self.end = 1
         elif row:
             self._take_back(taken, row)
+        self._pay(time.thread_time() - began, row + 1)
         bits = torch.from_numpy(masks).to(logits.device, non_blocking=True)
         bias = torch.nn.functional.embedding(bits.int(), _bias_of_bytes(logits.device))
         logits += bias.view(len(logits), -1)[:, : logits.shape[1]]
@@ -222,6 +262,13 @@ class ConstraintEditor:
                 self.end = row
                 break
         return row, taken
+
+    def _pay(self, spent_s: float, masks: int) -> None:
+        """End a request whose masks take too long, and refuse the next one with its constraint."""
+        self._owed_s = max(0.0, self._owed_s + spent_s - _MASK_S * masks)
+        if self._owed_s > _SPARE_S:
+            self.error = _too_slow(self._constraint)
+            self._compiler.forbid(self._constraint)
 
     def _renew(self) -> bool:
         """Replace a matcher whose lexer is full; False after another fault, or too soon."""
@@ -273,6 +320,16 @@ class ConstraintEditor:
             f"continue{f' ({why})' if why else ''}: simplify it.",
             param=param,
         )
+
+
+def _too_slow(constraint: Constraint) -> InvalidRequestError:
+    """Return the refusal of a constraint whose masks would hold up other requests."""
+    param = constraint.kind.value
+    return InvalidRequestError(
+        f"{param} takes too long at each token, for which all other requests wait: shorten the "
+        "texts that it spells out, and what it repeats.",
+        param=param,
+    )
 
 
 def _bits(tokens: frozenset[int], num_bytes: int) -> NDArray[np.uint8]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.engine.sampling import constraint
 from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.errors import CapacityError, ConfigError, InvalidRequestError
 from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
@@ -181,6 +182,42 @@ def test_constraint_with_ambiguous_grammar_is_too_complex_before_it_is_slow() ->
             edited.commit(ids("a"))
     assert edited.error is not None
     assert "too complex" in edited.error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (REGEX, "".join(random.Random(1).choices("abcdefgh ", k=250_000))),
+        (REGEX, "(abcdefghi){50000}"),
+        (ConstraintKind.JSON_SCHEMA, json.dumps({"const": "ab" * 120_000})),
+    ],
+)
+def test_constraint_whose_masks_are_slow_is_refused_and_then_known(
+    kind: ConstraintKind, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=f"^{kind.value} takes too long at each"):
+            compiler.editor(Constraint(kind, source), StopParams())
+        monkeypatch.setattr(compiler, "_compile", None)
+
+
+def test_constraint_whose_masks_prove_slow_ends_its_request_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    slow, other = Constraint(REGEX, "a{1,9}"), Constraint(REGEX, "b{1,9}")
+    edited = compiler.editor(slow, StopParams())
+    monkeypatch.setattr(constraint, "_MASK_S", -0.4)  # each mask takes so much more
+    for _ in range(3):
+        assert edited.error is None
+        masked(edited)
+    assert edited.error is not None
+    assert "takes too long" in edited.error.message
+    monkeypatch.undo()
+    with pytest.raises(InvalidRequestError, match="takes too long"):
+        compiler.editor(slow, StopParams())
+    assert masked(compiler.editor(other, StopParams())).isfinite().any()
 
 
 def test_constraint_of_many_optional_fields_compiles() -> None:
