@@ -13,6 +13,7 @@ from outrider.flag_types import RaisingParser, port
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from outrider.signals import end_at_sigterm
+from outrider.temporary import temporary_folder
 from proposer_service.config import START_TIMEOUT_S, ProposerConfig
 
 
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, exit_with_parent = parse(argv)
         for method in config.methods:
             if isinstance(method, ModelConfig):
+                temporary_folder()
                 # NumPy and torch read them when they are loaded, by the checks and below.
                 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
                     os.environ[variable] = str(method.threads)

@@ -26,6 +26,7 @@ from outrider.models.local_files import check_target
 from outrider.models.resolve import find_local, resolve_model
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.signals import end_at_sigterm
+from outrider.temporary import temporary_folder
 from outrider.vllm.flags import (
     add_parallel_flags,
     node_rank,
@@ -247,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with start_times.phase("imports"):  # of what the checks need
             args = resolve(argv)
+            temporary_folder()
             # NumPy and torch read it when they are loaded, by the checks and below.
             os.environ["OMP_NUM_THREADS"] = str(args["threads"])
             if args["engine"] == engines.NATIVE:

@@ -21,6 +21,7 @@ from gateway.workers.shared import SharedCounts
 from outrider.child_process import ServiceProcess, ServiceSpec, describe_exit, stop_all
 from outrider.errors import OutriderError, say
 from outrider.rpc.tasks import Background, all_or_first_error
+from outrider.temporary import temporary_folder
 
 _LOAD_S: Final = 600.0
 """For a worker to start, beside the time that it waits for a scorer: it may download a tokenizer.
@@ -56,7 +57,7 @@ class Workers:
     async def start(self) -> dict[str, str]:
         """Start every worker, and return the addresses. Raises `OutriderError`."""
         self._reserve_ports()
-        self._folder = TemporaryDirectory(prefix="outrider-gateway-")
+        self._folder = TemporaryDirectory(prefix="outrider-gateway-", dir=temporary_folder())
         self._counts = SharedCounts.create(self._place, self._config.workers)
         indices = range(self._config.workers)
         said = await all_or_first_error([self._start(index) for index in indices])

@@ -16,6 +16,7 @@ from outrider.cli.serve_config import take_config
 from outrider.cli.services import ServeConfig, services
 from outrider.cli.stack import Stack
 from outrider.errors import say
+from outrider.temporary import temporary_folder
 
 tell = partial(relay, "outrider")
 """Shows a line of the command's own on stderr."""
@@ -35,7 +36,7 @@ def run_serve(args: argparse.Namespace) -> int:
         grpc_port=args.grpc_port,
     )
     if args.dry_run:
-        for spec in services(config, f"{memory_folder() or tempfile.gettempdir()}/outrider"):
+        for spec in services(config, f"{memory_folder() or temporary_folder()}/outrider"):
             print(f"{spec.name}: {spec}")
         return 0
     return run_until_signal(_serve(config))
@@ -43,8 +44,12 @@ def run_serve(args: argparse.Namespace) -> int:
 
 @contextmanager
 def stack_of(config: ServeConfig, say: Relay = relay) -> Iterator[Stack]:
-    """Yield the stack that serves this, to be entered; its socket's folder goes with it."""
-    with tempfile.TemporaryDirectory(prefix="outrider-", dir=memory_folder()) as folder:
+    """Yield the stack that serves this, to be entered; its socket's folder goes with it.
+
+    Raises `ConfigError` where no folder can be made.
+    """
+    parent = memory_folder() or temporary_folder()
+    with tempfile.TemporaryDirectory(prefix="outrider-", dir=parent) as folder:
         yield Stack(services(config, folder), say)
 
 

@@ -25,6 +25,7 @@ from outrider.errors import ConfigError, InvalidRequestError, OutriderError, fai
 from outrider.flag_types import RaisingParser
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
+from outrider.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from outrider.offline.engine import LocalEngine
@@ -167,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    temporary_folder()
     # Imported here: a wrong flag is answered at once.
     from outrider.offline.arguments import Arguments, scorer_options
     from outrider.offline.engine import LocalEngine
