@@ -24,13 +24,15 @@ def relay(name: str, line: str) -> None:
 def run_until_signal(command: Coroutine[object, object, int]) -> int:
     """Run a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
 
-    Returns its exit code, or 0 if a signal ended it.
+    SIGHUP stays ignored where it was, as by nohup. Returns the command's exit code, or 0 if a
+    signal ended it.
     """
 
     async def body() -> int:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(command)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGTERM, *(() if outlives else (signal.SIGHUP,))):
             loop.add_signal_handler(number, task.cancel)
         try:
             return await task

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import signal
 import subprocess
 import threading
 from collections import Counter
@@ -17,6 +19,7 @@ from rich.console import Console
 from outrider.cli import command_line
 from outrider.cli.command_line import build_parser
 from outrider.cli.demo import Run, verdict
+from outrider.cli.process import run_until_signal
 from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.errors import ConfigError
 from outrider.offline.batch import main as batch
@@ -248,3 +251,17 @@ def test_refusal_of_an_argument_with_a_line_break_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith(f"{name}: ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("before", "code"), [(signal.SIG_IGN, 3), (signal.SIG_DFL, 0)])
+def test_command_under_nohup_outlives_its_terminal(before: signal.Handlers, code: int) -> None:
+    async def command() -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+        return 3
+
+    former = signal.signal(signal.SIGHUP, before)
+    try:
+        assert run_until_signal(command()) == code
+    finally:
+        signal.signal(signal.SIGHUP, former)
