@@ -36,6 +36,13 @@ class PatientProtocol(H11Protocol):
             # Before its task has its first turn; weak, since it has the scope.
             scope["extensions"] = {_BODY: weakref.ref(cycle)}
 
+    def _should_upgrade(self) -> bool:
+        """Answer as if nothing had been offered, as RFC 9110, section 7.8, allows.
+
+        Java's client offers HTTP/2 with every request, and uvicorn would write two lines each time.
+        """
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)

@@ -487,6 +487,21 @@ class Watching(asyncio.Protocol):
             self.at_end.set_result(self._gateway.metric("gateway_requests_in_flight"))
 
 
+@pytest.mark.parametrize("offered", ["h2c", "websocket"])
+async def test_client_that_offers_another_protocol_is_answered_as_any_other(
+    offered: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": offered, "HTTP2-Settings": "A"}
+    async with (
+        running_gateway(Script(tokens(TEXT))) as gateway,
+        httpx.AsyncClient(base_url=gateway.http, headers=headers) as client,
+    ):
+        for _ in range(2):
+            response = await client.post("/v1/completions", json={"prompt": "x"})
+            assert response.json()["choices"][0]["text"] == TEXT
+    assert not [record for record in caplog.records if "upgrade" in record.getMessage().lower()]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refuse", [None, CapacityError("full")])
 async def test_client_that_reads_the_end_of_its_answer_may_ask_anew(
