@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.processes import Worker, default_workers, die_with_parent
 from gateway.workers.supervisor import Workers
 from outrider.errors import ConfigError, refuse
-from outrider.flag_types import RaisingParser, port
+from outrider.flag_types import RaisingParser, port, some_text
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.runtime import importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
@@ -80,7 +80,7 @@ def _parser() -> RaisingParser:
     )
     for name, kind, text in (
         ("model", str, "the scorers' --model, for its tokenizer; unset: embedded"),
-        ("host", str, "address to listen on"),
+        ("host", some_text, "address to listen on"),
         ("http_port", port, "0: any free port"),
         ("grpc_port", port, "0: any free port"),
         ("metrics_port", port, "/metrics; 0: any free port; unset: on the HTTP port"),

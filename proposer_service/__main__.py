@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from outrider.drafting.building.config import ModelConfig, check_files
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import OutriderError, refuse
-from outrider.flag_types import RaisingParser, port
+from outrider.flag_types import RaisingParser, port, some_text
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from outrider.signals import end_at_sigterm
@@ -38,7 +38,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         default=DNS_REFRESH_S,
         help="how often the names in --scorer are looked up",
     )
-    add("--host", default="127.0.0.1", help="address of ProposerService and metrics")
+    add(
+        "--host", type=some_text, default="127.0.0.1", help="address of ProposerService and metrics"
+    )
     add("--port", type=port, default=0, help="port of ProposerService; 0: a free one")
     add("--metrics-port", type=port, help="port of /metrics; 0: a free one; unset: none")
     add("--proposer-id", help="unique in the pool; unset: host name, method and port")

@@ -54,7 +54,7 @@ def parser() -> flag_types.RaisingParser:
         formatter_class=Help,
     )
     add = p.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--host", type=flag_types.some_text, default="127.0.0.1", help="address to listen on")
     add("--port", type=flag_types.port, default=0, help="gRPC port; 0: a free one")
     add(
         "--data-port",

@@ -112,7 +112,8 @@ def build_parser() -> flag_types.RaisingParser:
         "PaddleNLP are taken, too, and what they mean here is said on stderr.",
     )
     add_model_flags(serve)
-    serve.add_argument("--host", default=HOST, help="to listen on (default: %(default)s)")
+    host_help = "to listen on (default: %(default)s)"
+    serve.add_argument("--host", type=flag_types.some_text, default=HOST, help=host_help)
     serve.add_argument(
         "--port",
         type=flag_types.port,

@@ -253,6 +253,11 @@ def test_refusal_of_an_argument_with_a_line_break_is_one_line(
     assert said.count("\n") == 1
 
 
+def test_serve_at_an_empty_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["serve", "embedded", "--dry-run", "--host", ""]) == 2
+    assert capsys.readouterr().err == "outrider: argument --host: must not be empty\n"
+
+
 @pytest.mark.parametrize(("before", "code"), [(signal.SIG_IGN, 3), (signal.SIG_DFL, 0)])
 def test_command_under_nohup_outlives_its_terminal(before: signal.Handlers, code: int) -> None:
     async def command() -> int:

@@ -115,6 +115,13 @@ def test_port_flag_when_impossible_is_refused(
     )
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_empty_host_is_refused(service: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script's unset variable would open HTTP and metrics at every address."""
+    assert SERVICES[service]("--host", "") == 2
+    assert capsys.readouterr().err == f"{service}: argument --host: must not be empty\n"
+
+
 @pytest.mark.parametrize("service", ["proposer", "gateway"])
 def test_dns_refresh_flag_out_of_bounds_is_refused(
     service: str, capsys: pytest.CaptureFixture[str]
