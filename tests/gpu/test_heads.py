@@ -15,6 +15,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import block_shapes, one_shot_shapes, recurrent_shapes
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
@@ -22,8 +23,8 @@ from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
-from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools

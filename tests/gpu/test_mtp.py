@@ -16,7 +16,7 @@ from outrider.drafting.building.loops import recurrent_shapes
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.graphs.capture import CudaGraphs
@@ -102,12 +102,12 @@ def test_captured_mtp_drafts_equal_eager_drafts(folders: tuple[Path, Path], widt
     table = [5, 1, 3, 2]
     prompt = RowSlice(tokens[:20], 0, table, 1)
     greedy = SamplingParams(temperature=0.0)
-    loops.sure_chains([DraftInput(prompt, 0, greedy, features=states[:20])])
+    loops.drafts([DraftInput(prompt, 0, greedy, features=states[:20])])
     for params in (greedy, SamplingParams(temperature=1.0, seed=4)):
         row = RowSlice(tokens[20:], 20, table, 1)
         given = [DraftInput(row, 5, params, features=states[20:])]
         if width == 1:
-            assert loops.sure_chains(given) == loops._eager_chains(given)
+            assert loops.drafts(given) == loops._eager(given)
         else:
-            trees, found = loops._eager_trees(given), loops.trees(given)
-            assert found[0][0][:2] == trees[0][0][:2]  # but for near ties
+            trees, found = loops._eager(given), loops.drafts(given)
+            assert found[0].tokens[:2] == trees[0].tokens[:2]  # but for near ties

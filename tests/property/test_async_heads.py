@@ -25,9 +25,10 @@ from outrider.drafting.building.loops import block_shapes, recurrent_shapes
 from outrider.drafting.drafters import AsyncLoop
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states import recurrent
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
@@ -21,8 +22,8 @@ from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
-from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend

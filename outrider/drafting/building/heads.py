@@ -19,6 +19,7 @@ from outrider.drafting.building.loops import (
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, load_masks, prepare_device
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.heads.base import CachedHead, OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
@@ -30,8 +31,8 @@ from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_specul
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
-from outrider.drafting.hidden_states.recurrent import CachedDrafter, RecurrentProposer
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer, ProposerLimits
 from outrider.engine.attention.base import AttentionBackend

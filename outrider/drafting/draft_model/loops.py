@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, Forks
-from outrider.drafting.graphs.chains import draft_chains, draft_forks, run_loop
+from outrider.drafting.graphs.chains import chain_loop, draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, chains_of, read_chains
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
 from outrider.engine.batch import Model, PackedBatch, RowSlice
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.staging import PageLayout
@@ -106,7 +106,9 @@ class DraftModelLoops:
         self, rows: Sequence[DraftInput], verify_output: Tensor
     ) -> AsyncLoop[Chain] | None:
         """Implement `AsyncDrafter`."""
-        return self._loops.launch_after_verify(rows, verify_output, read_chains, chains_of)
+        return self._loops.launch_after_verify(
+            rows, verify_output, read_chains, lambda chains: chains
+        )
 
     def forks(
         self,
@@ -139,23 +141,21 @@ class DraftModelLoops:
         return self._forwards is not None and self._forwards.feed(slices)
 
     def _loop(self, shape: LoopShape) -> Tensor:
-        """Run the loop: int32 [rows, places, numbers per place]."""
+        """Run the loop: as `chain_loop`, with candidates int32 [rows, K + 1, 2 * F]."""
         rows = self._inputs.rows(shape)
         batches = self._inputs.batches(shape, rows)
-        if shape.fanout:
-            self._model.copy_pages(rows.source, rows.target)
+        forward, num_draws = self._model.logits, shape.num_steps + 1
+        if not shape.fanout:
+            return chain_loop(forward, batches, num_draws, self._sampler.choose)
+        self._model.copy_pages(rows.source, rows.target)
 
         def draw(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
             assert batch is not None
-            if not shape.fanout:
-                return (self._sampler.choose(logits, batch),)
             top, gaps = self._sampler.candidates(logits, batch, shape.fanout)
             return top[:, 0], top, gaps
 
-        drawn = run_loop(self._model.logits, batches, shape.num_steps + 1, draw)
-        if not shape.fanout:
-            return torch.stack([tokens for (tokens,) in drawn], dim=1).to(torch.int32)[:, :, None]
-        tops, gaps = (torch.stack(parts, dim=1) for parts in [*zip(*drawn, strict=True)][1:])
+        _, *found = zip(*run_loop(forward, batches, num_draws, draw), strict=True)
+        tops, gaps = (torch.stack(parts, dim=1) for parts in found)
         return torch.cat((tops.to(torch.int32), gaps.view(torch.int32)), dim=2)
 
 
@@ -168,4 +168,5 @@ def _to_forks(drafted: NDArray[np.int32], num_tokens: int, fanout: int) -> Forks
 
 
 def _output_shape(shape: LoopShape) -> tuple[int, ...]:
-    return shape.rows, shape.num_steps + 1, max(1, 2 * shape.fanout)
+    chains = shape.rows, shape.num_steps + 1
+    return (*chains, 2 * shape.fanout) if shape.fanout else chains

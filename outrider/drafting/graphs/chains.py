@@ -35,6 +35,22 @@ def run_loop(
     return drawn
 
 
+def chain_loop(
+    forward: Forward,
+    batches: LoopBatches,
+    num_draws: int,
+    choose: Callable[[Tensor, SamplingBatch], Tensor],
+) -> Tensor:
+    """Return the chains of a captured loop: int32 [rows, draws]."""
+
+    def draw(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
+        assert batch is not None
+        return (choose(logits, batch),)
+
+    drawn = run_loop(forward, batches, num_draws, draw)
+    return torch.stack([tokens for (tokens,) in drawn], dim=1).to(torch.int32)
+
+
 def draft_chains(
     model: DraftForward, rows: Sequence[DraftInput], lead: int = 1, *, sure: bool = False
 ) -> list[Chain]:

@@ -90,19 +90,26 @@ class LoopRows:
     tokens: Tensor  # int64 [rows, query_len]: to catch up
     start: Tensor  # int64 [rows]: their first position
     last: Tensor  # int64 [rows]: the number of the last one that is no padding
-    first: Tensor  # int64 [rows]: tokens that were filled in for the rows before
     sampling: SamplingBatch  # for the token after the catch-up
     source: Tensor  # int64 [rows]: pages to copy first
     target: Tensor  # int64 [rows]
+    features: Tensor | None  # bfloat16 [rows * query_len, width]: the target's states of the tokens
 
 
 class LoopInputs:
     """Staging of a loop's inputs, shared by all shapes.
 
-    `lead` is the distance of a drawn token from the position that it is drawn at.
+    `lead` is the distance of a drawn token from the position that it is drawn at. With a
+    `feature_width` rows come with states of the target of that width.
     """
 
-    def __init__(self, shapes: Sequence[LoopShape], layout: PageLayout, lead: int = 1) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LoopShape],
+        layout: PageLayout,
+        lead: int = 1,
+        feature_width: int = 0,
+    ) -> None:
         self.device = device = layout.device
         self._layout = layout
         self._lead = lead
@@ -112,6 +119,10 @@ class LoopInputs:
         self._staging = Staging({"ints": (torch.int32, (size,))}, device)
         self._ints = self._staging.array("ints")
         self._device = self._staging.device("ints")
+        self._states: Staging | None = None  # of the target, of one row after the other
+        if feature_width:
+            tokens = max(s.rows * s.query_len for s in shapes)
+            self._states = Staging({"all": (torch.bfloat16, (tokens, feature_width))}, device)
         # Constants are made here, because all work of a loop adds to the time of its launch.
         most = max(max(s.rows * max(s.width, s.slots), s.query_len, 1 + s.num_fed) for s in shapes)
         self._numbers = torch.arange(max(most, self._table_width), device=device)
@@ -157,6 +168,21 @@ class LoopInputs:
         self._ints[: len(ints)] = ints
         self._staging.send("ints", len(ints))
 
+    def fill_features(self, features: Sequence[Tensor]) -> None:
+        """Write the rows' states, bfloat16 [any, width] each on the host, and enqueue their copy.
+
+        No copy may be in progress.
+        """
+        assert self._states is not None
+        end = sum(map(len, features))
+        torch.cat(list(features), out=self._states.host("all")[:end])
+        self._states.send("all", end)
+
+    def take_features(self, features: Sequence[Tensor]) -> None:
+        """Enqueue the copy of the rows' states, bfloat16 [any, width] each on the device."""
+        assert self._states is not None
+        torch.cat(list(features), out=self._states.device("all")[: sum(map(len, features))])
+
     def clear(self) -> None:
         """Write zeros, which are valid rows of any shape: greedy, and on the scratch page."""
         self._ints.fill(0)
@@ -186,11 +212,15 @@ class LoopInputs:
         header, floats = ints.to(torch.int64), ints.view(torch.float32)
         start, last = header[:, _START], header[:, _LAST]
         temperature, top_p, min_p = floats[:, _TEMPERATURE:_TOP_K].t().contiguous()
+        features = None
+        if self._states is not None:  # padding tokens have those of their row's last token
+            place = torch.minimum(self._numbers[: shape.query_len], last[:, None])
+            places = (header[:, _FIRST, None] + place).flatten()
+            features = self._states.device("all").index_select(0, places)
         return LoopRows(
             tokens=header[:, _TOKENS:],
             start=start,
             last=last,
-            first=header[:, _FIRST],
             sampling=SamplingBatch(
                 temperature=temperature,
                 top_k=header[:, _TOP_K].contiguous(),
@@ -205,6 +235,7 @@ class LoopInputs:
             ),
             source=header[:, _SOURCE],
             target=header[:, _TARGET],
+            features=features,
         )
 
     def batches(self, shape: LoopShape, rows: LoopRows) -> LoopBatches:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, features_of
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest
 from outrider.engine.batch import RowSlice
@@ -72,8 +72,8 @@ class LoopCapture:
 class CapturedLoops:
     """The loops of one method, which share their inputs and the place of their output.
 
-    `body` enqueues a loop and returns its drafts, int32 of `output_shape`, rows first. Used from
-    one thread.
+    `body` enqueues a loop and returns its drafts, int32 of `output_shape`, rows first. Without an
+    `output_shape` the body is run once to know it. Used from one thread.
     """
 
     def __init__(
@@ -81,11 +81,12 @@ class CapturedLoops:
         capture: LoopCapture,
         inputs: LoopInputs,
         body: Callable[[LoopShape], Tensor],
-        output_shape: Callable[[LoopShape], tuple[int, ...]],
+        output_shape: Callable[[LoopShape], tuple[int, ...]] | None = None,
     ) -> None:
         shapes = set(capture.shapes)
         self._inputs = inputs
-        self._output_shapes = {shape: output_shape(shape) for shape in shapes}
+        find_shape = output_shape or self._shape_by_run(body)
+        self._output_shapes = {shape: find_shape(shape) for shape in shapes}
         size = max(math.prod(each) for each in self._output_shapes.values())
         self._output = _Output(size, inputs.device)
         self._find = lru_cache(maxsize=4096)(self._smallest)
@@ -108,24 +109,23 @@ class CapturedLoops:
         rows: Sequence[DraftInput],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
         eager: Callable[[Sequence[DraftInput]], list[Draft]],
-        load: Callable[[Sequence[DraftInput]], None] = lambda rows: None,  # noqa: ARG005
     ) -> list[Draft]:
         """Feed rows, most tokens wanted first, and make a draft for each that wants one.
 
-        `read` makes drafts of a loop's output and the numbers of tokens wanted. `load` brings what
-        the next loop's rows need besides their slices. `eager` feeds or drafts what no loop holds.
+        `read` makes drafts of a loop's output and the numbers of tokens wanted. `eager` feeds or
+        drafts what no loop holds.
         """
         # A mask looks at every token before the next: no loop is that long.
         wanted = [row.wanted if row.mask is None else sys.maxsize for row in rows if row.wanted]
         if len(wanted) == len(rows):  # as nearly always
-            drafted = self._draft(rows, wanted, read, load)
+            drafted = self._draft(rows, wanted, read)
             if drafted is not None:
                 return drafted
         left = self._feed_long(rows, eager)
         pieces, others = self.divide([row.slice for row in left], wanted, 0)
         drafts: dict[int, Draft] = {}
         for piece in pieces:
-            drafted = self._draft([left[i] for i in piece], [wanted[i] for i in piece], read, load)
+            drafted = self._draft([left[i] for i in piece], [wanted[i] for i in piece], read)
             assert drafted is not None
             drafts.update(zip(piece, drafted, strict=True))
         if others:
@@ -137,14 +137,14 @@ class CapturedLoops:
         rows: Sequence[DraftInput],
         wanted: Sequence[int],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        load: Callable[[Sequence[DraftInput]], None],
     ) -> list[Draft] | None:
         """Draft in one loop; None if no loop holds all of the rows."""
         slices, sampling = [row.slice for row in rows], [row.sampling for row in rows]
         shape = self.find(slices, sampling, max(wanted), 0)
         if shape is None:
             return None
-        load(rows)
+        if features := features_of(rows):
+            self._inputs.fill_features(features)
         return read(self.run(shape, slices, sampling), wanted)
 
     def divide(
@@ -192,9 +192,8 @@ class CapturedLoops:
         verify_output: Tensor,
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
         chains: Callable[[Tensor], Tensor] | None,
-        load: Callable[[Sequence[DraftInput]], None] = lambda rows: None,  # noqa: ARG005
     ) -> AsyncLoop[Draft] | None:
-        """Implement `AsyncDrafter`, with `read` and `load` as of `drafts`.
+        """Implement `AsyncDrafter`, with `read` as of `drafts`.
 
         `chains` picks the chains from a loop's output; None: the drafts are trees.
         """
@@ -204,7 +203,8 @@ class CapturedLoops:
         if shape is None:
             return None
         with torch.inference_mode():
-            load(rows)
+            if features := features_of(rows):
+                self._inputs.take_features(features)
             self._inputs.fill(shape, slices, sampling)
             self._inputs.follow(shape, slices, verify_output)
             fetch = self._launch(shape, len(slices))
@@ -262,6 +262,16 @@ class CapturedLoops:
             and (shape.fanout >= fanout if fanout else shape.fanout == 0)
         ]
 
+    def _shape_by_run(
+        self, body: Callable[[LoopShape], Tensor]
+    ) -> Callable[[LoopShape], tuple[int, ...]]:
+        @torch.inference_mode()
+        def output_shape(shape: LoopShape) -> tuple[int, ...]:
+            self._inputs.fill(shape, (), ())
+            return tuple(body(shape).shape)
+
+        return output_shape
+
     def _work(self, shape: LoopShape, body: Callable[[LoopShape], Tensor]) -> Work:
         @torch.inference_mode()
         def work() -> None:
@@ -270,15 +280,9 @@ class CapturedLoops:
         return work
 
 
-def chains_of(output: Tensor) -> Tensor:
-    """Return the tokens of what `read_chains` reads: int32 [rows, tokens]."""
-    return output[:, :, 0]
-
-
 def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Chain]:
-    """Return each row's first tokens of a loop's output, int32 [rows, tokens, 1]."""
-    tokens: list[list[int]] = drafted[:, :, 0].tolist()
-    return [(row[:n], b"") for row, n in zip(tokens, wanted, strict=True)]
+    """Return each row's first tokens of what `chain_loop` drafted: int32 [rows, tokens]."""
+    return [(row[:n], b"") for row, n in zip(drafted.tolist(), wanted, strict=True)]
 
 
 class _Output:

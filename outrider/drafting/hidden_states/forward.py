@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from outrider.drafting.graphs.loop_inputs import LoopRows
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch
-from outrider.engine.graphs.staging import Staging
 
 LEAD = 2
 """Row p of a draft module reads the token at p + 1 and predicts that at p + 2."""
@@ -57,34 +53,3 @@ class HeadForward:
         self._outputs = outputs
         self._step += 1
         return head.logits(outputs)
-
-
-class FeatureRows:
-    """Staging of the target's states of a loop's rows, one after the other, without padding."""
-
-    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
-        self._staging = Staging({"states": (torch.bfloat16, (num_rows, width))}, device)
-        self._host, self._device = self._staging.host("states"), self._staging.device("states")
-
-    def fill(self, rows: Sequence[Tensor]) -> None:
-        """Write bfloat16 [any, width] each and enqueue the copy; none may be in progress."""
-        end = sum(map(len, rows))
-        torch.cat(list(rows), out=self._host[:end])
-        self._staging.send("states", end)
-
-    def take(self, rows: Sequence[Tensor]) -> None:
-        """Enqueue the copy of bfloat16 [any, width] each, which are on the device."""
-        torch.cat(list(rows), out=self._device[: sum(map(len, rows))])
-
-    def first(self, count: int) -> Tensor:
-        """Return the states of rows of one token each: [count, width]. May be captured."""
-        return self._device[:count]
-
-    def spread(self, rows: LoopRows) -> Tensor:
-        """Return those of a captured catch-up's tokens: [tokens, width]. May be captured.
-
-        Padding tokens of a row have the states of its last token.
-        """
-        places = torch.arange(rows.tokens.shape[1], device=self._device.device)
-        place = torch.minimum(places, rows.last[:, None])
-        return self._device.index_select(0, (rows.first[:, None] + place).flatten())

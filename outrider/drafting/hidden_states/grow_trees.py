@@ -17,7 +17,7 @@ from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches, eager_batches
 from outrider.drafting.graphs.chains import feed
 from outrider.drafting.hidden_states.forward import LEAD, HeadForward
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws
 from outrider.engine.tree_mask import MAX_TREE_NODES
 
 Level = tuple[Tensor, Tensor, Tensor]
@@ -33,7 +33,7 @@ def max_fed_nodes(num_nodes: int, width: int, *, captured: bool = False) -> int:
     return min(MAX_TREE_NODES, per_level * (num_nodes - 1))
 
 
-def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) -> list[Nodes]:
+def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) -> list[Guess]:
     """Feed rows, most nodes wanted first, and draft a tree for each that wants one.
 
     At most `width` nodes of a level get children, `width` each. A node whose children cannot be
@@ -126,11 +126,11 @@ def _best(nodes: Sequence[Tensor], count: int) -> Tensor:
     return torch.stack((*ints, scores.gather(1, best).view(torch.int32)), dim=2)
 
 
-def read_trees(grown: NDArray[np.int32], wanted: Sequence[int]) -> list[Nodes]:
+def read_trees(grown: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
     """Return each row's best nodes of a loop's output, int32 [rows, nodes, 3]."""
-    trees: list[Nodes] = []
+    trees: list[Guess] = []
     for row, size in zip(grown, wanted, strict=True):
         tokens, parents, scores = row[:size].T
         count = int((np.ascontiguousarray(scores).view(np.float32) > -np.inf).sum())
-        trees.append((tokens[:count].tolist(), parents[:count].tolist()))
+        trees.append(Guess(tokens[:count].tolist(), parents[:count].tolist()))
     return trees

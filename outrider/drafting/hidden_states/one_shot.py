@@ -21,7 +21,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
-from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
+from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
@@ -59,10 +59,9 @@ class OneShotLoops:
         self._width = width
         self._sampler = capture.sampler
         layout = PageLayout(_ALL_POSITIONS, 2 * _ALL_POSITIONS, 0, head.device)
-        self._inputs = LoopInputs(capture.shapes, layout, LEAD)
+        self._inputs = LoopInputs(capture.shapes, layout, LEAD, head.features.width)
         self._most = max(shape.rows for shape in capture.shapes)
-        self._features = FeatureRows(self._most, head.features.width, head.device)
-        self._loops = CapturedLoops(capture, self._inputs, self._loop, self._output_shape)
+        self._loops = CapturedLoops(capture, self._inputs, self._loop)
 
     def guess(
         self,
@@ -82,20 +81,16 @@ class OneShotLoops:
             rows = slice(start, start + self._most)
             shape = self._loops.find(slices[rows], sampling[rows], depth, 0)
             assert shape is not None
-            self._features.fill(features[rows])
+            self._inputs.fill_features(features[rows])
             guesses.append(self._loops.run(shape, slices[rows], sampling[rows]))
         return np.concatenate(guesses)
 
     def _loop(self, shape: LoopShape) -> Tensor:
         rows = self._inputs.rows(shape)
         draws = TargetDraws(rows.sampling, self._sampler.noised)
-        states = self._features.first(shape.rows)
-        return self._head.guess(states, rows.tokens[:, 0], draws, shape.num_tokens, self._width)
-
-    def _output_shape(self, shape: LoopShape) -> tuple[int, ...]:
-        self._inputs.fill(shape, (), ())
-        with torch.inference_mode():
-            return tuple(self._loop(shape).shape)
+        states, tokens = rows.features, rows.tokens[:, 0]
+        assert states is not None
+        return self._head.guess(states, tokens, draws, shape.num_tokens, self._width)
 
 
 @dataclass(frozen=True, slots=True)

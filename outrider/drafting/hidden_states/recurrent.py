@@ -15,25 +15,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts
-from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
-from outrider.drafting.drafters import AsyncDrafter, Chain, DraftInput
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.forward import LEAD
-from outrider.drafting.hidden_states.heads.base import CachedHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
-from outrider.drafting.hidden_states.trees import Guess, Nodes, max_trees
+from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import (
     NO_PACE,
     DraftRound,
     Follower,
     Pace,
-    ProposerLimits,
     ProposerTraits,
     SessionKey,
     SessionStart,
@@ -88,36 +86,6 @@ class _HeadRow:
         )
 
 
-class CachedDrafter(AsyncDrafter[Guess], Protocol):
-    """Drafts with a module over pages of its own. Methods take most tokens wanted first."""
-
-    @property
-    def head(self) -> CachedHead: ...
-
-    limits: ProposerLimits
-    page_size: int
-    num_pages: int
-    max_model_len: int
-    max_draft_tokens: int
-
-    def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:
-        """Return the most slots past the true rows that a draft of `num_tokens` takes.
-
-        The largest draft of its round has `most`.
-        """
-
-    def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
-        """Feed rows and draft a tree for each that wants one."""
-
-    def sure_chains(self, rows: Sequence[DraftInput]) -> list[Chain]:
-        """Feed rows and draft a chain for each that wants one, with confidences if it has them."""
-
-    def sampled_chains(
-        self, rows: Sequence[DraftInput]
-    ) -> list[tuple[list[int], list[DraftProbs | None]]]:
-        """Draft chains, with noise of their own and distributions. All rows want drafts."""
-
-
 class RecurrentProposer(FeatureMethod):
     """Drafts with a `CachedDrafter`, batched over sessions: chains, or trees if it is wide."""
 
@@ -159,9 +127,9 @@ class RecurrentProposer(FeatureMethod):
         done = DraftRound()
         states = self._asked(sessions)
         guesses = self._async_drafts.take(states)
-        for state, ((tokens, parents), sure) in guesses.items():
+        for state, (tokens, parents, told) in guesses.items():
             length = len(state.follower.tokens)
-            tree = DraftTree(length, tuple(tokens), tuple(parents), confidences=sure)
+            tree = DraftTree(length, tuple(tokens), tuple(parents), confidences=told)
             done.drafts.append((state.key, tree))
             state.patient = False
             self._fed(state, length - 1)
@@ -228,20 +196,15 @@ class RecurrentProposer(FeatureMethod):
     def _run(self, rows: list[_HeadRow], done: DraftRound) -> float:
         """Feed and draft; return how long it took."""
         started = time.perf_counter()
+        # Of all of these the first rows are those that a draft is wanted for.
         trees = [row for row in rows if not row.chain]
         chains = [row for row in rows if row.chain and not row.sampled]
         sampled = [row for row in rows if row.sampled]
-        # Of all of these the first rows are those that a draft is wanted for.
-        for i in range(0, len(trees), self._at_once):
-            part = trees[i : i + self._at_once]
-            grown = self._drafter.trees([row.input() for row in part])
-            for row, (tokens, parents) in zip(part, grown, strict=False):
-                tree = DraftTree(row.length, tuple(tokens), tuple(parents))
-                done.drafts.append((row.state.key, tree))
-        if chains:
-            drawn = self._drafter.sure_chains([row.input() for row in chains])
-            for row, (chain, sure) in zip(chains, drawn, strict=False):
-                tree = DraftTree.chain(row.length, chain, confidences=sure)
+        parts = [trees[i : i + self._at_once] for i in range(0, len(trees), self._at_once)]
+        for part in (*parts, chains):
+            guesses = self._drafter.drafts([row.input() for row in part]) if part else []
+            for row, (tokens, parents, told) in zip(part, guesses, strict=False):
+                tree = DraftTree(row.length, tuple(tokens), tuple(parents), confidences=told)
                 done.drafts.append((row.state.key, tree))
         if sampled:
             drawn_from = self._drafter.sampled_chains([row.input() for row in sampled])

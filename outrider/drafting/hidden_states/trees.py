@@ -10,24 +10,35 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_tree import chain_parents
 from outrider.drafting.likeliest import cut_to_likeliest, noised
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
-Nodes = tuple[list[int], list[int]]
+Nodes = tuple[list[int], Sequence[int]]
 """Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference."""
 
-Guess = tuple[Nodes, bytes]
-"""A draft, and its tokens' confidences if they are told."""
-
 _MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
+
+
+class Guess(NamedTuple):
+    """A draft of a module, without the text that it continues."""
+
+    tokens: list[int]
+    parents: Sequence[int]  # as of `Nodes`
+    confidences: bytes = b""  # of the tokens, if they are told
+
+    @staticmethod
+    def chain(tokens: list[int], confidences: bytes = b"") -> Guess:
+        """Return a draft with one path."""
+        return Guess(tokens, chain_parents(len(tokens)), confidences)
 
 
 def max_trees(width: int, vocab_size: int) -> int:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafting.drafters import AsyncLoop, DraftInput
 from outrider.drafting.graphs.loops import _Output
-from outrider.drafting.hidden_states.recurrent import CachedDrafter
+from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.trees import Guess
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.batch import PackedBatch, RowSlice

@@ -261,18 +261,18 @@ def test_block_drafts_are_the_best_products_of_the_slots(tmp_path: Path, target:
     folder = eagle.save_head(tmp_path / "head", made.dflash_tensors(), made.DFLASH)
     head = load_dflash(folder, target.folder, torch.float64, CPU)
     backend = choose_backend(None, head.attention_traits(), CPU)
-    drafter = _drafter(head)
     with torch.inference_mode():
+        head.bind(KVPools(20, PAGE_SIZE, head.dtype, CPU))
         outputs = head.run(_inputs(head, (6, 0, 0)), backend, PAGE_SIZE)
         assert outputs is not None
         log_probs = head.logits(outputs[0]).log_softmax(dim=-1)
     best = log_probs.argmax(dim=-1).tolist()
-    ((chain, sure),) = drafter.sure_chains(_inputs(head, (6, 0, 0)))
+    ((chain, _, sure),) = _drafter(head, tree_width=1).drafts(_inputs(head, (6, 0, 0)))
     assert chain == best
     odds = [float(row.max().exp()) for row in log_probs]
     expected = [128 + 16 * torch.tensor(p / (1 - p)).log().item() for p in odds]
     assert list(sure) == [max(1, min(255, round(value))) for value in expected]
-    ((tokens, parents),) = drafter.trees(_inputs(head, (9, 0, 0)))
+    ((tokens, parents, _),) = _drafter(head).drafts(_inputs(head, (9, 0, 0)))
     assert len(tokens) == 9
     scores: list[float] = []
     depths: list[int] = []
@@ -400,10 +400,11 @@ def test_dspark_draws_left_to_right_as_the_formula_says(
     assert head.max_depth == made.BLOCK_SIZE
     params = SamplingParams(temperature=temperature, seed=8)
     rows = [replace(row, sampling=params) for row in _inputs(head, (7, 4, 1))]
-    drafter = _drafter(head, tree_width=3)
-    chains = drafter.sure_chains(rows)
-    trees = drafter.trees(rows)
-    for text, row, (chain, told), (tokens, parents) in zip(TEXTS, rows, chains, trees, strict=True):
+    chains = _drafter(head, tree_width=1).drafts(rows)
+    trees = _drafter(head, tree_width=3).drafts(rows)
+    for text, row, (chain, _, told), (tokens, parents, _) in zip(
+        TEXTS, rows, chains, trees, strict=True
+    ):
         expected, odds, seen = _dspark_path(tensors, text, row.wanted, params)
         assert chain == expected
         assert list(told) == [max(1, min(255, round(128 + 16 * each))) for each in odds]
@@ -448,9 +449,9 @@ def test_fused_chains_of_dspark_are_those_of_its_steps(
     rows = [replace(row, sampling=each) for row, each in pairs]
     drafter = _drafter(head, tree_width=1)
     assert head._chains is not None
-    fused = [chain for chain, _ in drafter.sure_chains(rows)]
+    fused = [guess.tokens for guess in drafter.drafts(rows)]
     head._chains = None
-    stepped = [chain for chain, _ in drafter.sure_chains(rows)]
+    stepped = [guess.tokens for guess in drafter.drafts(rows)]
     if dtype is torch.float32:
         assert fused == stepped
     else:  # a sum is rounded in one of them
@@ -468,9 +469,9 @@ def test_fused_chains_of_dspark_forget_their_path_where_a_gate_is_shut(
     rows = _inputs(head, (7, 7, 7))
     drafter = _drafter(head, tree_width=1)
     assert head._chains is not None
-    fused = [chain for chain, _ in drafter.sure_chains(rows)]
+    fused = [guess.tokens for guess in drafter.drafts(rows)]
     head._chains = None
-    assert fused == [chain for chain, _ in drafter.sure_chains(rows)]
+    assert fused == [guess.tokens for guess in drafter.drafts(rows)]
 
 
 def test_dspark_without_markov_head_and_confidence_is_dflash_from_the_anchor(
@@ -481,7 +482,7 @@ def test_dspark_without_markov_head_and_confidence_is_dflash_from_the_anchor(
     folder = eagle.save_head(tmp_path / "head", tensors, config)
     head = load_dspark(folder, target.folder, torch.float64, CPU)
     _check(head, tensors, target, Slots(from_anchor=True))
-    ((chain, told),) = _drafter(head).sure_chains(_inputs(head, (5, 0, 0)))
+    ((chain, _, told),) = _drafter(head, tree_width=1).drafts(_inputs(head, (5, 0, 0)))
     assert len(chain) == len(told) == 5
 
 

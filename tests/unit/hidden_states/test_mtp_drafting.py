@@ -14,7 +14,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
