@@ -16,6 +16,7 @@ from outrider.drafting.building.loops import block_shapes, one_shot_shapes, recu
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
@@ -23,7 +24,6 @@ from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import CudaGraphs, Work
@@ -90,7 +90,7 @@ def _drafts(
         drafter = BlockDrafter(head, pools, backend, limits, capture)
     else:
         drafter = RecurrentDrafter(head, pools, backend, limits, capture)
-    proposer = RecurrentProposer(drafter, method="eagle", name="tiny")
+    proposer = CachedHeadProposer(drafter, method="eagle", name="tiny")
     width = head.features.width
     lengths = {1: 60, 2: 9}
     for key, length in lengths.items():

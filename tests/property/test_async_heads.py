@@ -26,8 +26,8 @@ from outrider.drafting.drafters import AsyncLoop
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
@@ -135,7 +135,7 @@ def target(features: FeatureSpec | None) -> PagedModel:
     return model
 
 
-def module(folder: Path, method: str, width: int) -> RecurrentProposer:
+def module(folder: Path, method: str, width: int) -> CachedHeadProposer:
     device = torch.device("cpu")
     head = LOADERS[method](folder / method, folder / "target", torch.float64, device)
     limits = ProposerLimits(max_sessions=8, max_draft_tokens=K, tree_width=width)
@@ -151,7 +151,7 @@ def module(folder: Path, method: str, width: int) -> RecurrentProposer:
         shapes = recurrent_shapes(max_rows=4, max_draft_tokens=K, width=width)
         capture = LoopCapture(shapes, rerun, TORCH_SAMPLER)
         drafter = RecurrentDrafter(head, pools, by_tensors, limits, capture)
-    return RecurrentProposer(drafter, method=method, name=method)
+    return CachedHeadProposer(drafter, method=method, name=method)
 
 
 def captured(model: PagedModel) -> StepRunner:
@@ -166,7 +166,7 @@ Aborts = Callable[[DraftingScorer], None]
 class Scorer(DraftingScorer):
     """Which forgets requests while drafts are in flight."""
 
-    def __init__(self, engine: Engine, method: RecurrentProposer | None, aborts: Aborts) -> None:
+    def __init__(self, engine: Engine, method: CachedHeadProposer | None, aborts: Aborts) -> None:
         super().__init__(engine, method)
         self._aborts, self._method = aborts, method
 
@@ -178,7 +178,7 @@ class Scorer(DraftingScorer):
 
 def run(
     requests: Sequence[Request],
-    method: RecurrentProposer | None,
+    method: CachedHeadProposer | None,
     aborts: Aborts = lambda _: None,
 ) -> tuple[int, dict[int, list[int]]]:
     """Return the number of steps, and the texts."""
@@ -307,7 +307,7 @@ TEXT = [1, 3, 0, 2, 2, 1, 4, 0, 3]
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def states(proposer: RecurrentProposer, start: int, end: int) -> torch.Tensor:
+def states(proposer: CachedHeadProposer, start: int, end: int) -> torch.Tensor:
     """Made-up states of some positions, of any text."""
     assert proposer.traits.features is not None
     return eagle.features(end, proposer.traits.features.width)[start:]
@@ -322,7 +322,7 @@ def alone(folder: Path, method: str, text: list[int]) -> DraftTree:
     return tree
 
 
-def drafted(folder: Path, method: str) -> RecurrentProposer:
+def drafted(folder: Path, method: str) -> CachedHeadProposer:
     """A proposer that has drafted for sessions 1 and 2, both of the same text."""
     proposer = module(folder, method, 1)
     for key in (1, 2):
@@ -332,7 +332,7 @@ def drafted(folder: Path, method: str) -> RecurrentProposer:
     return proposer
 
 
-def launch(proposer: RecurrentProposer, start: int, end: int) -> bool:
+def launch(proposer: CachedHeadProposer, start: int, end: int) -> bool:
     """Launch behind a step in which two of three tokens are accepted; return whether it could."""
     behind = DeviceStates(start, states(proposer, start, end))
     rows = [AsyncRow(key, key - 1, 3, K, states=behind) for key in (1, 2)]
@@ -341,7 +341,7 @@ def launch(proposer: RecurrentProposer, start: int, end: int) -> bool:
     return proposer._async_drafts.in_flight
 
 
-def commit(proposer: RecurrentProposer, fresh: list[int]) -> None:
+def commit(proposer: CachedHeadProposer, fresh: list[int]) -> None:
     length = len(TEXT)
     rows = eagle.as_bytes(states(proposer, length - 1, length - 1 + len(fresh)))
     for key in (1, 2):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.hidden_states import recurrent
+from outrider.drafting.hidden_states import cached_proposer
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
@@ -22,7 +23,6 @@ from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
@@ -64,7 +64,7 @@ def _load(kind: str, folder: Path) -> Head:
 
 def _proposer(
     head: Head, num_pages: int, prefill_budget: int, tree_width: int = 4
-) -> RecurrentProposer:
+) -> CachedHeadProposer:
     pools = KVPools(num_pages, PAGE_SIZE, head.dtype, CPU)
     backend = choose_backend(None, head.attention_traits(), CPU)
     limits = ProposerLimits(
@@ -78,7 +78,7 @@ def _proposer(
         drafter = BlockDrafter(head, pools, backend, limits)
     else:
         drafter = RecurrentDrafter(head, pools, backend, limits)
-    return RecurrentProposer(drafter, method="eagle3", name="tiny")
+    return CachedHeadProposer(drafter, method="eagle3", name="tiny")
 
 
 def _rows(tokens: Sequence[int], start: int, end: int, width: int) -> bytes:
@@ -128,7 +128,7 @@ def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tree_width: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(recurrent, "_PART", 5)  # prompts here are short
+    monkeypatch.setattr(cached_proposer, "_PART", 5)  # prompts here are short
     # A module keeps keys and values in one place: whoever drafts beside it needs another.
     head, fresh_head = _load(kind, tmp_path / "files"), _load(kind, tmp_path / "files")
     width = head.features.width

@@ -20,6 +20,7 @@ from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, load_mas
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import CachedHead, OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
@@ -31,7 +32,6 @@ from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_specul
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer, ProposerLimits
@@ -120,7 +120,7 @@ def _build(
             pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
             drafter = RecurrentDrafter(module, pools, backend, limits, capture)
     masks = load_masks(target, module.vocab_size, say)
-    return RecurrentProposer(drafter, method=method.name, name=method.model, masks=masks)
+    return CachedHeadProposer(drafter, method=method.name, name=method.model, masks=masks)
 
 
 def _one_shot_capture(

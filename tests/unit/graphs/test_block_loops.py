@@ -14,11 +14,11 @@ from outrider.drafting.building.loops import block_shapes
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.dspark import load_dspark
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import Capture
 from outrider.engine.kv_cache.pools import KVPools
@@ -57,7 +57,7 @@ def load(kind: str, folder: Path, device: torch.device, **settings: Any) -> Bloc
     return loader(folder / "head", folder / "target", torch.float64, device)
 
 
-def proposer_of(head: BlockHead, tree_width: int, capture: Capture | None) -> RecurrentProposer:
+def proposer_of(head: BlockHead, tree_width: int, capture: Capture | None) -> CachedHeadProposer:
     shapes = [
         LoopShape(rows, query_len, k, cut=cut, width=tree_width, slots=head.num_slots(k))
         for rows, query_len, cut in itertools.product((1, 3), (2, 6), (False, True))
@@ -77,7 +77,7 @@ def proposer_of(head: BlockHead, tree_width: int, capture: Capture | None) -> Re
         if capture is None
         else LoopCapture(shapes, capture, TORCH_SAMPLER, precompile=run_each),
     )
-    return RecurrentProposer(drafter, method="dflash", name="tiny")
+    return CachedHeadProposer(drafter, method="dflash", name="tiny")
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])

@@ -16,11 +16,11 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import recurrent_shapes
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import Capture
@@ -78,7 +78,9 @@ HEADS: dict[str, Callable[[Path, torch.device], RecurrentHead]] = {
 }
 
 
-def proposer_of(head: RecurrentHead, tree_width: int, capture: Capture | None) -> RecurrentProposer:
+def proposer_of(
+    head: RecurrentHead, tree_width: int, capture: Capture | None
+) -> CachedHeadProposer:
     shapes = [
         LoopShape(rows, query_len, num_tokens, cut=cut, width=tree_width)
         for rows in (1, 3)
@@ -101,13 +103,13 @@ def proposer_of(head: RecurrentHead, tree_width: int, capture: Capture | None) -
         if capture is None
         else LoopCapture(shapes, capture, TORCH_SAMPLER, precompile=run_each),
     )
-    return RecurrentProposer(drafter, method="eagle", name="tiny")
+    return CachedHeadProposer(drafter, method="eagle", name="tiny")
 
 
 class Said:
     """What a proposer drafts for random requests, which do not depend on it."""
 
-    def __init__(self, proposer: RecurrentProposer, width: int, seed: int) -> None:
+    def __init__(self, proposer: CachedHeadProposer, width: int, seed: int) -> None:
         self.drafts: list[tuple[int, DraftTree]] = []
         self._proposer, self._width = proposer, width
         rng = random.Random(seed)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3TextConfig
 
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.forward import HeadForward
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, load_eagle3
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import RowSlice, pack
@@ -480,7 +480,7 @@ def test_eagle3_tree_of_any_width_has_the_likeliest_nodes(
         choose_backend(None, head.attention_traits(), CPU),
         ProposerLimits(tree_width=12),
     )
-    proposer = RecurrentProposer(drafter, method="eagle3", name="tiny")
+    proposer = CachedHeadProposer(drafter, method="eagle3", name="tiny")
     proposer.open(1, SessionStart(TOKENS, SamplingParams(temperature=0.0), num_nodes, 100))
     proposer.features(1, 0, made.as_bytes(rows))
     ((_, tree),) = proposer.draft([1]).drafts

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
@@ -71,14 +71,14 @@ class Text:
                 assert tokens == best[: len(tokens)].tolist()
 
 
-def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> RecurrentProposer:
+def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> CachedHeadProposer:
     drafter = RecurrentDrafter(
         head,
         KVPools(64, PAGE_SIZE, torch.float32, CPU),
         choose_backend(None, head.attention_traits(), CPU),
         ProposerLimits(max_draft_tokens=num_draft_tokens, prefill_budget=7, tree_width=tree_width),
     )
-    return RecurrentProposer(drafter, method="mtp", name="tiny")
+    return CachedHeadProposer(drafter, method="mtp", name="tiny")
 
 
 @pytest.mark.parametrize("tree_width", [1, 3])

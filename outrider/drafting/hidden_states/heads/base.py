@@ -1,4 +1,4 @@
-"""The draft modules ("heads") that `hidden_states/recurrent.py` and `one_shot.py` run."""
+"""The draft modules ("heads") that `cached_proposer.py` and `one_shot.py` run."""
 
 from __future__ import annotations
 

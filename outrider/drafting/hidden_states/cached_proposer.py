@@ -86,7 +86,7 @@ class _HeadRow:
         )
 
 
-class RecurrentProposer(FeatureMethod):
+class CachedHeadProposer(FeatureMethod):
     """Drafts with a `CachedDrafter`, batched over sessions: chains, or trees if it is wide."""
 
     def __init__(
