@@ -21,7 +21,7 @@ from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
-from outrider.drafting.hidden_states.heads.base import CachedHead, OneShotHead, RecurrentHead
+from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
 from outrider.drafting.hidden_states.heads.dspark import load_dspark
@@ -48,10 +48,13 @@ _ONE_SHOT: Mapping[str, Callable[[Path, Path, torch.dtype, torch.device], OneSho
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
 }
-_BLOCK: Mapping[str, Callable[..., BlockHead]] = {
+_CACHED: Mapping[str, Callable[..., RecurrentHead | BlockHead]] = {
     "dflash": load_dflash,
     "dspark": load_dspark,
     "peagle": load_peagle,
+    "mtp": load_mtp,
+    "eagle": load_eagle,
+    "eagle3": load_eagle3,
 }
 
 
@@ -104,20 +107,20 @@ def _build(
                 masks=load_masks(target, head.vocab_size, say),
                 capture=capture,
             )
-    module = _load_cached(method, folder, target, dtype, device)
+    project = {"project": True} if method.projects_features else {}
+    load, longest = _CACHED[method.name], method.max_model_len
+    module = load(folder, target, dtype, device, max_model_len=longest, **project)
     ops.tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(), device)
     drafter: CachedDrafter
-    if isinstance(module, BlockHead):
-        with _block_capture(module, backend, limits, say) as capture:
-            pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
+    with _cached_capture(module, backend, limits, say) as capture:
+        pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
+        if isinstance(module, BlockHead):
             drafter = BlockDrafter(module, pools, backend, limits, capture)
-    else:
-        with _recurrent_capture(module, backend, limits, say) as capture:
-            pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
+        else:
             drafter = RecurrentDrafter(module, pools, backend, limits, capture)
     masks = load_masks(target, module.vocab_size, say)
     return CachedHeadProposer(drafter, method=method.name, name=method.model, masks=masks)
@@ -133,59 +136,28 @@ def _one_shot_capture(
     return loop_capture(shapes, head.device, say, (type(head), head.vocab_size, head.features))
 
 
-def _block_capture(
-    head: BlockHead, backend: AttentionBackend, limits: ProposerLimits, say: Say
+def _cached_capture(
+    head: RecurrentHead | BlockHead, backend: AttentionBackend, limits: ProposerLimits, say: Say
 ) -> AbstractContextManager[LoopCapture | None]:
-    if not _can_capture(head, backend, say):
-        return nullcontext()
-    at_once = max_trees(max(limits.tree_width, head.max_depth), head.vocab_size)
-    shapes = block_shapes(
-        max_rows=min(limits.max_sessions, at_once),
-        limits=(limits.max_draft_tokens, head.max_depth),
-        width=limits.tree_width,
-        num_slots=head.num_slots,
-    )
-    return loop_capture(shapes, head.device, say, _sizes(head))
-
-
-def _can_capture(head: CachedHead, backend: AttentionBackend, say: Say) -> bool:
     if head.device.type != "cuda":
-        return False
+        return nullcontext()
     if not (head.capturable and is_capturable(backend)):
         say("CUDA graphs cannot capture this module or its attention: drafts run eagerly")
-        return False
-    return True
-
-
-def _sizes(head: CachedHead) -> tuple[object, ...]:
-    """Return what tells modules with other kernels apart."""
-    return (type(head), head.vocab_size, head.dtype, *head.kv_layers, head.features)
-
-
-def _recurrent_capture(
-    head: RecurrentHead, backend: AttentionBackend, limits: ProposerLimits, say: Say
-) -> AbstractContextManager[LoopCapture | None]:
-    if not _can_capture(head, backend, say):
         return nullcontext()
-    width = limits.tree_width
-    at_once = limits.max_sessions if width == 1 else max_trees(width, head.vocab_size)
-    shapes = recurrent_shapes(
-        max_rows=min(limits.max_sessions, at_once),
-        max_draft_tokens=limits.max_draft_tokens,
-        width=width,
-    )
-    return loop_capture(shapes, head.device, say, _sizes(head))
-
-
-def _load_cached(
-    method: HeadConfig, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
-) -> RecurrentHead | BlockHead:
-    where, longest = (folder, target, dtype, device), method.max_model_len
-    if method.name in _BLOCK:
-        load = _BLOCK[method.name]
-        return load(*where, max_model_len=longest, project=method.projects_features)
-    if method.name == "mtp":
-        return load_mtp(*where, max_model_len=longest)
-    if method.name == "eagle":
-        return load_eagle(*where, max_model_len=longest)
-    return load_eagle3(*where, max_model_len=longest, project=method.projects_features)
+    width, max_rows = limits.tree_width, limits.max_sessions
+    if isinstance(head, BlockHead):
+        shapes = block_shapes(
+            max_rows=min(max_rows, max_trees(max(width, head.max_depth), head.vocab_size)),
+            limits=(limits.max_draft_tokens, head.max_depth),
+            width=width,
+            num_slots=head.num_slots,
+        )
+    else:
+        if width > 1:
+            max_rows = min(max_rows, max_trees(width, head.vocab_size))
+        shapes = recurrent_shapes(
+            max_rows=max_rows, max_draft_tokens=limits.max_draft_tokens, width=width
+        )
+    # What tells modules with other kernels apart.
+    sizes = (type(head), head.vocab_size, head.dtype, *head.kv_layers, head.features)
+    return loop_capture(shapes, head.device, say, sizes)

@@ -23,7 +23,6 @@ from outrider.drafting.proposer import (
     NO_PACE,
     FeatureProposer,
     Proposer,
-    ProposerLimits,
     SessionStart,
 )
 from outrider.methods import BLOCK_METHODS
@@ -88,81 +87,14 @@ def _build_draft_model(
     method: DraftModelConfig, max_sessions: int, say: Say
 ) -> tuple[Proposer, str]:
     # Imported here: prompt lookup starts without torch.
-    import torch
+    from outrider.drafting.building.draft_model import build_draft_model
 
-    from outrider.drafting.building.weights import (
-        PAGE_SIZE,
-        choose_dtype,
-        load_masks,
-        prepare_device,
-    )
-    from outrider.drafting.cpu.llama_chains import LlamaChains
-    from outrider.drafting.draft_model.loops import EagerForks
-    from outrider.drafting.draft_model.proposer import DraftModelProposer
-    from outrider.drafting.drafters import ChainDrafter, ForkDrafter
-    from outrider.engine.kv_cache.memory import fitting
-    from outrider.engine.model.loader import (
-        ModelOptions,
-        count_pages,
-        kv_bytes_per_page,
-        load_model,
-    )
-    from outrider.models.resolve import resolve_model
-    from outrider.models.tokenizer import hash_if_any
-
-    began = time.perf_counter()
-    prepare_device(method)
-    folder = resolve_model(method.model, "draft")
-    dtype = choose_dtype(method, on_cpu=torch.float32)
-    say(f"loading draft model {folder}")
-    per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=PAGE_SIZE)
-    num_pages = count_pages(method.kv_cache_memory, per_page)
-    with fitting("The draft model", method.kv_cache_memory):
-        model = load_model(
-            folder,
-            ModelOptions(
-                page_size=PAGE_SIZE,
-                num_pages=num_pages,
-                max_model_len=method.max_model_len,
-                attention_backend=method.attention_backend,
-                int8_weights=method.int8_weights,
-            ),
-            dtype=dtype,
-            device=torch.device(method.device),
-        )
-    chain_drafter: ChainDrafter | None = None
-    fork_drafter: ForkDrafter = EagerForks(model)
-    if method.device == "cuda":
-        from outrider.drafting.building.loops import capture_loops, loop_shapes
-
-        shapes = loop_shapes(
-            max_sessions=max_sessions,
-            max_draft_tokens=method.max_draft_tokens,
-            max_branches=method.max_branches,
-        )
-        loops = capture_loops(model, shapes, max_sessions, say)
-        if loops is not None:
-            chain_drafter = fork_drafter = loops
-    elif dtype is torch.float32 and method.threads == 1:
-        chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
-    proposer = DraftModelProposer(
-        model,
-        name=method.model,
-        limits=ProposerLimits(
-            max_sessions=max_sessions,
-            max_draft_tokens=method.max_draft_tokens,
-            max_branches=method.max_branches,
-            prefill_budget=_PREFILL_BUDGET[method.device],
-        ),
-        chain_drafter=chain_drafter,
-        fork_drafter=fork_drafter,
-        # Masked drafts are made eagerly: on a GPU that costs more than the mask gains.
-        masks=load_masks(folder, model.vocab_size, say) if method.device == "cpu" else None,
-    )
+    began, prefill_budget = time.perf_counter(), _PREFILL_BUDGET[method.device]
+    proposer, tokenizer_hash = build_draft_model(method, max_sessions, prefill_budget, say)
     say("warming up")
-    _warm_up(proposer, _PREFILL_BUDGET[method.device])
+    _warm_up(proposer, prefill_budget)
     say(f"ready to draft after {time.perf_counter() - began:.1f} s")
-    return proposer, hash_if_any(folder)
+    return proposer, tokenizer_hash
 
 
 def _build_head(method: HeadConfig, max_sessions: int, say: Say) -> tuple[Proposer, str]:
