@@ -116,7 +116,7 @@ class _OpenAI:
         self, request: Request, tenant: str, deadline: float, kind: type[OpenAIRequest]
     ) -> Response:
         body = await self._read(request, partial(parse, kind))
-        return self._answer(body, _choices, request, tenant, deadline)
+        return self._answer(body, Choices, request, tenant, deadline)
 
     async def _responses(self, request: Request, tenant: str, deadline: float) -> Response:
         body, chat = await self._read(request, _response_and_chat)
@@ -215,10 +215,6 @@ def _authorization(request: Request) -> str | None:
 
 def _refuse_response(error: OutriderError) -> Response:
     return error_response(renamed(error, NAMES))
-
-
-def _choices(job: Job) -> Rendering:
-    return Choices(job.shaper, len(job.work))
 
 
 def _metrics(registry: CollectorRegistry) -> Callable[[Request], Coroutine[Any, Any, Response]]:

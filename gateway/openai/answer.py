@@ -15,7 +15,7 @@ from gateway.generation import Chunk, Generator
 from gateway.http_connection import direct
 from gateway.openai.choices import Completion
 from gateway.openai.errors import public_error
-from gateway.openai.job import Job, gather, run_job
+from gateway.openai.job import Job, completions_of, run_job
 from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
 from outrider.errors import OutriderError
 from outrider.rpc.tasks import first_of
@@ -98,7 +98,7 @@ class CompletionResponse(Response):
                         giving_back = self._giving_back(chunks, len(job.work))
                         await _send_events(giving_back, events, send, start_stream)
                         return
-                    completions = await gather(job, chunks)
+                    completions = completions_of(job, [each async for each in chunks])
                     response: Response
                     if job.shaper.prompts:  # up to seconds: other requests go on meanwhile
                         response = await asyncio.to_thread(_whole, rendering, completions)

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
@@ -103,14 +103,15 @@ async def make_job(body: Request, maker: RequestMaker, tenant: str, request_id: 
         per_prompt=per_prompt,
         aux_info=bool(body.aux_info),
         token_kinds=bool(body.token_kinds),
-        spell_drafts=maker.tokenizer.token_bytes if body.draft_trees else None,
+        with_logprobs=body.wanted_logprobs() is not None,
+        with_drafts=bool(body.draft_trees),
         include_usage=body.include_usage,
         prompt_lens=tuple(len(each.prompt_token_ids) for each in work)
         if body.continuous_usage
         else (),
         predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
-        spell=None if body.wanted_logprobs() is None else maker.tokenizer.token_bytes,
-        how=_reading(body, plan),
+        spell=maker.tokenizer.token_bytes,
+        reading=_reading(body, plan),
         top_prompt_logprobs=body.prompt_logprobs,
         echoes=echoes,
         prompts=await _scored_prompts(body, work[::per_prompt], maker, echoed=bool(echoes)),
@@ -140,11 +141,11 @@ def run_job(
     return merged(streams())
 
 
-async def gather(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> Sequence[Completion]:
+def completions_of(job: Job, chunks: Iterable[tuple[int, Chunk]]) -> Sequence[Completion]:
     """Return the completions of an answer that is sent whole, prompt by prompt."""
     tokens: list[list[OutputToken]] = [[] for _ in job.work]
     endings: dict[int, Ending] = {}
-    async for index, chunk in chunks:
+    for index, chunk in chunks:
         if not job.scores_only:
             tokens[index] += chunk.tokens
         if chunk.ending is not None:
@@ -191,7 +192,7 @@ async def _scored_prompts(
             texts = await asyncio.to_thread(
                 lambda ids, push: tuple(map(push, ids)), token_ids, push
             )
-        prompts.append(ScoredPrompt(token_ids, texts, tokenizer.token_bytes))
+        prompts.append(ScoredPrompt(token_ids, texts))
     return tuple(prompts)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 from gateway.generation import Chunk, RequestMaker
-from gateway.openai.job import Job, gather, make_job, num_completions
+from gateway.openai.job import Job, completions_of, make_job, num_completions
 from gateway.openai.requests import ChatRequest, Request
 from outrider.end_of_turn import EndOfTurn
-from outrider.offline.completion import Answer, Completion
+from outrider.offline.completion import LocalAnswer, LocalCompletion, OnChunk, OnEnd
 from outrider.offline.outputs import Tracker
 from outrider.offline.places import Places
 from outrider.offline.run import Call, Run
@@ -33,7 +33,7 @@ class Answers:
         self._places = places
         self._step_tokens = step_tokens or _STEP_TOKENS
         # All of a step in one call, later than the proposers, whom the next step waits for.
-        self._deliveries = EndOfTurn(Completion.take)
+        self._deliveries = EndOfTurn(LocalCompletion.take)
 
     async def run(self, run: Run) -> None:
         """Answer all calls of a run. Raises the first error, and ends what still runs."""
@@ -55,21 +55,19 @@ class Answers:
             job = await make_job(body, self._maker, tenant="")
             chunks: list[tuple[int, Chunk]] = []
             ended = asyncio.get_running_loop().create_future()
-            answer = self._answer(job)
-            answer.on_chunk = lambda index, chunk: chunks.append((index, chunk))
-            answer.on_end = functools.partial(_settle, ended)
+            answer = self._answer(job, lambda *new: chunks.append(new), partial(_settle, ended))
             try:
                 answer.begin()
                 await ended
             finally:
                 answer.cancel()
-            return job.shaper.whole(await gather(job, _stream(chunks)))
+            return job.shaper.whole(completions_of(job, chunks))
         finally:
             self._places.give_back(completions)
 
     async def _begin(self, run: Run, under_way: _UnderWay) -> None:
         """Begin all calls, as many together as fill a step of the engine."""
-        together: list[Answer] = []
+        together: list[LocalAnswer] = []
         tokens = 0
         for number, call in enumerate(run.calls):
             completions = num_completions(call.body, self._maker)
@@ -82,19 +80,22 @@ class Answers:
             except BaseException:
                 self._places.give_back(completions)
                 raise
-            answer = self._answer(job)
-            under_way.add(answer, self._tracker(call, job, number), completions)
+            tracker = self._tracker(call, job, number)
+            add, end = partial(run.feed.add, tracker), partial(under_way.end, number)
+            answer = self._answer(job, add, end)
+            under_way.add(number, answer, tracker, completions)
             together.append(answer)
             tokens += sum(len(request.prompt_token_ids) for request in job.work)
         self._begin_together(together)
 
-    def _begin_together(self, answers: Iterable[Answer]) -> None:
+    def _begin_together(self, answers: Iterable[LocalAnswer]) -> None:
         with self._serving.engine.between_same_steps():
             for answer in answers:
                 answer.begin()
 
-    def _answer(self, job: Job) -> Answer:
-        return Answer(job, self._serving, self._deliveries, self._maker.tokenizer)
+    def _answer(self, job: Job, on_chunk: OnChunk, on_end: OnEnd) -> LocalAnswer:
+        tokenizer = self._maker.tokenizer
+        return LocalAnswer(job, self._serving, self._deliveries, tokenizer, on_chunk, on_end)
 
     def _tracker(self, call: Call, job: Job, number: int) -> Tracker:
         tokenizer, prompt = self._maker.tokenizer, call.prompt
@@ -120,19 +121,24 @@ class _UnderWay:
         self._run = run
         self._places = places
         self._left = len(run.calls)
-        self._running: dict[Answer, tuple[Tracker, int]] = {}
+        self._running: dict[int, tuple[LocalAnswer, Tracker, int]] = {}
 
-    def add(self, answer: Answer, tracker: Tracker, completions: int) -> None:
-        """Take over an answer and its places."""
-        run = self._run
-        run.begun.add(tracker.index)
-        self._running[answer] = tracker, completions
-        answer.on_chunk = lambda index, chunk: run.feed.add(tracker, index, chunk)
-        answer.on_end = lambda error: self._end(answer, error)
+    def add(self, number: int, answer: LocalAnswer, tracker: Tracker, completions: int) -> None:
+        """Take over a call's answer and its places."""
+        self._run.begun.add(number)
+        self._running[number] = answer, tracker, completions
+
+    def end(self, number: int, error: Exception | None) -> None:
+        """Note that a call is answered, or why not."""
+        *_, completions = self._running.pop(number)
+        self._places.give_back(completions)
+        self._left -= 1
+        if error is not None or not self._left:
+            _settle(self.ended, error)
 
     def cancel(self) -> None:
         """End what still runs."""
-        for answer, (tracker, completions) in self._running.items():
+        for answer, tracker, completions in self._running.values():
             answer.cancel()
             self._places.give_back(completions)
             if self._run.aborted and not tracker.finished:
@@ -140,13 +146,6 @@ class _UnderWay:
         self._running.clear()
         if not self.ended.cancel() and not self.ended.cancelled():
             self.ended.exception()  # another error may have ended the run
-
-    def _end(self, answer: Answer, error: Exception | None) -> None:
-        _, completions = self._running.pop(answer)
-        self._places.give_back(completions)
-        self._left -= 1
-        if error is not None or not self._left:
-            _settle(self.ended, error)
 
 
 def _settle(ended: asyncio.Future[None], error: Exception | None) -> None:
@@ -157,10 +156,3 @@ def _settle(ended: asyncio.Future[None], error: Exception | None) -> None:
         ended.set_result(None)
     else:
         ended.set_exception(error)
-
-
-async def _stream(
-    chunks: Iterable[tuple[int, Chunk]],
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    for chunk in chunks:
-        yield chunk

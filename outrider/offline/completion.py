@@ -23,8 +23,13 @@ from outrider.types import Commit, Request
 from scorer_service.call import Serving
 from scorer_service.sessions import Session
 
+OnChunk = Callable[[int, Chunk], None]
+"""Called with a completion's index and what is new of it; not once the answer has ended."""
+OnEnd = Callable[[Exception | None], None]
+"""Called once, when all completions have ended, or with the first error of one."""
 
-class Answer:
+
+class LocalAnswer:
     """The completions of one job. Used on the event loop.
 
     A prompt's other choices begin after the first, in whose cache they find it.
@@ -34,19 +39,19 @@ class Answer:
         self,
         job: Job,
         serving: Serving,
-        deliveries: EndOfTurn[Completion],
+        deliveries: EndOfTurn[LocalCompletion],
         tokenizer: Tokenizer,
+        on_chunk: OnChunk,
+        on_end: OnEnd,
     ) -> None:
         self._job = job
+        self._on_chunk = on_chunk
+        self._on_end = on_end
         self._completions = [
-            Completion(request, serving, deliveries, tokenizer, self._listen(index))
+            LocalCompletion(request, serving, deliveries, tokenizer, self._listen(index))
             for index, request in enumerate(job.work)
         ]
         self._left = len(job.work)
-        self.on_chunk: Callable[[int, Chunk], None] = _ignore
-        """Called with a completion's index and what is new of it; not once the answer has ended."""
-        self.on_end: Callable[[Exception | None], None] = _ignore
-        """Called once, when all completions have ended, or with the first error of one."""
 
     def begin(self) -> None:
         """Hand the requests to the engine. Errors go to `on_end`."""
@@ -70,28 +75,28 @@ class Answer:
             if isinstance(news, Exception):
                 self.cancel()
                 renamed = self._job.renamed(news) if isinstance(news, OutriderError) else news
-                self.on_end(renamed)
+                self._on_end(renamed)
                 return
-            self.on_chunk(index, news)
+            self._on_chunk(index, news)
             others, waiting = waiting, range(0)
             for other in others:
                 self._completions[other].begin()
             if news.ending is not None:
                 self._left -= 1
                 if not self._left:
-                    self.on_end(None)
+                    self._on_end(None)
 
         return listen
 
 
-class Completion:
+class LocalCompletion:
     """One completion. Used on the event loop."""
 
     def __init__(
         self,
         request: GenerationRequest,
         serving: Serving,
-        deliveries: EndOfTurn[Completion],
+        deliveries: EndOfTurn[LocalCompletion],
         tokenizer: Tokenizer,
         listen: Callable[[Chunk | Exception], None],
     ) -> None:
@@ -265,7 +270,3 @@ class Completion:
 def _as_sent(sampling: SamplingParams) -> SamplingParams:
     """Return what a scorer reads: float32 values, so that texts equal those of a server."""
     return codec.sampling_from_proto(codec.sampling_to_proto(sampling), seed=0)
-
-
-def _ignore(*_: object) -> None:
-    """Nobody listens yet."""

@@ -206,7 +206,7 @@ class Tracker:
     ) -> CompletionOutput:
         """`before` is the sum of the logprobs of the tokens before these."""
         logprobs = None
-        if self._job.shaper.spell is not None:
+        if self._job.shaper.with_logprobs:
             logprobs = [*map(self._logprobs, written.ids, written.logprobs)]
         return CompletionOutput(
             index=index,
@@ -227,10 +227,10 @@ class Tracker:
         )
 
     def _message(self, index: int, ending: Ending | None) -> dict[str, Any] | None:
-        how = self._job.shaper.how
-        if how is None or ending is None or self._job.shaper.n < self._job.shaper.per_prompt:
+        reading = self._job.shaper.reading
+        if reading is None or ending is None or self._job.shaper.n < self._job.shaper.per_prompt:
             return None
-        return message_of(how, self._written[index].texts).fields
+        return message_of(reading, self._written[index].texts).fields
 
     def _stop_reason(self, ending: Ending) -> str | int | None:
         if isinstance(ending.stop, str) or ending.stop in self._job.work[0].stop.stop_token_ids:

@@ -27,7 +27,7 @@ def chunk(token: int, ending: Ending | None = None) -> Chunk:
 
 def tracker_of(choices: int, kind: RequestOutputKind) -> Tracker:
     work = [SimpleNamespace(prompt_token_ids=(1,), stop=StopParams())] * choices
-    shaper = SimpleNamespace(n=choices, per_prompt=choices, spell=str, how=None)
+    shaper = SimpleNamespace(n=choices, per_prompt=choices, with_logprobs=True, reading=None)
     tokenizer = SimpleNamespace(token_bytes=lambda token: str(token).encode())
     return Tracker(
         cast("Job", SimpleNamespace(scores_only=False, work=work, shaper=shaper)),
