@@ -76,8 +76,12 @@ class Forks:
     tokens of its chain: K + 1 places. The best of each of the first K places is the chain itself.
     """
 
-    candidates: NDArray[np.int32]  # [rows, K + 1, F]
-    gaps: NDArray[np.float32]  # [rows, K + 1, F]: distance of a score from its place's best
+    candidates: NDArray[np.int32]  # [rows, K + 1, F]; of one row, without the first axis
+    gaps: NDArray[np.float32]  # the same: distance of a score from its place's best
+
+    def __getitem__(self, part: int | slice) -> Forks:
+        """Return those of a row or some rows; of one row, those of some places."""
+        return Forks(self.candidates[part], self.gaps[part])
 
     @property
     def chains(self) -> NDArray[np.int32]:

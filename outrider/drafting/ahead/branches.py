@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import ForkDrafter, Forks
@@ -54,8 +53,7 @@ class DraftedBranch:
     first_page: int  # place of `pages` in the block table
     pages: array[int]  # owned, with room for a token more: hand them to `adopt` or `drop`
     guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
-    candidates: NDArray[np.int32]  # [K + 1, F]
-    gaps: NDArray[np.float32]  # [K + 1, F]
+    forks: Forks  # [K + 1, F]
     told: bytes  # the confidences of `guess`
 
     @property
@@ -116,13 +114,12 @@ def draft_branches(
             first_page=row.start // page_size,
             pages=pages,
             guess=guesses[i],
-            candidates=forks.candidates[i],
-            gaps=forks.gaps[i],
+            forks=forks[i],
             told=told[(i - first) * width : (i - first + 1) * width],
         )
         for i, (branch, row, pages) in enumerate(rows, start=first)
     ]
-    return drafted, Forks(forks.candidates[:first], forks.gaps[:first])
+    return drafted, forks[:first]
 
 
 def lengthen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.drafting.ahead.branches import DraftedBranch, adopt, drop
 from outrider.drafting.confidence import confidences_of
@@ -21,7 +20,7 @@ class Lookahead:
     pages of its own. The best candidate at the line's end is guessed, too, and is not in the cache.
     """
 
-    __slots__ = ("beyond", "branches", "candidates", "gaps", "line")
+    __slots__ = ("beyond", "branches", "forks", "line")
 
     def __init__(self) -> None:
         self.branches: list[DraftedBranch] = []
@@ -30,19 +29,18 @@ class Lookahead:
 
     def _clear(self) -> None:
         self.line: list[int] = []
-        self.candidates: NDArray[np.int32] | None = None  # [len(line) + 1, F], or not known
-        self.gaps: NDArray[np.float32] | None = None  # the same, as in `Forks`
+        self.forks: Forks | None = None  # [len(line) + 1, F], or not known
 
     @property
     def guess(self) -> list[int]:
         """The line, and the token at its end if candidates are known."""
-        if self.candidates is None:
+        if self.forks is None:
             return self.line
-        return [*self.line, int(self.candidates[-1, 0])]
+        return [*self.line, int(self.forks.candidates[-1, 0])]
 
     def draft(self, num_tokens: int) -> tuple[list[int], bytes]:
         """Return the guess's first tokens and their confidences, empty if these are not known."""
-        told = b"" if self.gaps is None else confidences_of(self.gaps[:num_tokens, 1])
+        told = b"" if self.forks is None else confidences_of(self.forks.gaps[:num_tokens, 1])
         return self.guess[:num_tokens], told
 
     @property
@@ -65,8 +63,8 @@ class Lookahead:
             self._clear()
             return known
         self.line = self.line[known:]
-        if self.candidates is not None and self.gaps is not None:
-            self.candidates, self.gaps = self.candidates[known:], self.gaps[known:]
+        if self.forks is not None:
+            self.forks = self.forks[known:]
         return known
 
     def _take_branch(
@@ -79,19 +77,19 @@ class Lookahead:
         self.branches, self.beyond = [], None
         i = next((i for i, b in enumerate(branches) if b.branch[1:] == taken), None)
         if i is not None:
-            assert self.candidates is not None
-            assert self.gaps is not None
+            assert self.forks is not None
             chosen = branches.pop(i)
             adopt(pool, block_table, chosen)
             place, chain = chosen.branch.accepted, chosen.tokens
-            candidates = [self.candidates[: place + 1], chosen.candidates]
-            gaps = [self.gaps[: place + 1], chosen.gaps]
+            parts = [self.forks[: place + 1], chosen.forks]
             if beyond is not None:
                 chain = chosen.guess
-                candidates.append(beyond.candidates[i])
-                gaps.append(beyond.gaps[i])
+                parts.append(beyond[i])
             self.line = [*self.line[:place], chosen.branch.token, *chain]
-            self.candidates, self.gaps = np.concatenate(candidates), np.concatenate(gaps)
+            self.forks = Forks(
+                np.concatenate([part.candidates for part in parts]),
+                np.concatenate([part.gaps for part in parts]),
+            )
         drop(pool, branches)
 
     def drop(self, pool: BlockPool) -> None:

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.averages import Average
+from outrider.drafting.drafters import Forks
 from outrider.types import common_prefix_len
 
 NUM_RANKS = 8  # candidates at each place, the draft's own included
@@ -59,8 +60,7 @@ class Outcomes:
         self._seen = np.full((_KINDS, _BUCKETS), _PRIOR_WEIGHT)
         self._accepted = Average(_RECENT_ROUNDS, mean=_PRIOR_ACCEPTANCE)
         self._undrafted = {hit: [_PRIOR_UNDRAFTED * 8, 8.0] for hit in (False, True)}
-        self._noted: deque[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]]
-        self._noted = deque(maxlen=_MAX_NOTED)
+        self._noted = deque[tuple[Forks, Sequence[int], bool]](maxlen=_MAX_NOTED)
 
     def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the chances [n, F] of candidates with gaps [n, F], best first; they never rise."""
@@ -85,20 +85,13 @@ class Outcomes:
         successes, trials = self._undrafted[hit]
         return successes / trials
 
-    def observe(
-        self,
-        candidates: NDArray[np.int32],
-        gaps: NDArray[np.float32],
-        truth: Sequence[int],
-        *,
-        hit: bool,
-    ) -> None:
-        """Note that `truth` followed where these were drafted: [n, F] each, the draft's own first.
+    def observe(self, forks: Forks, truth: Sequence[int], *, hit: bool) -> None:
+        """Note that `truth` followed where these of one row were drafted.
 
         It is counted when chances are asked for, in spare time: somebody may wait for the draft
         after a commit.
         """
-        self._noted.append((candidates, gaps, truth, hit))
+        self._noted.append((forks, truth, hit))
 
     def _count(self) -> None:
         """Count what was noted, up to the first place where each draft was wrong."""
@@ -106,13 +99,13 @@ class Outcomes:
             return
         gaps: list[NDArray[np.float32]] = []
         true: list[NDArray[np.bool_]] = []
-        for candidates, their_gaps, truth, hit in self._noted:
-            line = candidates[:, 0].tolist()
+        for forks, truth, hit in self._noted:
+            line = forks.candidates[:, 0].tolist()
             met = common_prefix_len(line, truth)
             n = min(len(line), len(truth), met + 1)
             self._accepted.add(met / n, n)
-            gaps.append(their_gaps[:n])
-            true.append(candidates[:n] == np.array(truth[:n])[:, None])
+            gaps.append(forks.gaps[:n])
+            true.append(forks.candidates[:n] == np.array(truth[:n])[:, None])
             if len(line) > 1 and line[0] == truth[0]:
                 # A verified draft whose first token is accepted brings a second token.
                 share = self._undrafted[hit]

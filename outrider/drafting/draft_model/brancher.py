@@ -73,8 +73,7 @@ class Brancher:
         self._draft_s.add_time(seconds)
         chains: list[list[int]] = forks.chains.tolist()
         for i, ((state, _), chain) in enumerate(zip(rows, chains, strict=True)):
-            ahead = state.ahead
-            ahead.line, ahead.candidates, ahead.gaps = chain, forks.candidates[i], forks.gaps[i]
+            state.ahead.line, state.ahead.forks = chain, forks[i]
         return [state for state in states if state.ahead.branches]
 
     def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
@@ -112,7 +111,7 @@ class Brancher:
         first = 0
         for state in states:
             end = first + len(state.ahead.branches)
-            state.ahead.beyond = Forks(forks.candidates[first:end], forks.gaps[first:end])
+            state.ahead.beyond = forks[first:end]
             first = end
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
@@ -148,7 +147,7 @@ class Brancher:
         """Return the outcomes of sessions that are worth a branch."""
         outcomes = self._outcomes
         undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
-        gaps = [s.ahead.gaps for s in states if s.ahead.gaps is not None]
+        gaps = [s.ahead.forks.gaps for s in states if s.ahead.forks is not None]
         return plan_branches(
             outcomes.chances(np.concatenate(gaps)),
             np.array([len(each) for each in gaps]),
@@ -171,7 +170,7 @@ class Brancher:
     def _best(self, plans: Plans, states: Sequence[DraftState], budget: Budget) -> list[Branch]:
         """Return the likeliest outcomes within a budget, the likeliest first."""
         trunks, chosen = plans.best(budget.branches)
-        candidates = [s.ahead.candidates for s in states if s.ahead.candidates is not None]
+        candidates = [s.ahead.forks.candidates for s in states if s.ahead.forks is not None]
         firsts = np.array([0, *map(len, candidates)]).cumsum() * NUM_RANKS  # of the sessions
         tokens = np.concatenate(candidates).take(firsts[trunks] + chosen)
         accepted = chosen // NUM_RANKS

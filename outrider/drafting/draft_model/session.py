@@ -45,7 +45,7 @@ class DraftState(PageCache):
         """The scorer holds the next draft already, and so does the cache."""
         if self.follower.pushed is None:
             return False
-        path = self.follower.at_hand if self.ahead.candidates is None else self.held
+        path = self.follower.at_hand if self.ahead.forks is None else self.held
         return bool(path) and tuple(self.ahead.guess[: len(path)]) == path
 
     @property
@@ -59,8 +59,8 @@ class DraftState(PageCache):
         if self.computed != len(self.follower.tokens) - len(fresh):
             return  # the prompt is not through, or nothing was drafted since the last commit
         ahead = self.ahead
-        if ahead.candidates is not None and ahead.gaps is not None:
-            outcomes.observe(ahead.candidates, ahead.gaps, fresh, hit=self.hit)
+        if ahead.forks is not None:
+            outcomes.observe(ahead.forks, fresh, hit=self.hit)
         self.computed += ahead.follow(pool, self.block_table, fresh)
 
     def give_up_guesses(self, pool: BlockPool) -> int:
@@ -82,7 +82,7 @@ class DraftState(PageCache):
         wanted, length = follower.wanted, len(follower.tokens)
         return (
             wanted > 0
-            and ahead.candidates is not None
+            and ahead.forks is not None
             and not ahead.branches
             and self.computed == length
             and length + len(ahead.line) + 1 < room
@@ -102,7 +102,7 @@ class DraftState(PageCache):
             and self.computed == len(tokens)
             and self.mask is None
             and not self.samples
-            and self.ahead.candidates is None
+            and self.ahead.forks is None
             and not row.is_tree
             and row.max_accepted <= len(self.ahead.line) + 1
         )

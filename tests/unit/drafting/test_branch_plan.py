@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import Outcomes
+from outrider.drafting.drafters import Forks
 from outrider.drafting.proposer import Pace
 
 # The embedded pair at temperature 1, shared noise gives: acceptance .54, the
@@ -130,7 +131,7 @@ def test_outcomes_after_rounds_follow_truth() -> None:
     for i in range(400):
         # The first place is always right, the second one in half of the cases.
         truth = (1, 5, 99) if i % 2 else (1, 6, 99)
-        outcomes.observe(candidates[:2], GAPS[[1, 2]], truth[:2], hit=True)
+        outcomes.observe(Forks(candidates[:2], GAPS[[1, 2]]), truth[:2], hit=True)
     chances = outcomes.chances(GAPS)
     assert chances[1, 0] > 0.98
     assert chances[2, :2] == pytest.approx([0.5, 0.5], abs=0.03)
@@ -142,20 +143,20 @@ def test_outcomes_when_never_asked_keep_last_rounds() -> None:
     rng = np.random.default_rng(0)
     long, short = Outcomes(), Outcomes()
     for i in range(5000):
-        drafted = (rng.integers(0, 3, (4, 3), np.int32), rng.random((4, 3), np.float32))
+        drafted = Forks(rng.integers(0, 3, (4, 3), np.int32), rng.random((4, 3), np.float32))
         truth = tuple(rng.integers(0, 3, 2).tolist())
         for outcomes in (long, short) if i >= 5000 - 1024 else (long,):
-            outcomes.observe(*drafted, truth, hit=True)
+            outcomes.observe(drafted, truth, hit=True)
     assert (long.chances(GAPS) == short.chances(GAPS)).all()
 
 
 def test_outcomes_with_single_token_count_undrafted_round() -> None:
     outcomes = Outcomes()
     candidates = np.array([[1, 2], [5, 6], [9, 10]], np.int32)
-    gaps = np.array([[0, 1]] * 3, np.float32)
+    forks = Forks(candidates, np.array([[0, 1]] * 3, np.float32))
     for _ in range(200):
-        outcomes.observe(candidates, gaps, (1,), hit=False)
-        outcomes.observe(candidates, gaps, (2,), hit=True)  # might have been rejected
+        outcomes.observe(forks, (1,), hit=False)
+        outcomes.observe(forks, (2,), hit=True)  # might have been rejected
     assert outcomes.undrafted(hit=False) > 0.95
     assert outcomes.undrafted(hit=True) == pytest.approx(0.1)
 
@@ -165,7 +166,7 @@ def test_outcomes_when_asked_twice_count_a_round_once() -> None:
     candidates = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
     for each in (outcomes, again):
         for truth in ((1, 5, 9), (1,), (2,)):
-            each.observe(candidates, GAPS[:2], truth, hit=True)
+            each.observe(Forks(candidates, GAPS[:2]), truth, hit=True)
     for _ in range(3):
         chances, undrafted = again.chances(GAPS), again.undrafted(hit=True)
     assert (chances == outcomes.chances(GAPS)).all()
@@ -177,17 +178,19 @@ def test_outcomes_undrafted_after_rounds_is_the_measured_share(every: int) -> No
     outcomes = Outcomes()
     candidates = np.array([[1, 2], [5, 6]], np.int32)
     for i in range(400):
-        outcomes.observe(candidates, GAPS[:2, :2], (1,) if i % every == 0 else (1, 5), hit=True)
+        truth = (1,) if i % every == 0 else (1, 5)
+        outcomes.observe(Forks(candidates, GAPS[:2, :2]), truth, hit=True)
     assert outcomes.undrafted(hit=True) == pytest.approx(1 / every, abs=0.03)
 
 
 def test_outcomes_acceptance_after_rounds_is_that_of_best_candidates() -> None:
     outcomes = Outcomes()
+    forks = Forks(np.array([[1, 2]]), GAPS[:1, :2])
     for i in range(400):
-        outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (1 if i % 4 else 2,), hit=True)
+        outcomes.observe(forks, (1 if i % 4 else 2,), hit=True)
     assert outcomes.acceptance == pytest.approx(0.75, abs=0.05)
     for _ in range(200):  # sampled texts after greedy ones
-        outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (2,), hit=True)
+        outcomes.observe(forks, (2,), hit=True)
     assert outcomes.acceptance < 0.1
 
 

@@ -139,16 +139,16 @@ def test_branches_after_any_round_equal_drafts_from_scratch(make: object, k: int
             assert each.length == len(text)
             session = bench.sessions[each.branch.trunk]
             assert each.tokens == bench.from_scratch(text, session.sampling)
-            assert each.candidates[:-1, 0].tolist() == each.tokens
+            assert each.forks.candidates[:-1, 0].tolist() == each.tokens
             follow = bench.from_scratch(text + each.tokens, session.sampling)
-            assert each.candidates[-1, 0] == follow[0]
+            assert each.forks.candidates[-1, 0] == follow[0]
         for i, session in enumerate(bench.sessions):
             mine = [each for each in drafted if each.branch.trunk == i]
             if mine:
                 true = rng.choice(mine)
                 session.tokens = bench.text(true.branch)
                 session.chain = true.tokens
-                session.candidates = true.candidates.tolist()
+                session.candidates = true.forks.candidates.tolist()
                 adopt(bench.pool, session.table, true)
                 mine.remove(true)
             drop(bench.pool, mine)
