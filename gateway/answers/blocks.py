@@ -50,7 +50,7 @@ class Ended:
     cut: bool = False
 
 
-Step = Begun | Grown | Ended
+Change = Begun | Grown | Ended
 
 _PLAIN = Reading(calls=None, tools={}, marks=None, thinks=False, may_think=False)
 
@@ -72,20 +72,20 @@ class BlockReader:
         """Count the tokens of reasoning so far."""
         return self._parser.reasoning_tokens
 
-    def read(self, texts: Sequence[str], *, last: bool, cut: bool = False) -> Iterator[Step]:
+    def read(self, texts: Sequence[str], *, last: bool, cut: bool = False) -> Iterator[Change]:
         """Yield what tokens with these texts add.
 
         `last` says that the answer ends, maybe `cut` off.
         """
         for event in self._parser.read(texts, last=last):
             if not isinstance(event, Reasoning) or self._with_reasoning:
-                yield from self._steps(event)
+                yield from self._changes(event)
         if last:
             if not self.blocks:
                 yield from self._begin(Block(0, "text"))
             yield from self._end(cut=cut)
 
-    def _steps(self, event: Event) -> Iterator[Step]:
+    def _changes(self, event: Event) -> Iterator[Change]:
         if isinstance(event, Call):
             self.called = True
             call_id = self._reading.new_call_id()
@@ -103,13 +103,13 @@ class BlockReader:
         block.pieces.append(event.text)
         yield Grown(block, event.text)
 
-    def _begin(self, block: Block) -> Iterator[Step]:
+    def _begin(self, block: Block) -> Iterator[Change]:
         yield from self._end()
         self.blocks.append(block)
         self._open = block
         yield Begun(block)
 
-    def _end(self, *, cut: bool = False) -> Iterator[Step]:
+    def _end(self, *, cut: bool = False) -> Iterator[Change]:
         if self._open is not None:
             yield Ended(self._open, cut)
             self._open = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from gateway.answers.blocks import Begun, Block, BlockReader, Grown, Step
+from gateway.answers.blocks import Begun, Block, BlockReader, Change, Grown
 from gateway.anthropic.content import input_of
 from gateway.anthropic.errors import error_body
 from gateway.anthropic.requests import MessagesRequest
@@ -108,26 +108,26 @@ class _MessageEvents:
             yield {"type": "message_start", "message": self._message}
             yield _PING
         texts = [token.text for token in chunk.tokens]
-        for step in self._reader.read(texts, last=chunk.ending is not None):
-            yield from _step(step)
+        for change in self._reader.read(texts, last=chunk.ending is not None):
+            yield from _shown(change)
         if chunk.ending is not None:
             yield {"type": "message_delta", **self._end(chunk.ending, self._reader)}
             yield {"type": "message_stop"}
 
 
-def _step(step: Step) -> Iterator[dict[str, Any]]:
-    block = step.block
+def _shown(change: Change) -> Iterator[dict[str, Any]]:
+    block = change.block
     event = {"index": block.index}
-    if isinstance(step, Begun):
+    if isinstance(change, Begun):
         shown = _block(block, whole=False)
         yield {"type": "content_block_start", **event, "content_block": shown}
-    elif isinstance(step, Grown):
+    elif isinstance(change, Grown):
         kind, name = {
             "text": ("text_delta", "text"),
             "reasoning": ("thinking_delta", "thinking"),
             "call": ("input_json_delta", "partial_json"),
         }[block.kind]
-        yield {"type": "content_block_delta", **event, "delta": {"type": kind, name: step.text}}
+        yield {"type": "content_block_delta", **event, "delta": {"type": kind, name: change.text}}
     else:
         if block.kind == "reasoning":  # without it some clients leave thinking out of the next turn
             signed = {"type": "signature_delta", "signature": ""}

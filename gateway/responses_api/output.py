@@ -6,14 +6,14 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gateway.answers.blocks import Begun, Block, Ended, Grown, Step
+from gateway.answers.blocks import Begun, Block, Change, Ended, Grown
 from gateway.responses_api.items import OPAQUE
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
 class Output:
-    """Turns the steps of an answer into events, in the order of OpenAI's streams."""
+    """Turns the changes of an answer into events, in the order of OpenAI's streams."""
 
     def __init__(
         self, namespaces: Mapping[str, tuple[str, str]], *, summarizes: bool, returns: bool
@@ -30,10 +30,10 @@ class Output:
         self._summarizes = summarizes
         self._returns = returns
 
-    def events(self, step: Step) -> Iterator[dict[str, Any]]:
-        """Yield the events of a step, without their numbers."""
-        block = step.block
-        if isinstance(step, Begun):
+    def events(self, change: Change) -> Iterator[dict[str, Any]]:
+        """Yield the events of a change, without their numbers."""
+        block = change.block
+        if isinstance(change, Begun):
             self._open = block
             self.items.append(self._item(block))
             yield {
@@ -43,14 +43,14 @@ class Output:
             }
             if block.kind != "call":
                 yield self._part(block, "added")
-        elif isinstance(step, Grown):
-            yield self._event(block, self._text_name(block), "delta", {"delta": step.text})
+        elif isinstance(change, Grown):
+            yield self._event(block, self._text_name(block), "delta", {"delta": change.text})
         else:
-            yield from self._end(step)
+            yield from self._end(change)
 
-    def _end(self, step: Ended) -> Iterator[dict[str, Any]]:
-        block = step.block
-        self._close("incomplete" if step.cut else "completed")
+    def _end(self, change: Ended) -> Iterator[dict[str, Any]]:
+        block = change.block
+        self._close("incomplete" if change.cut else "completed")
         whole = "arguments" if block.kind == "call" else "text"
         yield self._event(block, self._text_name(block), "done", {whole: block.text})
         if block.kind != "call":

@@ -108,8 +108,8 @@ class _ResponseEvents:
         ending = chunk.ending
         cut = ending is not None and ending.reason is FinishReason.LENGTH
         texts = [token.text for token in chunk.tokens]
-        for step in self._reader.read(texts, last=ending is not None, cut=cut):
-            for event in self._output.events(step):
+        for change in self._reader.read(texts, last=ending is not None, cut=cut):
+            for event in self._output.events(change):
                 yield self._numbered(event)
         if ending is not None:
             status = "incomplete" if cut else "completed"

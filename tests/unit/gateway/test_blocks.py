@@ -18,21 +18,21 @@ def blocks_of(parser: str, pieces: list[str], *, cut: bool = False) -> list[Bloc
     is_open = False
     for number, piece in enumerate(pieces):
         last = number == len(pieces) - 1
-        for step in reader.read([piece], last=last, cut=cut):
-            if isinstance(step, Begun):
+        for change in reader.read([piece], last=last, cut=cut):
+            if isinstance(change, Begun):
                 assert not is_open
-                assert step.block.index == len(found)
-                found.append(step.block)
+                assert change.block.index == len(found)
+                found.append(change.block)
                 texts.append("")
                 is_open = True
-            elif isinstance(step, Grown):
+            elif isinstance(change, Grown):
                 assert is_open
-                assert step.text
-                texts[-1] += step.text
+                assert change.text
+                texts[-1] += change.text
             else:
-                assert isinstance(step, Ended)
+                assert isinstance(change, Ended)
                 assert is_open
-                cuts.append(step.cut)
+                cuts.append(change.cut)
                 is_open = False
     assert not is_open
     assert cuts == [False] * (len(found) - 1) + [cut]
