@@ -22,7 +22,8 @@ from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, Forks
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
-from outrider.engine.batch import Model, PackedBatch, RowSlice
+from outrider.engine.batch import Model, RowSlice
+from outrider.engine.graphs.capture import CapturableModel
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.coupled import SamplingBatch
@@ -36,15 +37,7 @@ class BranchingModel(Model, Protocol):
         """Copy the keys and values of pages `source` int64 [n] to `target` [n]."""
 
 
-class CapturableModel(BranchingModel, Protocol):
-    """A model whose forward can be captured."""
-
-    @property
-    def scratch_page(self) -> int:
-        """A page that belongs to no sequence."""
-
-    def logits(self, batch: PackedBatch) -> Tensor:
-        """Return what `forward` returns, in the model's dtype."""
+class _CapturableModel(BranchingModel, CapturableModel, Protocol): ...
 
 
 class EagerForks:
@@ -82,7 +75,7 @@ class DraftModelLoops:
     max_tokens = sys.maxsize
 
     def __init__(
-        self, model: CapturableModel, capture: LoopCapture, forwards: PrefillGraphs | None = None
+        self, model: _CapturableModel, capture: LoopCapture, forwards: PrefillGraphs | None = None
     ) -> None:
         self._model = model
         self._forwards = forwards

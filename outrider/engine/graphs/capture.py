@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.events import elapsed_seconds, make_events
 
 Work = Callable[[], None]
@@ -18,6 +21,20 @@ A capture runs `work` once or more. All that `work` reads and writes must stay w
 """
 Precompile = Callable[[Sequence[Work]], None]
 """Runs works in any order, or at once, so that captures find all kernels compiled."""
+
+
+class CapturableModel(Model, Protocol):
+    """A model whose forward can be captured."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def scratch_page(self) -> int:
+        """A page that belongs to no sequence."""
+
+    def logits(self, batch: PackedBatch, out: Tensor | None = None) -> Tensor:
+        """Return what `forward` returns, in the model's dtype, in `out` if it is given."""
 
 
 class CudaGraphs:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Model, PackedBatch
+from outrider.engine.batch import PackedBatch
 from outrider.engine.events import Event, elapsed_seconds, make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
-from outrider.engine.graphs.capture import Capture, Work
+from outrider.engine.graphs.capture import CapturableModel, Capture, Work
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
@@ -26,20 +26,6 @@ from outrider.engine.sampling.coupled import Sample, sample
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 from outrider.engine.step import Step, StepResult
 from outrider.engine.tree_walk import walk
-
-
-class CapturableModel(Model, Protocol):
-    """A model whose forward can be captured."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def scratch_page(self) -> int:
-        """A page that belongs to no sequence."""
-
-    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
-        """Write what `forward` returns to `out`, which has the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from outrider.engine.model.config_sizes import caches_latents, head_dim, layer_c
 from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.pack import prepack_linears
-from outrider.engine.model.paged_model import ModelInfo, PagedModel, Step
+from outrider.engine.model.paged_model import ModelInfo, Network, PagedModel
 from outrider.engine.model.quantization import (
     check_quantizable,
     describe,
@@ -39,7 +39,7 @@ from outrider.engine.model.supported_models import (
     check_supported_config,
     max_exact_len,
 )
-from outrider.engine.model.transformers_step import TransformersStep
+from outrider.engine.model.transformers_network import TransformersNetwork
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
 from outrider.models.eos import read_eos_token_ids
@@ -135,14 +135,14 @@ def build_paged_model(
         features=options.features,
         float8=float8,
     )
-    step: Step
+    network: Network
     if fused:
         ops = choose_llama_ops(parts.device, parts.dtype, int8_weights=options.int8_weights)
-        step = FusedLlama(model, pools, ops, length)
+        network = FusedLlama(model, pools, ops, length)
     else:
         prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
-        step = TransformersStep(model, pools)
+        network = TransformersNetwork(model, pools)
     info = ModelInfo(
         name=name,
         vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
@@ -151,7 +151,7 @@ def build_paged_model(
         dtype=parts.dtype,
         device=parts.device,
     )
-    paged = PagedModel(step, pools, backend, info)
+    paged = PagedModel(network, pools, backend, info)
     if prepare is not None:
         prepare(paged)
     if reference is not None:

@@ -15,8 +15,8 @@ from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import is_capturable
 
 
-class Step(Protocol):
-    """One way to run the layers."""
+class Network(Protocol):
+    """One way to run a model's layers."""
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
@@ -26,8 +26,8 @@ class Step(Protocol):
 
 
 @runtime_checkable
-class LayeredStep(Step, Protocol):
-    """A step whose layers and head can run separately."""
+class LayeredNetwork(Network, Protocol):
+    """A network whose layers and head can run separately."""
 
     def hidden(self, attention: StepAttention) -> Tensor:
         """Return the input of `head` for every token: [tokens, hidden]."""
@@ -56,9 +56,9 @@ class PagedModel:
     """
 
     def __init__(
-        self, step: Step, pools: KVPools, backend: AttentionBackend, info: ModelInfo
+        self, network: Network, pools: KVPools, backend: AttentionBackend, info: ModelInfo
     ) -> None:
-        self._step = step
+        self._network = network
         self.pools = pools
         self._backend = backend
         self.name = info.name
@@ -85,7 +85,7 @@ class PagedModel:
     @property
     def layered(self) -> bool:
         """True if `hidden` and `head` can be called."""
-        return isinstance(self._step, LayeredStep)
+        return isinstance(self._network, LayeredNetwork)
 
     def resize(self, num_pages: int) -> None:
         """Give the cache another size; it loses its contents."""
@@ -108,12 +108,12 @@ class PagedModel:
 
     def windows_at_most(self, length: int) -> AbstractContextManager[None]:
         """Shorten sliding windows to `length` keys within the context, for a self-test."""
-        return self._step.windows_at_most(length)
+        return self._network.windows_at_most(length)
 
     @torch.inference_mode()
     def logits(self, batch: PackedBatch, out: Tensor | None = None) -> Tensor:
         """Run `forward`, but return logits in the model's dtype, in `out` if it is given."""
-        return self._step.forward(self._backend(batch), out)
+        return self._network.forward(self._backend(batch), out)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Write the new keys and values and return float32 logits [num_logits, vocab_size].
@@ -125,14 +125,14 @@ class PagedModel:
     @torch.inference_mode()
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Write the new keys and values and return the input of `head`: [tokens, hidden]."""
-        assert isinstance(self._step, LayeredStep)
-        return self._step.hidden(self._backend(batch))
+        assert isinstance(self._network, LayeredNetwork)
+        return self._network.hidden(self._backend(batch))
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab_size] of `hidden` [n, hidden], as `forward` does."""
-        assert isinstance(self._step, LayeredStep)
-        return _widened(self._step.head(hidden))
+        assert isinstance(self._network, LayeredNetwork)
+        return _widened(self._network.head(hidden))
 
 
 def _widened(logits: Tensor) -> Tensor:

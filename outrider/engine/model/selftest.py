@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.batch import Model, RowSlice, pack
-from outrider.engine.model.transformers_step import shortened_windows
+from outrider.engine.model.transformers_network import shortened_windows
 from outrider.errors import UnsupportedModelError
 
 _LENGTHS = (40, 33, 17)  # tokens of the rows

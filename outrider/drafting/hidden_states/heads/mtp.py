@@ -32,7 +32,7 @@ from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.engine.model.pack import prepack_linears
-from outrider.engine.model.transformers_step import PagedCache
+from outrider.engine.model.transformers_network import PagedCache
 from outrider.features import FeatureSpec
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

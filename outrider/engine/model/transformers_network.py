@@ -87,8 +87,8 @@ def shortened_windows(model: nn.Module, length: int) -> Iterator[None]:
             holder.sliding_window = window
 
 
-class TransformersStep:
-    """A step through a model that uses the attention implementation `ATTENTION_NAME`."""
+class TransformersNetwork:
+    """Implements `Network` by a model that uses the attention implementation `ATTENTION_NAME`."""
 
     def __init__(self, model: nn.Module, pools: KVPools) -> None:
         config: Any = model.config
