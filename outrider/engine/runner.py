@@ -22,7 +22,7 @@ from outrider.engine.sampling.logprobs import (
     to_token_logprobs,
 )
 from outrider.engine.sampling.synthetic import force_rows
-from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
+from outrider.engine.sampling.verification_rules import RuledRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult, fill_in_drafts
 from outrider.engine.tree_mask import depths
@@ -169,7 +169,7 @@ class Runner:
         params: list[SamplingParams] = []
         positions: list[int] = []  # of the tokens that are drawn
         lanes: list[Lane] = []
-        drafted: list[DraftedRow] = []
+        drafted: list[RuledRow] = []
         for row in rows:
             request, count = row.seq.request, row.slice.num_logits
             end = row.slice.start + len(row.slice.token_ids) + 1
@@ -188,10 +188,10 @@ class Runner:
         return drawn
 
 
-def _drafted(row: ScheduledRow, first: int) -> DraftedRow:
+def _drafted(row: ScheduledRow, first: int) -> RuledRow:
     """Return a row whose rule looks at its draft; `first` is its first row of logits."""
     request = row.seq.request
-    return DraftedRow(
+    return RuledRow(
         first=first,
         draft=row.draft,
         draft_probs=row.draft_probs,

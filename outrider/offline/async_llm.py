@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from outrider.errors import InvalidRequestError
 from outrider.offline.feed import Feed
-from outrider.offline.llm import Model, Prompt
+from outrider.offline.llm import LoadedModel, Prompt
 from outrider.offline.outputs import RequestOutput
 from outrider.offline.params import SamplingParams
 from outrider.offline.run import Run
@@ -24,7 +24,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, **arguments: Any) -> None:
-        self._model = Model(model, tokenizer, arguments)
+        self._model = LoadedModel(model, tokenizer, arguments)
         self._dispose = weakref.finalize(self, self._model.engine.dispose)
         self._runs: dict[str, Run] = {}
 

@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class Model:
+class LoadedModel:
     """A loaded model, and the requests that are made from a caller's arguments."""
 
     def __init__(self, model: str, tokenizer: str | None, arguments: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class LLM:
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, **arguments: Any) -> None:
-        self._model = Model(model, tokenizer, arguments)
+        self._model = LoadedModel(model, tokenizer, arguments)
         self._dispose = weakref.finalize(self, self._model.engine.dispose)
 
     def generate(

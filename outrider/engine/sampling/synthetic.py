@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.sampling.coupled import Lane, lane_keys, seed_keys, uniforms
-from outrider.engine.sampling.verification_rules import DraftedRow
+from outrider.engine.sampling.verification_rules import RuledRow
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 
 
@@ -38,7 +38,7 @@ def force(drafts: Tensor, choices: Tensor, num_accepted: Tensor, vocab_size: int
     return torch.where(places < num_accepted[:, None], drafts, others)
 
 
-def force_rows(drawn: Tensor, rows: Sequence[DraftedRow], drafts: Tensor, vocab_size: int) -> None:
+def force_rows(drawn: Tensor, rows: Sequence[RuledRow], drafts: Tensor, vocab_size: int) -> None:
     """Put the choices of rows under synthetic acceptance into `drawn` [num_logits], in place.
 
     `drafts` int64 [rows, width] are theirs, on the device.

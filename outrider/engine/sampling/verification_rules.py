@@ -140,7 +140,7 @@ def top_p_window(
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedRow:
+class RuledRow:
     """A row whose rule looks at its draft."""
 
     first: int  # its first row of logits
@@ -155,7 +155,7 @@ class DraftedRow:
 class _Places:
     """The n drafted places of some rows."""
 
-    rows: Sequence[DraftedRow]
+    rows: Sequence[RuledRow]
     drafted: Tensor  # int64 [n]
     target_probs: Tensor  # float64 [n, vocab]
     allowed: Tensor  # bool [n]: the drafted token is not masked
@@ -181,7 +181,7 @@ class _Places:
         return self.target_probs.gather(1, self.drafted[:, None])
 
 
-def apply_rules(logits: Tensor, rows: Sequence[DraftedRow], drawn: Tensor) -> None:
+def apply_rules(logits: Tensor, rows: Sequence[RuledRow], drawn: Tensor) -> None:
     """Put the rules' choices at the drafted places of `rows` into `drawn`, in place.
 
     logits [num_logits, vocab]; drawn int64 [num_logits] holds the target's own draws, under

@@ -24,7 +24,7 @@ from outrider.engine.sampling.coupled import (
     token_noise,
     uniforms,
 )
-from outrider.engine.sampling.verification_rules import DraftedRow
+from outrider.engine.sampling.verification_rules import RuledRow
 from outrider.engine.sampling.verify import verify_rows
 from outrider.params import (
     REQUEST_RULES,
@@ -39,7 +39,7 @@ from tests.unit.sampling.test_sampling import chi_square_limit
 REJECTION = Verification(VerificationRule.REJECTION)
 
 
-def draws(logits: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
+def draws(logits: Tensor, rows: Sequence[RuledRow]) -> Tensor:
     """What the target draws where it does not look at the drafts, as the runner does it."""
     places = [(row, row.position + i) for row in rows for i in range(len(row.draft) + 1)]
     lanes = [Lane.RECOVER if row.verification.rule.samples else Lane.SHARED for row, _ in places]
@@ -49,7 +49,7 @@ def draws(logits: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     return sample(logits, batch)
 
 
-def defined(logits: Tensor, row: DraftedRow, drawn: list[int]) -> list[int]:
+def defined(logits: Tensor, row: RuledRow, drawn: list[int]) -> list[int]:
     """A row's choices by the definitions; logits [len(draft) + 1, vocab]."""
     count, seed = len(row.draft), row.sampling.seed
     batch = SamplingBatch.build([row.sampling] * (count + 1), range(count + 1))
@@ -106,7 +106,7 @@ verifications = st.builds(
 
 
 @st.composite
-def drafted_rows(draw: st.DrawFn) -> DraftedRow:
+def drafted_rows(draw: st.DrawFn) -> RuledRow:
     draft = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6).map(tuple))
     probs: list[DraftProbs | None] = []
     for token in draft:
@@ -114,7 +114,7 @@ def drafted_rows(draw: st.DrawFn) -> DraftedRow:
         weights = [draw(st.integers(1, 9)) for _ in others]
         sparse = DraftProbs(tuple(others), tuple(w / sum(weights) for w in weights))
         probs.append(draw(st.sampled_from((sparse, sparse, None))))
-    return DraftedRow(
+    return RuledRow(
         first=0,
         draft=draft,
         draft_probs=draw(st.sampled_from(((), tuple(probs)))),
@@ -131,12 +131,12 @@ def drafted_rows(draw: st.DrawFn) -> DraftedRow:
     at_once=st.sampled_from((VOCAB, 4 * VOCAB, 10**6)),
 )
 def test_apply_rules_with_any_rules_equals_the_definitions(
-    rows: list[DraftedRow], seed: int, at_once: int
+    rows: list[RuledRow], seed: int, at_once: int
 ) -> None:
     first, placed = 0, []
     for row in rows:
         placed.append(
-            DraftedRow(
+            RuledRow(
                 first, row.draft, row.draft_probs, row.position, row.sampling, row.verification
             )
         )
@@ -157,7 +157,7 @@ def test_apply_rules_with_any_rules_equals_the_definitions(
 def test_grouped_by_draft_length_fills_each_group() -> None:
     """A place holds a vocabulary of probabilities: memory must not grow with the batch."""
     sizes = (2, 3, 1, 7, 2, 2, 1)
-    rows = [DraftedRow(0, (1,) * size, (), 1, SamplingParams(), REJECTION) for size in sizes]
+    rows = [RuledRow(0, (1,) * size, (), 1, SamplingParams(), REJECTION) for size in sizes]
     for most in range(1, 20):
         groups = grouped(rows, lambda row: len(row.draft), most)
         parts = [[len(row.draft) for row in part] for part in groups]
@@ -186,7 +186,7 @@ def emitted_first(params: SamplingParams, width: int, n: int, lane: Lane = Lane.
     drafted = top.indices[(probs.double().log() + noise).argmax(dim=1)].tolist()
     drawn_from = DraftProbs(tuple(top.indices.tolist()), tuple(probs.tolist()))
     rows = [
-        DraftedRow(
+        RuledRow(
             2 * i,
             (token,),
             (drawn_from,) if width else (),
@@ -261,7 +261,7 @@ def test_block_of_the_same_drafts_accepts_more_than_rejection() -> None:
     accepted = []
     for rule in (VerificationRule.REJECTION, VerificationRule.BLOCK):
         rows = [
-            DraftedRow(
+            RuledRow(
                 i * (places + 1),
                 tuple(draft),
                 (drawn_from,) * places,
@@ -296,7 +296,7 @@ def test_rejection_without_residual_draws_from_the_target() -> None:
     """The draft claims more than there is, everywhere that the target can go."""
     params = SamplingParams(seed=3, top_k=1)
     logits = torch.tensor([[0.0, 5.0, 1.0]]).repeat(2, 1)
-    row = DraftedRow(0, (2,), (DraftProbs((1, 2), (0.999999, 1e-6)),), 7, params, REJECTION)
+    row = RuledRow(0, (2,), (DraftProbs((1, 2), (0.999999, 1e-6)),), 7, params, REJECTION)
     drawn = draws(logits, [row])
     rules.apply_rules(logits, [row], drawn)
     assert drawn.tolist() == [1, 1]
@@ -307,8 +307,7 @@ def test_rejection_with_tiny_residual_recovers_from_it() -> None:
     """The draft has a hundredth too much of token 0, and too little of token 3."""
     n, drawn_from = 1000, DraftProbs((0, 1, 2, 3), (0.26, 0.25, 0.25, 0.24))
     rows = [
-        DraftedRow(2 * i, (0,), (drawn_from,), 7, SamplingParams(seed=i), REJECTION)
-        for i in range(n)
+        RuledRow(2 * i, (0,), (drawn_from,), 7, SamplingParams(seed=i), REJECTION) for i in range(n)
     ]
     logits = torch.zeros(2 * n, 4)
     drawn = draws(logits, rows)
