@@ -21,13 +21,16 @@ from outrider.errors import OutriderError
 from outrider.rpc.tasks import first_of
 
 T = TypeVar("T")
-Beat = Callable[[], Coroutine[Any, Any, None]]
 Refusal = Callable[[OutriderError], Response]
 """Makes the answer that says why there is none, in the API's own shape."""
 Made = tuple[Job, Rendering]
 _SILENCE_S = 10.0
 """Proxies end connections on which nothing came for a minute, as usual."""
-_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class CompletionResponse(Response):
@@ -69,26 +72,15 @@ class CompletionResponse(Response):
                 await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, made = False, None
+        made: Made | None = None
         events: EventStream | None = None
         send = direct(scope, send)
-
-        async def start_stream() -> None:
-            nonlocal started
-            if not started:
-                started = True
-                await _start_stream(send)
-
-        async def beat() -> None:
-            if self._stream:
-                await start_stream()
-                await _send_piece(send, KEEP_ALIVE, more=True)
-
+        stream = _Stream(send)
         try:
             async with self._generator.admission.until(self._deadline):
                 making = self._make()
-                if self._generator.config.hold_timeout_s is not None:  # else it is short enough
-                    making = _beating(making, beat)
+                if self._stream and self._generator.config.hold_timeout_s is not None:
+                    making = _beating(making, stream, KEEP_ALIVE)  # else it is short enough
                 job, rendering = made = await making
                 headers = Request(scope).headers.items()
                 chunks = run_job(job, self._generator, self._deadline, headers)
@@ -96,7 +88,7 @@ class CompletionResponse(Response):
                     if self._stream:
                         events = rendering.stream()
                         giving_back = self._giving_back(chunks, len(job.work))
-                        await _send_events(giving_back, events, send, start_stream)
+                        await _send_events(giving_back, events, stream)
                         return
                     completions = completions_of(job, [each async for each in chunks])
                     response: Response
@@ -107,8 +99,8 @@ class CompletionResponse(Response):
         except Exception as error:
             response, piece = self._failure(public_error(error), made, events)
             self._places.close()
-            if started:  # the status is gone: an error event, and the end
-                await _send_piece(send, piece, more=False)
+            if stream.started:  # the status is gone: an error event, and the end
+                await stream.write(piece, more=False)
                 return
         self._places.close()
         await response(scope, receive, send)
@@ -138,62 +130,59 @@ def _whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:
     return JSONResponse(rendering.whole(completions))
 
 
+class _Stream:
+    """Sends a stream of events, whose status goes with the first of them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._now = asyncio.get_running_loop().time
+        self._sent = 0.0
+        self.started = False
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send events, perhaps none; without `more` the stream ends."""
+        if not self.started:
+            self.started = True
+            self._sent = self._now()
+            start = {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
+            await self._send(start)
+        if data or not more:
+            self._sent = self._now()
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @property
+    def silent(self) -> bool:
+        """Tell whether nothing was sent for so long that a proxy might end the connection."""
+        return self._now() - self._sent >= _SILENCE_S
+
+
 async def _send_events(
-    chunks: AsyncGenerator[tuple[int, Chunk], None],
-    events: EventStream,
-    send: Send,
-    start: Callable[[], Coroutine[Any, Any, None]],
+    chunks: AsyncGenerator[tuple[int, Chunk], None], events: EventStream, stream: _Stream
 ) -> None:
     """Send the events; the status waits for the first chunk, as early errors have their own.
 
     It waits for `_SILENCE_S` at most: then `keep_alive` keeps proxies from ending the connection,
     as it does where chunks tell nothing for so long.
     """
-    now = asyncio.get_running_loop().time
-    sent = now()
-
-    async def beat() -> None:
-        await start()
-        await _send_piece(send, events.keep_alive, more=True)
-
-    async for index, chunk in _with_beats(chunks, beat):
-        await start()
+    first = await _beating(anext(chunks), stream, events.keep_alive)
+    await stream.write(events.piece(*first))
+    async for index, chunk in chunks:
         data = events.piece(index, chunk)
-        if data or now() - sent >= _SILENCE_S:
-            await _send_piece(send, data or events.keep_alive, more=True)
-            sent = now()
-    await _send_piece(send, b"", more=False)
+        if data or stream.silent:
+            await stream.write(data or events.keep_alive)
+    await stream.write(b"", more=False)
 
 
-async def _with_beats(
-    chunks: AsyncGenerator[tuple[int, Chunk], None], beat: Beat
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Yield the chunks, and call `beat` every `_SILENCE_S` until the first one has come."""
-    yield await _beating(anext(chunks), beat)
-    async for chunk in chunks:
-        yield chunk
-
-
-async def _beating(work: Awaitable[T], beat: Beat) -> T:
-    """Await `work` and return its result; call `beat` every `_SILENCE_S` meanwhile."""
+async def _beating(work: Awaitable[T], stream: _Stream, beat: bytes) -> T:
+    """Await `work` and return its result; send `beat` every `_SILENCE_S` meanwhile."""
     working = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({working}, timeout=_SILENCE_S))[0]:
-            await beat()
+            await stream.write(beat)
         return working.result()
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-
-
-async def _start_stream(send: Send) -> None:
-    headers = {"Content-Type": "text/event-stream; charset=utf-8", **_SSE_HEADERS}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": raw})
-
-
-async def _send_piece(send: Send, data: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
