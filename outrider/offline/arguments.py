@@ -11,7 +11,6 @@ import torch
 
 from outrider.cli.dialects import VLLM as VLLM_FLAGS
 from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
-from outrider.drafting.building.config import MethodConfig
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
@@ -48,6 +47,12 @@ _NEUTRAL: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "hf_overrides": ((), "change config.json in the model's folder"),
 }
 """Arguments of vLLM's -> the values that ask for nothing, besides None; what to do instead."""
+
+_SAME: Final = (
+    *("model", "gpu_memory_utilization", "max_model_len", "max_num_batched_tokens"),
+    *("kv_cache_memory", "attention_backend", "speculation_policy", "enable_prefix_caching"),
+)
+"""Arguments that are flags of a scorer by the same names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +130,14 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
                 "is e4m3; the rest is vLLM's (engine='vllm')."
             )
     rows = 256 if on_gpu and given.max_num_seqs is None else given.max_num_seqs
-    flags: dict[str, Any] = {
+    flags = {name: getattr(given, name) for name in _SAME} | {
         "device": device,
         "engine": engine,
-        "model": given.model,
         "served_model_name": given.served_model_name or given.model,
         "scorer_id": "offline",
         "dtype": _dtype(given, on_gpu=on_gpu),
-        "gpu_memory_utilization": given.gpu_memory_utilization,
-        "max_model_len": given.max_model_len,
         "max_num_seqs": rows,
-        "max_num_batched_tokens": given.max_num_batched_tokens,
         "page_size": given.block_size,
-        "kv_cache_memory": given.kv_cache_memory,
-        "attention_backend": given.attention_backend,
-        "speculation_policy": given.speculation_policy,
-        "enable_prefix_caching": given.enable_prefix_caching,
         "num_speculative_tokens": 0,
     }
     rounding = {"quantization": given.quantization, "kv_cache_dtype": given.kv_cache_dtype}
@@ -149,24 +146,12 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
         if given.kv_cache_dtype == KV_CACHE_DTYPES[0]:
             del own["kv_cache_dtype"]
         return _options(flags, own)
-    methods: tuple[MethodConfig, ...] = ()
-    config: Any = given.speculative_config
-    if config is not None and config != {}:
-        if isinstance(config, Mapping):
-            config = dict(config)
-            rates = config.pop("synthetic_acceptance_rates", None)
-            flags["synthetic_acceptance_rates"] = [*rates] if isinstance(rates, tuple) else rates
-            length = config.pop("synthetic_acceptance_length", None)
-            flags["synthetic_acceptance_length"] = length
-            if config.get("rejection_sample_method") == "synthetic":
-                if not rates and length is None:
-                    raise ConfigError(
-                        "speculative_config: synthetic needs synthetic_acceptance_rates or "
-                        "synthetic_acceptance_length."
-                    )
-                del config["rejection_sample_method"]  # as vLLM has it; these say it
-        methods, flags["num_speculative_tokens"] = read_speculation(config, given.model, device)
-    options = _options(flags | rounding)
+    speculation = read_speculation(given.speculative_config, given.model, device)
+    rates = speculation.synthetic_rates
+    flags["num_speculative_tokens"] = speculation.num_tokens
+    flags["synthetic_acceptance_rates"] = [*rates] if isinstance(rates, tuple) else rates
+    flags["synthetic_acceptance_length"] = speculation.synthetic_length
+    methods, options = speculation.methods, _options(flags | rounding)
     return replace(options, in_process_proposer=methods, hidden_features=states_of(methods))
 
 

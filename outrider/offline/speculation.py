@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from outrider.drafting.building.config import CONFIGS, MethodConfig
 from outrider.errors import ConfigError
@@ -27,16 +27,30 @@ _WITHOUT_EFFECT: Final = frozenset(
 _ONE: Final = ("draft_tensor_parallel_size", "tensor_parallel_size", "draft_pipeline_parallel_size")
 
 
-def read_speculation(
-    config: Mapping[str, Any], model: str, device: str
-) -> tuple[tuple[MethodConfig, ...], int]:
-    """Return the methods, and the draft tokens per round at most.
+class Speculation(NamedTuple):
+    """The methods, and the draft tokens per round at most."""
 
-    Raises `ConfigError`, naming the setting.
-    """
+    methods: tuple[MethodConfig, ...] = ()
+    num_tokens: int = 0
+    synthetic_rates: Any = None  # as they are given, and so is the length
+    synthetic_length: Any = None
+
+
+def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) -> Speculation:
+    """Return what a `speculative_config` asks for. Raises `ConfigError`, naming the setting."""
+    if config is None or config == {}:
+        return Speculation()
     if not isinstance(config, Mapping):
         raise _error('give an object, as {"method": "ngram"}')
     settings = {key: value for key, value in config.items() if value is not None}
+    rates = settings.pop("synthetic_acceptance_rates", None)
+    length = settings.pop("synthetic_acceptance_length", None)
+    if settings.get("rejection_sample_method") == "synthetic":
+        if not rates and length is None:
+            raise _error(
+                "synthetic needs synthetic_acceptance_rates or synthetic_acceptance_length"
+            )
+        del settings["rejection_sample_method"]  # as vLLM has it; these say it
     draft = str(settings.pop("model", "") or "")
     tokens = settings.pop("num_speculative_tokens", DEFAULT_TOKENS)
     if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
@@ -65,7 +79,7 @@ def read_speculation(
             else:
                 words.append(f"--{flag}={value}")
     try:
-        return take_words(words, model, device), tokens
+        return Speculation(take_words(words, model, device), tokens, rates, length)
     except ConfigError as error:
         raise _error(with_underscores(error.message)) from error
 
