@@ -36,7 +36,6 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
-from outrider.drafting.session_pages import PageCache
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -53,7 +52,6 @@ class _HeadRow:
     """A session's part in one round."""
 
     state: FeatureSession
-    cache: PageCache
     num_rows: int  # true rows fed
     wanted: int  # draft tokens; 0: the prompt is not through yet
     mask: ConstraintEditor | None  # stands after the committed text; used up
@@ -63,7 +61,7 @@ class _HeadRow:
 
     @property
     def end(self) -> int:
-        return self.cache.computed + self.num_rows
+        return self.state.cache.computed + self.num_rows
 
     @property
     def sampled(self) -> bool:
@@ -75,10 +73,11 @@ class _HeadRow:
         return self.state.follower.length
 
     def input(self) -> DraftInput:
-        start, follower = self.cache.computed, self.state.follower
+        cache, follower = self.state.cache, self.state.follower
+        start = cache.computed
         tokens = follower.tokens[start + 1 : self.end + 1]
         return DraftInput(
-            RowSlice(tokens, start, self.cache.block_table, 1),
+            RowSlice(tokens, start, cache.block_table, 1),
             self.wanted,
             follower.draft_sampling,
             self.mask,
@@ -116,7 +115,6 @@ class CachedHeadProposer(FeatureMethod):
         self._prefill_budget = limits.prefill_budget
         self._tree_width = limits.tree_width
         self._at_once = max_trees(limits.tree_width, head.vocab_size)
-        self._caches: dict[SessionKey, PageCache] = {}
         self._async_drafts = AsyncDrafts(drafter, _continues)
 
     @property
@@ -127,10 +125,9 @@ class CachedHeadProposer(FeatureMethod):
         done = DraftRound()
         states = self._asked(sessions)
         guesses = self._async_drafts.take(states)
-        for state, (tokens, parents, told) in guesses.items():
+        for state, guess in guesses.items():
             length = len(state.follower.tokens)
-            tree = DraftTree(length, tuple(tokens), tuple(parents), confidences=told)
-            done.drafts.append((state.key, tree))
+            done.drafts.append((state.key, guess.tree(length)))
             state.patient = False
             self._fed(state, length - 1)
         others = [state for state in states if state not in guesses]
@@ -156,23 +153,7 @@ class CachedHeadProposer(FeatureMethod):
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if len(states) < len(sessions):
             return None
-        return self._async_drafts.on_device(states, self._gets_none)
-
-    def _gets_none(self, state: FeatureSession) -> bool:
-        """Return whether a session gets no draft beside those that were made behind a step."""
-        return self._lacks_rows(state) or self._is_left_out(state)
-
-    def _is_left_out(self, state: FeatureSession) -> bool:
-        """Return whether a draft would delay those of others: a newcomer's, or of many rows."""
-        return state.patient or self._num_fresh(state) > _SHORT
-
-    def _num_fresh(self, state: FeatureSession) -> int:
-        """Return the number of rows that are at hand and not fed."""
-        return state.num_rows - self._caches[state.key].computed
-
-    def _lacks_rows(self, state: FeatureSession) -> bool:
-        """Return whether rows are yet to come, and those at hand are not worth a forward."""
-        return not state.ready and self._num_fresh(state) < _PART
+        return self._async_drafts.on_device(states, lambda s: _lacks_rows(s) or _is_left_out(s))
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         """Feed rows of sessions that another method drafts for.
@@ -185,10 +166,10 @@ class CachedHeadProposer(FeatureMethod):
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless pages, rows and sessions agree."""
-        assert self._caches.keys() == self._sessions.keys()
-        self._pool.check_invariants([cache.block_table for cache in self._caches.values()])
-        for key, cache in self._caches.items():
-            state = self._sessions[key]
+        states = self._sessions.values()
+        self._pool.check_invariants([state.cache.block_table for state in states])
+        for state in states:
+            cache = state.cache
             assert cache.computed <= len(cache.block_table) * self._page_size
             assert cache.computed <= max(0, len(state.follower.tokens) - 1)
             assert state.first <= cache.computed or state.first == state.end
@@ -203,9 +184,8 @@ class CachedHeadProposer(FeatureMethod):
         parts = [trees[i : i + self._at_once] for i in range(0, len(trees), self._at_once)]
         for part in (*parts, chains):
             guesses = self._drafter.drafts([row.input() for row in part]) if part else []
-            for row, (tokens, parents, told) in zip(part, guesses, strict=False):
-                tree = DraftTree(row.length, tuple(tokens), tuple(parents), confidences=told)
-                done.drafts.append((row.state.key, tree))
+            for row, guess in zip(part, guesses, strict=False):
+                done.drafts.append((row.state.key, guess.tree(row.length)))
         if sampled:
             drawn_from = self._drafter.sampled_chains([row.input() for row in sampled])
             for row, (chain, probs) in zip(sampled, drawn_from, strict=True):
@@ -222,16 +202,16 @@ class CachedHeadProposer(FeatureMethod):
         return forward_s
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> FeatureSession:
-        cache = self._caches[key] = PageCache(LEAD - 1)
-        cache.adopt(self._pool, follower.tokens, self._page_size)
-        return super()._begin(key, follower, start)
+        state = super()._begin(key, follower, start)
+        state.cache.adopt(self._pool, follower.tokens, self._page_size)
+        return state
 
     def _async_input(self, state: FeatureSession, row: AsyncRow, most: int) -> DraftInput | None:
         """Return places for the rows that a step adds to the text; None if it cannot be fed so.
 
         The largest draft of the round has `most` tokens.
         """
-        cache, start = self._caches[state.key], len(state.follower.tokens) - 1
+        cache, start = state.cache, len(state.follower.tokens) - 1
         states, num_rows = row.states, row.max_accepted + 1
         if (
             start < 1
@@ -256,21 +236,17 @@ class CachedHeadProposer(FeatureMethod):
 
     def _fed(self, state: FeatureSession, end: int) -> None:
         """Note that the cache has the rows of positions below `end`."""
-        cache = self._caches[state.key]
-        cache.computed = end
-        cache.publish(self._pool, state.follower.tokens, self._page_size)
+        state.cache.computed = end
+        state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         self._used(state)
 
     def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.
-        computed = self._caches[state.key].computed
-        state.forget(min(computed, max(0, len(state.follower.tokens) - 2)))
+        state.forget(min(state.cache.computed, max(0, len(state.follower.tokens) - 2)))
 
     def _release(self, state: FeatureSession) -> None:
         super()._release(state)
-        self._caches[state.key].drop(self._pool)
-        if state.key not in self._sessions:
-            del self._caches[state.key]
+        state.cache.drop(self._pool)
 
     def _plan(
         self, asked: list[FeatureSession], done: DraftRound, *, beside_drafts: bool
@@ -285,19 +261,19 @@ class CachedHeadProposer(FeatureMethod):
         num_nodes = max([state.follower.wanted for state in asked], default=0)
         rows: list[_HeadRow] = []
         for state in asked:
-            cache, length = self._caches[state.key], state.follower.length
+            cache, length = state.cache, state.follower.length
             wanted = state.follower.wanted
             if wanted == 0 or length < LEAD:
                 done.drafts.append((state.key, DraftTree.chain(length, ())))
                 continue
             cache.computed = min(cache.computed, length - LEAD)
-            fresh = 0 if self._lacks_rows(state) else max(0, self._num_fresh(state))
+            fresh = 0 if _lacks_rows(state) else max(0, state.num_fresh)
             missing = fresh if fresh <= _SHORT else min(fresh, budget)
             if fresh > _SHORT:
                 budget -= missing
             if missing < fresh or not state.ready:
                 wanted = 0
-            left_out = beside_drafts and wanted > 0 and self._is_left_out(state)
+            left_out = beside_drafts and wanted > 0 and _is_left_out(state)
             row = self._row(state, missing, 0 if left_out else wanted, num_nodes)
             rows.append(replace(row, left_out=left_out))
         rows.sort(key=lambda row: -row.wanted)
@@ -311,12 +287,11 @@ class CachedHeadProposer(FeatureMethod):
         budget = self._prefill_budget
         rows: list[_HeadRow] = []
         for state in self._sessions.values():
-            cache = self._caches[state.key]
-            fresh = self._num_fresh(state)
+            fresh = state.num_fresh
             if fresh < least or not budget:
                 continue
             row = self._row(state, min(fresh, budget), 0, 0)
-            if cache.cover(self._pool, row.end, self._page_size):
+            if state.cache.cover(self._pool, row.end, self._page_size):
                 rows.append(row)
                 budget -= row.num_rows
         return rows
@@ -326,18 +301,29 @@ class CachedHeadProposer(FeatureMethod):
         single = state.samples or editor is not None
         chain = self._tree_width == 1 or (single and wanted > 0)
         num_guessed = self._drafter.num_fed(wanted, num_nodes, chain=chain) if wanted else 0
-        cache = self._caches[state.key]
-        return _HeadRow(state, cache, num_rows, wanted, editor, chain, num_guessed)
+        return _HeadRow(state, num_rows, wanted, editor, chain, num_guessed)
 
     def _reserve_text(self, row: _HeadRow) -> bool:
         """Reserve pages for all of the text and what the round writes past it.
 
         Idle sessions give way. Without pages the session is lost before any of its prompt is fed.
         """
-        while not row.cache.cover(self._pool, row.length - 1 + row.num_guessed, self._page_size):
+        while not row.state.cache.cover(
+            self._pool, row.length - 1 + row.num_guessed, self._page_size
+        ):
             if not self._makes_room(row.state.key):
                 return False
         return True
+
+
+def _is_left_out(state: FeatureSession) -> bool:
+    """Return whether a draft would delay those of others: a newcomer's, or of many rows."""
+    return state.patient or state.num_fresh > _SHORT
+
+
+def _lacks_rows(state: FeatureSession) -> bool:
+    """Return whether rows are yet to come, and those at hand are not worth a forward."""
+    return not state.ready and state.num_fresh < _PART
 
 
 def _continues(state: FeatureSession, row: DraftInput) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.masks import DraftMask, DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DraftRound,
@@ -20,6 +21,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.drafting.session_pages import PageCache
 from outrider.drafting.sessions import SessionMethod
 
 MAX_FEATURE_BYTES = 2**30
@@ -45,6 +47,7 @@ class FeatureSession:
     __slots__ = (
         "_chunks",
         "_held",
+        "cache",
         "end",
         "first",
         "follower",
@@ -67,6 +70,7 @@ class FeatureSession:
         self.follower = follower
         self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
+        self.cache = PageCache(LEAD - 1)  # empty of methods without one
         self.patient = True  # its first draft may be left out, until there was one
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
@@ -82,6 +86,11 @@ class FeatureSession:
     def ready(self) -> bool:
         """All rows of the committed text are there, and there is one."""
         return self.num_rows == len(self.follower.tokens) - 1 > 0
+
+    @property
+    def num_fresh(self) -> int:
+        """Rows that are at hand and not fed."""
+        return self.num_rows - self.cache.computed
 
     @property
     def num_held(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.draft_tree import chain_parents
+from outrider.draft_tree import DraftTree, chain_parents
 from outrider.drafting.likeliest import cut_to_likeliest, noised
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
@@ -39,6 +39,11 @@ class Guess(NamedTuple):
     def chain(tokens: list[int], confidences: bytes = b"") -> Guess:
         """Return a draft with one path."""
         return Guess(tokens, chain_parents(len(tokens)), confidences)
+
+    def tree(self, base_len: int) -> DraftTree:
+        """Return the draft after `base_len` tokens."""
+        tokens, parents, confidences = self
+        return DraftTree(base_len, tuple(tokens), tuple(parents), (), confidences)
 
 
 def max_trees(width: int, vocab_size: int) -> int:
