@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import DraftInput, features_of
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.forward import LEAD
@@ -38,9 +38,7 @@ from outrider.drafting.proposer import (
 )
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.staging import PageLayout
-from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.coupled import Lane
-from outrider.params import SamplingParams
 
 _MAX_MODEL_LEN = 2**20
 """Longest session by default. The head itself sees one state, however long the text is."""
@@ -63,26 +61,19 @@ class OneShotLoops:
         self._most = max(shape.rows for shape in capture.shapes)
         self._loops = CapturedLoops(capture, self._inputs, self._loop)
 
-    def guess(
-        self,
-        features: Sequence[Tensor],
-        tokens: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        depth: int,
-    ) -> NDArray[np.int32]:
+    def guess(self, rows: Sequence[DraftInput], depth: int) -> NDArray[np.int32]:
         """Return what `OneShotHead.guess` does, of `depth` levels or more, which a loop must have.
 
-        `features` are each row's last known state, bfloat16 [1, width] on the host, `tokens` its
-        committed text.
+        The rows' features are on the host.
         """
-        slices = [RowSlice(text[-1:], len(text) - LEAD, (), 1) for text in tokens]
         guesses: list[NDArray[np.int32]] = []
-        for start in range(0, len(slices), self._most):
-            rows = slice(start, start + self._most)
-            shape = self._loops.find(slices[rows], sampling[rows], depth, 0)
+        for start in range(0, len(rows), self._most):
+            part = rows[start : start + self._most]
+            slices, sampling = [row.slice for row in part], [row.sampling for row in part]
+            shape = self._loops.find(slices, sampling, depth, 0)
             assert shape is not None
-            self._inputs.fill_features(features[rows])
-            guesses.append(self._loops.run(shape, slices[rows], sampling[rows]))
+            self._inputs.fill_features(features_of(part))
+            guesses.append(self._loops.run(shape, slices, sampling))
         return np.concatenate(guesses)
 
     def _loop(self, shape: LoopShape) -> Tensor:
@@ -91,27 +82,6 @@ class OneShotLoops:
         states, tokens = rows.features, rows.tokens[:, 0]
         assert states is not None
         return self._head.guess(states, tokens, draws, shape.num_tokens, self._width)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A session's part in one round."""
-
-    state: FeatureSession
-    mask: ConstraintEditor | None  # stands after the committed text; used up
-
-    @property
-    def length(self) -> int:
-        return self.state.follower.length
-
-    def features(self) -> Tensor:
-        """Return the last known state: bfloat16 [1, width] on the host."""
-        return self.state.rows(self.length - 2, self.length - 1)
-
-    def input(self) -> DraftInput:
-        follower = self.state.follower
-        last = RowSlice(follower.tokens[-1:], self.length - LEAD, (), 1)
-        return DraftInput(last, follower.wanted, follower.draft_sampling, self.mask)
 
 
 class OneShotProposer(FeatureMethod):
@@ -155,64 +125,71 @@ class OneShotProposer(FeatureMethod):
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
-        trees: list[_Row] = []
-        chains: dict[Lane, list[_Row]] = {}
+        rows: dict[Lane | None, list[tuple[SessionKey, DraftInput]]] = {}  # by lane of chains
         for state in self._asked(sessions):
-            mask = state.mask
-            row = _Row(state, None if mask is None else mask.after(state.follower.tokens))
-            if state.follower.wanted == 0 or row.length < 2:
-                done.drafts.append((state.key, DraftTree.chain(row.length, ())))
+            if state.follower.wanted == 0 or state.follower.length < LEAD:
+                done.drafts.append((state.key, DraftTree.chain(state.follower.length, ())))
             elif not state.ready:
                 done.unfinished.append(state.key)
-            elif state.samples:
-                chains.setdefault(Lane.DRAFT, []).append(row)
-            elif row.mask is not None:
-                chains.setdefault(Lane.SHARED, []).append(row)
             else:
-                trees.append(row)
+                row = _input(state)
+                masked = None if row.mask is None else Lane.SHARED
+                lane = Lane.DRAFT if state.samples else masked
+                rows.setdefault(lane, []).append((state.key, row))
         started = time.perf_counter()
         with torch.inference_mode():
-            for i in range(0, len(trees), self._at_once):
-                done.drafts.extend(self._grow(trees[i : i + self._at_once]))
-            for lane, rows in chains.items():
-                for i in range(0, len(rows), self._at_once):
-                    done.drafts.extend(self._chain(rows[i : i + self._at_once], lane))
-        forward_s = time.perf_counter() - started if trees or chains else 0.0
+            for lane, of_lane in rows.items():
+                for i in range(0, len(of_lane), self._at_once):
+                    keys, part = zip(*of_lane[i : i + self._at_once], strict=True)
+                    trees = self._trees(part) if lane is None else self._chains(part, lane)
+                    done.drafts.extend(zip(keys, trees, strict=True))
+        forward_s = time.perf_counter() - started if rows else 0.0
         done.lost.extend(self._take_lost())  # last: if the head fails, the next round reports it
         return replace(done, forward_s=forward_s)
 
-    def _grow(self, rows: Sequence[_Row]) -> list[tuple[SessionKey, DraftTree]]:
-        sizes = [row.state.follower.wanted for row in rows]
-        sampling = [row.state.follower.sampling for row in rows]
+    def _trees(self, rows: Sequence[DraftInput]) -> list[DraftTree]:
+        sizes = [row.wanted for row in rows]
         depth = min(self._head.max_depth, max(sizes))
         if self._loops is None:
-            draws = TargetDraws.of(sampling, [row.length for row in rows], self._head.device)
+            sampling, lengths = [row.sampling for row in rows], [_length(row) for row in rows]
+            draws = TargetDraws.of(sampling, lengths, self._head.device)
             width = min(self._width, max(sizes))
             guesses = self._head.guess(*self._inputs(rows), draws, depth, width).cpu().numpy()
         else:
-            tokens = [row.state.follower.tokens for row in rows]
-            guesses = self._loops.guess([row.features() for row in rows], tokens, sampling, depth)
+            guesses = self._loops.guess(rows, depth)
         grown = self._head.trees(guesses, sizes)
         return [
-            (row.state.key, DraftTree(row.length, tuple(tokens), tuple(parents)))
+            DraftTree(_length(row), tuple(tokens), tuple(parents))
             for row, (tokens, parents) in zip(rows, grown, strict=True)
         ]
 
-    def _chain(self, rows: Sequence[_Row], lane: Lane) -> list[tuple[SessionKey, DraftTree]]:
-        inputs = [row.input() for row in rows]
-        drawn = guess_chains(self._head, *self._inputs(rows), inputs, lane)
-        return [
-            (row.state.key, DraftTree.chain(row.length, *chain))
-            for row, chain in zip(rows, drawn, strict=True)
-        ]
+    def _chains(self, rows: Sequence[DraftInput], lane: Lane) -> list[DraftTree]:
+        drawn = guess_chains(self._head, *self._inputs(rows), rows, lane)
+        pairs = zip(rows, drawn, strict=True)
+        return [DraftTree.chain(_length(row), *chain) for row, chain in pairs]
 
-    def _inputs(self, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
+    def _inputs(self, rows: Sequence[DraftInput]) -> tuple[Tensor, Tensor]:
         """Return the last known state and the last token of each."""
-        states = torch.cat([row.features() for row in rows]).to(
-            self._head.device, non_blocking=True
+        states, tokens = torch.cat(features_of(rows)), [row.slice.token_ids[-1] for row in rows]
+        device = self._head.device
+        return (
+            states.to(device, non_blocking=True),
+            torch.tensor(tokens).to(device, non_blocking=True),
         )
-        tokens = torch.tensor([row.state.follower.tokens[-1] for row in rows])
-        return states, tokens.to(self._head.device, non_blocking=True)
 
     def _used(self, state: FeatureSession) -> None:
         state.forget(len(state.follower.tokens) - 2)  # no later draft looks at them
+
+
+def _input(state: FeatureSession) -> DraftInput:
+    """Return a session's last token, with the last known state."""
+    follower, length = state.follower, state.follower.length
+    mask = None if state.mask is None else state.mask.after(follower.tokens)
+    last = RowSlice(follower.tokens[-1:], length - LEAD, (), 1)
+    features = state.rows(length - LEAD, length - 1)
+    return DraftInput(last, follower.wanted, follower.draft_sampling, mask, features)
+
+
+def _length(row: DraftInput) -> int:
+    """Return the length of a row's text."""
+    return row.end + LEAD - 1
