@@ -14,17 +14,17 @@ def confidences_of(gaps: NDArray[np.float32]) -> bytes:
     scorer measures how likely that is.
     """
     with np.errstate(divide="ignore", over="ignore"):
-        return _told(np.log(np.expm1(gaps)))
+        return _as_bytes(np.log(np.expm1(gaps)))
 
 
 def confidences_of_log_probs(log_probs: NDArray[np.float32]) -> list[bytes]:
     """Return the confidences of each row's tokens by their log probabilities [rows, n]."""
     with np.errstate(divide="ignore"):
-        told = _told(log_probs - np.log(-np.expm1(log_probs)))
+        flat = _as_bytes(log_probs - np.log(-np.expm1(log_probs)))
     width = log_probs.shape[1]
-    return [told[end - width : end] for end in range(width, len(told) + 1, width)]
+    return [flat[end - width : end] for end in range(width, len(flat) + 1, width)]
 
 
-def _told(log_odds: NDArray[np.float32]) -> bytes:
-    told: NDArray[np.float32] = np.rint(128.0 + 16.0 * log_odds)
-    return np.minimum(np.maximum(told, 1), 255).astype(np.uint8).tobytes()
+def _as_bytes(log_odds: NDArray[np.float32]) -> bytes:
+    values: NDArray[np.float32] = np.rint(128.0 + 16.0 * log_odds)
+    return np.minimum(np.maximum(values, 1), 255).astype(np.uint8).tobytes()

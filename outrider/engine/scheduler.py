@@ -300,19 +300,18 @@ class Scheduler:
     def _draft_counts(self, decoding: list[Sequence]) -> dict[int, int]:
         """Return how many tokens of each draft at hand are verified at most, by its session.
 
-        What tells confidences is cut to what these make worth verifying, over all rows at once.
+        Drafts with confidences are cut to what these make worth verifying, over all rows at once.
         """
         drafted = [seq for seq in decoding if seq.draft is not None]
         counts = {seq.session_id: seq.drafting.num_draft_tokens for seq in drafted}
-        told = [
-            (seq, told)
+        sized = [
+            (seq, confidences)
             for seq in drafted
-            if (told := draft_confidences(seq, counts[seq.session_id]))
+            if (confidences := draft_confidences(seq, counts[seq.session_id]))
         ]
-        if told:
-            others = len(decoding) - len(told)
-            cut = self.tracker.cut(told, others)
-            counts.update(zip([seq.session_id for seq, _ in told], cut, strict=True))
+        if sized:
+            cut = self.tracker.cut(sized, len(decoding) - len(sized))
+            counts.update(zip([seq.session_id for seq, _ in sized], cut, strict=True))
         return counts
 
     def _place_last(self, seq: Sequence, rows: dict[int, ScheduledRow]) -> ScheduledRow | None:

@@ -184,9 +184,9 @@ class DraftTracker:
 
     def cut(self, drafts: Rows[tuple[Row, bytes]], other_tokens: int) -> list[int]:
         """Return how many tokens of each draft at hand the next step verifies; see `Policy.cut`."""
-        counts = self.policy.cut([(row.drafting, told) for row, told in drafts], other_tokens)
-        for (row, told), count in zip(drafts, counts, strict=True):
-            self.verifies(row, told[:count])
+        counts = self.policy.cut([(row.drafting, each) for row, each in drafts], other_tokens)
+        for (row, confidences), count in zip(drafts, counts, strict=True):
+            self.verifies(row, confidences[:count])
         return counts
 
     def verifies(self, row: Row, confidences: bytes) -> None:

@@ -54,7 +54,7 @@ class DraftedBranch:
     pages: array[int]  # owned, with room for a token more: hand them to `adopt` or `drop`
     guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
     forks: Forks  # [K + 1, F]
-    told: bytes  # the confidences of `guess`
+    confidences: bytes  # of `guess`
 
     @property
     def tokens(self) -> list[int]:
@@ -106,7 +106,7 @@ def draft_branches(
             pool.release(pages)
         raise
     first, guesses = len(joined), forks.candidates[:, :, 0].tolist()
-    told, width = confidences_of(forks.gaps[first:, :, 1]), num_tokens + 1
+    confidences, width = confidences_of(forks.gaps[first:, :, 1]), num_tokens + 1
     drafted = [
         DraftedBranch(
             branch=branch,
@@ -115,7 +115,7 @@ def draft_branches(
             pages=pages,
             guess=guesses[i],
             forks=forks[i],
-            told=told[(i - first) * width : (i - first + 1) * width],
+            confidences=confidences[(i - first) * width : (i - first + 1) * width],
         )
         for i, (branch, row, pages) in enumerate(rows, start=first)
     ]

@@ -40,8 +40,9 @@ class Lookahead:
 
     def draft(self, num_tokens: int) -> tuple[list[int], bytes]:
         """Return the guess's first tokens and their confidences, empty if these are not known."""
-        told = b"" if self.forks is None else confidences_of(self.forks.gaps[:num_tokens, 1])
-        return self.guess[:num_tokens], told
+        if self.forks is None:
+            return self.guess[:num_tokens], b""
+        return self.guess[:num_tokens], confidences_of(self.forks.gaps[:num_tokens, 1])
 
     @property
     def end(self) -> tuple[int, int]:

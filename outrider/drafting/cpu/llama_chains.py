@@ -89,8 +89,10 @@ class LlamaChains:
             ),
         )
         wanted = [row.wanted for row in inputs]
-        told = [confidences_of(row_gaps[:k]) for row_gaps, k in zip(gaps, wanted, strict=True)]
-        return [(chain[:k].tolist(), t) for chain, k, t in zip(chains, wanted, told, strict=True)]
+        return [
+            (chain[:k].tolist(), confidences_of(row_gaps[:k]))
+            for chain, row_gaps, k in zip(chains, gaps, wanted, strict=True)
+        ]
 
 
 def can_run(model: nn.Module, max_model_len: int) -> bool:

@@ -198,7 +198,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
             done.trees.extend([(state.key, state.push_tree()) for state in branched])
         chains = [row.state.ahead.draft(row.wanted) for row in forked]
         drafts: list[tuple[list[int], Sequence[DraftProbs | None], bytes]]
-        drafts = [(chain, (), told) for chain, told in [*chains, *self._run_chains(others)]]
+        drafts = [
+            (chain, (), confidences) for chain, confidences in [*chains, *self._run_chains(others)]
+        ]
         if sampled:
             inputs = [row.input() for row in sampled]
             drafts += [(*drawn, b"") for drawn in sample_chains(self._model, inputs)]
@@ -214,10 +216,11 @@ class DraftModelProposer(SessionMethod[DraftState]):
             if row.wanted == 0:
                 done.drafts.append((state.key, DraftTree.chain(end, ())))
                 continue
-            chain, probs, told = next(drafted)
+            chain, probs, confidences = next(drafted)
             if not row.num_forked:
                 state.ahead.line = chain[:-1]  # the last token was never fed
-            done.drafts.append((state.key, state.push(DraftTree.chain(end, chain, probs, told))))
+            tree = DraftTree.chain(end, chain, probs, confidences)
+            done.drafts.append((state.key, state.push(tree)))
         return forward_s
 
     def _plan(self, states: Sequence[DraftState], done: DraftRound) -> list[DraftRow]:
@@ -296,5 +299,5 @@ class DraftModelProposer(SessionMethod[DraftState]):
             chains = fast.draft(ready)
             ready, inputs = [], inputs[len(ready) :]
         if inputs and (ready or not (fast and fast.feed([row.slice for row in inputs]))):
-            chains += draft_chains(self._model, inputs, sure=True)
+            chains += draft_chains(self._model, inputs, with_confidences=True)
         return chains

@@ -152,10 +152,11 @@ class DraftState(PageCache):
             else (b.branch.accepted, [b.branch.token, *b.guess])
             for b in self.ahead.branches
         ]
-        told = [self.ahead.draft(len(guess))[1]]
+        confidences = [self.ahead.draft(len(guess))[1]]
         for (_, tokens), b in zip(branches, self.ahead.branches, strict=True):
-            told.append(b.told.rjust(len(tokens), b"\0"))  # a branch's own token is none of a draft
-        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(told))
+            # A branch's own token is none of a draft.
+            confidences.append(b.confidences.rjust(len(tokens), b"\0"))
+        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(confidences))
         self.follower.pushed = tree
         return tree
 

@@ -52,14 +52,17 @@ def chain_loop(
 
 
 def draft_chains(
-    model: DraftForward, rows: Sequence[DraftInput], lead: int = 1, *, sure: bool = False
+    model: DraftForward,
+    rows: Sequence[DraftInput],
+    lead: int = 1,
+    *,
+    with_confidences: bool = False,
 ) -> list[Chain]:
     """Feed rows, as `eager_batches` takes them, and draft a chain for each that wants one.
 
-    No token comes to the host before the end, unless a row is masked. If `sure`, confidences are
-    told.
+    No token comes to the host before the end, unless a row is masked.
     """
-    draw = _choose_of_two if sure else _choose
+    draw = _choose_of_two if with_confidences else _choose
     with torch.inference_mode():
         if not rows[0].wanted:
             feed(model, rows)
@@ -67,15 +70,15 @@ def draft_chains(
         batches = eager_batches(rows, model, lead=lead)
         drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(draw, rows))
         flat, *gaps = [torch.cat(parts).cpu() for parts in zip(*drawn, strict=True)]
-    all_told = confidences_of(gaps[0][:, 1].numpy()) if gaps else b""
+    of_all = confidences_of(gaps[0][:, 1].numpy()) if gaps else b""
     ends = itertools.accumulate([len(part[0]) for part in drawn], initial=0)
     starts, tokens = [*ends][:-1], flat.tolist()
     chains: list[Chain] = []
     for i, row in enumerate(rows):
         if row.wanted:
             places = [start + i for start in starts[: row.wanted]]
-            told = bytes([all_told[place] for place in places]) if sure else b""
-            chains.append(([tokens[place] for place in places], told))
+            confidences = bytes([of_all[place] for place in places]) if gaps else b""
+            chains.append(([tokens[place] for place in places], confidences))
     return chains
 
 

@@ -69,7 +69,7 @@ class BlockDrafter(CachedDrafter):
         ready = [row for row in rows if row.wanted]
         if outputs is None:
             return []
-        # Masked rows are drawn token by token, so nothing is told of them.
+        # Masked rows are drawn token by token, so they have no confidences.
         masked = [i for i, row in enumerate(ready) if row.mask is not None]
         if not masked:
             return list(self._guesses(ready, outputs))
@@ -101,8 +101,8 @@ class BlockDrafter(CachedDrafter):
         if self.limits.tree_width > 1:
             return [Guess(*nodes) for nodes in self.head.trees(output, wanted)]
         chains = self.head.chains(torch.from_numpy(output)).tolist()
-        told = zip(chains, self.head.confidences(output), wanted, strict=True)
-        return [Guess.chain(tokens[:size], sure[:size]) for tokens, sure, size in told]
+        rows = zip(chains, self.head.confidences(output), wanted, strict=True)
+        return [Guess.chain(tokens[:n], confidences[:n]) for tokens, confidences, n in rows]
 
     def _chains(self, output: Tensor) -> Tensor:
         return self.head.chains(output)
