@@ -256,10 +256,22 @@ class EagerStep:
     def wait(self) -> StepResult:
         if self.verified is None:
             self.run()
-        times = elapsed_seconds(self._events)
-        tokens, *others = self._on_host
+        forward_s, verify_s = elapsed_seconds(self._events)
+        step, (tokens, logprobs, prompts) = self._step, self._on_host
         assert tokens is not None
-        return _to_result(self._step, tokens.tolist(), others, times)
+        with_logits = iter(tokens.tolist())
+        choices: list[Sequence[int]] = []
+        accepted: list[int] = []
+        for row in step.rows:
+            count, *chosen = next(with_logits) if row.slice.num_logits else (0,)
+            choices.append(chosen)
+            accepted.append(count)
+        of_prompts: Sequence[Sequence[Sequence[float]]] = ()
+        if prompts is not None:
+            counts = (row.num_prompt_logits for row in step.rows)
+            of_prompts = split_rows(prompts.tolist(), counts)
+        by_row = to_logprobs(step, logprobs, accepted)
+        return StepResult(choices, accepted, forward_s, verify_s, by_row, of_prompts)
 
     def run(self) -> None:
         """Enqueue the work."""
@@ -273,33 +285,6 @@ class EagerStep:
             for each in (self.verified, logprobs, prompts)
         ]
         done.record()
-
-
-def _to_result(
-    step: Step,
-    tokens: Sequence[Sequence[int]],
-    others: Sequence[Tensor | None],
-    times: Sequence[float],
-) -> StepResult:
-    """Build the result from `Verified.tokens` on the host.
-
-    `others` are `Verified.logprobs` and those of prompts, `times` of the forward and verification.
-    """
-    with_logits = iter(tokens)
-    choices: list[Sequence[int]] = []
-    accepted: list[int] = []
-    for row in step.rows:
-        count, *chosen = next(with_logits) if row.slice.num_logits else (0,)
-        choices.append(chosen)
-        accepted.append(count)
-    logprobs, prompts = others
-    of_prompts: Sequence[Sequence[Sequence[float]]] = ()
-    if prompts is not None:
-        counts = (row.num_prompt_logits for row in step.rows)
-        of_prompts = split_rows(prompts.tolist(), counts)
-    by_row = to_logprobs(step, logprobs, accepted)
-    forward_s, verify_s = times
-    return StepResult(choices, accepted, forward_s, verify_s, by_row, of_prompts)
 
 
 def to_logprobs(
