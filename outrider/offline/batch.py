@@ -13,7 +13,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,12 +36,40 @@ _KINDS: Final[dict[str, type[Request]]] = {
 _PENDING: Final = 1024  # lines read and not yet answered
 
 
-@dataclass(slots=True)
-class Counts:
-    """Lines by what became of them. Written under the writer's lock."""
+class Written:
+    """The answers that were written, by what they say. Used from any thread."""
 
-    answered: int = 0
-    refused: int = 0
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._lock = threading.Lock()
+        self.answered = self.refused = 0
+        self.failure: Exception | None = None  # the first failed write, which is the last one
+
+    def put(self, custom_id: str | None, answer: dict[str, Any] | BaseException) -> None:
+        """Write an answer as a line."""
+        status, body = 200, answer
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, Exception):  # cancelled: the batch was interrupted
+                return
+            error = public_error(answer)
+            status, body = error_response(error).status_code, error_body(error)
+        request_id = uuid.uuid4().hex
+        line = {
+            "id": f"batch_req_{request_id}",
+            "custom_id": custom_id,
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+            "error": None,
+        }
+        with self._lock:
+            if self.failure is not None:
+                return
+            try:
+                self._write(json.dumps(line))
+            except Exception as error:
+                self.failure = error
+                return
+            self.answered += status == 200
+            self.refused += status != 200
 
 
 def read_line(text: str | bytes, seen: set[str]) -> tuple[str | None, Request | OutriderError]:
@@ -79,59 +106,32 @@ def read_line(text: str | bytes, seen: set[str]) -> tuple[str | None, Request | 
 
 def run_batch(
     engine: LocalEngine, lines: Iterable[str | bytes], write: Callable[[str], None]
-) -> Counts:
+) -> Written:
     """Answer the lines; `write` gets each answer, as a line, when it is there.
 
     Raises `OutriderError` once an answer cannot be written.
     """
     room = threading.BoundedSemaphore(_PENDING)
-    writing = threading.Lock()
-    counts, seen = Counts(), set[str]()
-    failures: list[Exception] = []  # the first failed write, which ends the batch
+    written, seen = Written(write), set[str]()
     pending: set[Future[dict[str, Any]]] = set()
-
-    def put(custom_id: str | None, answer: dict[str, Any] | BaseException) -> None:
-        status, body = 200, answer
-        if isinstance(answer, BaseException):
-            error = public_error(answer) if isinstance(answer, Exception) else None
-            if error is None:  # cancelled: the batch was interrupted
-                return
-            status, body = error_response(error).status_code, error_body(error)
-        request_id = uuid.uuid4().hex
-        line = {
-            "id": f"batch_req_{request_id}",
-            "custom_id": custom_id,
-            "response": {"status_code": status, "request_id": request_id, "body": body},
-            "error": None,
-        }
-        with writing:
-            if failures:
-                return
-            try:
-                write(json.dumps(line))
-            except Exception as error:
-                failures.append(error)
-                return
-            counts.answered += status == 200
-            counts.refused += status != 200
 
     def done(custom_id: str | None, future: Future[dict[str, Any]]) -> None:
         try:
             if not future.cancelled():
-                put(custom_id, future.exception() or future.result())
+                written.put(custom_id, future.exception() or future.result())
         finally:
             pending.discard(future)
             room.release()
 
     try:
         for text in lines:
-            if failures:
+            if written.failure is not None:
                 break
             if not text.strip():
                 continue
             custom_id, body = read_line(text, seen)
             if isinstance(body, OutriderError):
-                put(custom_id, body)
+                written.put(custom_id, body)
                 continue
             room.acquire()
             future = engine.answer(body)
@@ -139,17 +139,17 @@ def run_batch(
             future.add_done_callback(partial(done, custom_id))
         for _ in range(_PENDING):  # until every answer is written
             room.acquire()
-            if failures:
+            if written.failure is not None:
                 break
     finally:
         for future in list(pending):
             future.cancel()
-    if failures:
+    if (failure := written.failure) is not None:
         raise OutriderError(
-            f"An answer could not be written: {failures[0]}. {counts.answered + counts.refused} "
+            f"An answer could not be written: {failure}. {written.answered + written.refused} "
             "were: make room, then run the batch again with the lines that have none."
-        ) from failures[0]
-    return counts
+        ) from failure
+    return written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,9 +204,9 @@ def _run(args: argparse.Namespace) -> int:
             print(line, file=target, flush=True)
             bar.update()
 
-        counts = run_batch(engine, source, write)
+        written = run_batch(engine, source, write)
     print(
-        f"batch: {counts.answered} answered, {counts.refused} refused; see {args.output}",
+        f"batch: {written.answered} answered, {written.refused} refused; see {args.output}",
         file=sys.stderr,
     )
     return 0
