@@ -21,7 +21,7 @@ from gateway.openai.deltas import MessageReading
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.params import SamplingParams, require
+from outrider.params import require
 from outrider.rpc.telemetry import Metadata
 
 _WHOLE_INTERVALS: Final = range(33, 65)
@@ -92,7 +92,7 @@ async def make_job(body: Request, maker: RequestMaker, tenant: str, request_id: 
         plan = Plan(*body.constraint(), ends=ends)
     _check_scores(body, prompts)
     request_id = request_id or uuid.uuid4().hex
-    work = await _work(body, prompts, maker, plan, (tenant, request_id))
+    work = await _work(body, prompts, maker, plan, tenant, request_id)
     n, per_prompt = body.num_choices()
     shaper = Shaper(
         kind=body.operation,
@@ -228,19 +228,14 @@ async def _work(
     prompts: Sequence[Sequence[int]],
     maker: RequestMaker,
     plan: Plan,
-    tenant_and_id: tuple[str, str],
+    tenant: str,
+    request_id: str,
 ) -> list[GenerationRequest]:
     """Return the completions to run, prompt by prompt. Raises `InvalidRequestError`."""
-    tenant, request_id = tenant_and_id
     intake = maker.intake
     n, per_prompt = body.num_choices()
     top_logprobs = body.wanted_logprobs()
     advice = await read_advice(body, intake)
-    thinking = None if body.scores_only else plan.thinking
-
-    def sampling() -> SamplingParams:
-        return body.sampling(intake.default_seed() if body.seed is None else 0)
-
     settings = Settings(
         operation=body.operation,
         sampling=body.sampling(0),
@@ -248,7 +243,7 @@ async def _work(
         request_id=request_id,
         constraint=plan.constraint,
         marks=() if plan.reading is None else plan.reading.special,
-        thinking=thinking,
+        thinking=None if body.scores_only else plan.thinking,
         # The best of several are known by their logprobs.
         top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
         prompt_logprobs=body.wanted_prompt_logprobs(),
@@ -261,15 +256,11 @@ async def _work(
     limits = body.limits()
     if not limits.ignore_eos:
         limits = replace(limits, stop_token_ids=limits.stop_token_ids | plan.ends)
-    firsts = [  # without a seed, each prompt draws one of its own
-        intake.prepare(
-            token_ids,
-            body.prompt_param,
-            limits,
-            replace(settings, sampling=sampling()),
-        )
-        for token_ids in prompts
-    ]
+    firsts: list[GenerationRequest] = []
+    for token_ids in prompts:  # without a seed, each draws one of its own
+        seed = intake.default_seed() if body.seed is None else 0
+        own = replace(settings, sampling=body.sampling(seed))
+        firsts.append(intake.prepare(token_ids, body.prompt_param, limits, own))
     if len(firsts) * per_prompt == 1:
         return firsts
     return [
