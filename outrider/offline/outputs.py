@@ -77,27 +77,32 @@ class RequestOutput:
 
 
 class _Written:
-    """Tokens of one completion, as columns of `OutputToken`.
+    """Tokens of one completion, as columns of `OutputToken`, and its end.
 
     An object a token would keep the garbage collector busy for longer than the tokens take.
     """
 
-    def __init__(self, tokens: Iterable[OutputToken] = ()) -> None:
+    def __init__(self, tokens: Iterable[OutputToken] = (), ending: Ending | None = None) -> None:
         self.ids: list[int] = []
         self.kinds: list[TokenKind] = []
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprobs | None] = []
+        self.ending = ending
+        # What deltas have shown: tokens, the sum of their logprobs, and the end.
+        self.num_shown = 0
+        self.sum_shown = 0.0
+        self.end_shown = False
         self.add(tokens)
 
     def add(self, tokens: Iterable[OutputToken]) -> None:
         for column, new in zip(self._columns, zip(*tokens, strict=True), strict=False):
             column += new
 
-    def since(self, start: int) -> _Written:
-        """Return the tokens from the `start`-th on."""
-        rest = _Written()
+    def not_shown(self) -> _Written:
+        """Return the tokens that no delta has shown."""
+        rest = _Written(ending=self.ending)
         for column, found in zip(rest._columns, self._columns, strict=True):
-            column += found[start:]
+            column += found[self.num_shown :]
         return rest
 
     def tokens(self) -> tuple[OutputToken, ...]:
@@ -128,24 +133,19 @@ class Tracker:
         self._prompt = prompt
         self._kind = kind
         self._written = [_Written() for _ in job.work]
-        # What deltas have shown: tokens, the sum of their logprobs, and ends.
-        self._taken = [0] * len(job.work)
-        self._sums = [0.0] * len(job.work)
-        self._ended: set[int] = set()
-        self._endings: dict[int, Ending] = {}
         self._aborted = False
 
     @property
     def finished(self) -> bool:
-        return self._aborted or len(self._endings) == len(self._written)
+        return self._aborted or all(each.ending is not None for each in self._written)
 
     def add(self, index: int, chunk: Chunk) -> bool:
         """Add a chunk; return whether there is something to show."""
-        if not self._job.scores_only:
-            self._written[index].add(chunk.tokens)
-        if chunk.ending is not None:
-            only = self._job.scores_only
-            self._endings[index] = chunk.ending.of_prompt() if only else chunk.ending
+        written, ending, only = self._written[index], chunk.ending, self._job.scores_only
+        if not only:
+            written.add(chunk.tokens)
+        if ending is not None:
+            written.ending = ending.of_prompt() if only else ending
         return self.finished or self._kind is not RequestOutputKind.FINAL_ONLY
 
     def abort(self) -> None:
@@ -154,58 +154,56 @@ class Tracker:
 
     def take(self) -> RequestOutput:
         """Return what there is to show."""
-        job, endings = self._job, self._endings
+        job, first = self._job, self._written[0].ending
         prompt_token_ids = list(job.work[0].prompt_token_ids)
         if job.shaper.n < job.shaper.per_prompt and not self._aborted:
-            ended = [Completion(self._written[i].tokens(), endings[i]) for i in range(len(endings))]
+            ended = [
+                Completion(each.tokens(), each.ending)
+                for each in self._written
+                if each.ending is not None
+            ]
             outputs = [
-                self._output(number, _Written(completion.tokens), completion.ending)
+                self._output(number, _Written(completion.tokens, completion.ending))
                 for number, completion in enumerate(job.shaper.best(ended))
             ]
         elif self._kind is RequestOutputKind.DELTA:
             outputs = self._new()
         else:
-            outputs = [
-                self._output(number, written, endings.get(number))
-                for number, written in enumerate(self._written)
-            ]
+            outputs = [self._output(*numbered) for numbered in enumerate(self._written)]
         return RequestOutput(
             self._request_id,
             self._prompt,
             prompt_token_ids,
             outputs,
             self.finished,
-            endings[0].usage.cached_prompt_tokens if 0 in endings else None,
+            None if first is None else first.usage.cached_prompt_tokens,
             self.index,
             self._prompt_logprobs(),
         )
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        scores = self._endings[0].prompt_logprobs if 0 in self._endings else None
-        if scores is None or not self.finished:
+        ending = self._written[0].ending
+        if ending is None or ending.prompt_logprobs is None or not self.finished:
             return None
         ids = self._job.work[0].prompt_token_ids[1:]
-        return [None, *map(self._entries, ids, scores)]
+        return [None, *map(self._entries, ids, ending.prompt_logprobs)]
 
     def _new(self) -> list[CompletionOutput]:
         """Return what is new of the completions that have something new."""
         outputs = []
         for number, written in enumerate(self._written):
-            new, ending = written.since(self._taken[number]), self._endings.get(number)
-            ends = number not in self._ended and (ending is not None or self._aborted)
+            new = written.not_shown()
+            ends = not written.end_shown and (written.ending is not None or self._aborted)
             if new.ids or ends:
-                outputs.append(self._output(number, new, ending, self._sums[number]))
-                self._taken[number] += len(new.ids)
-                self._sums[number] = outputs[-1].cumulative_logprob or 0.0
-            if ends:
-                self._ended.add(number)
+                outputs.append(self._output(number, new, written.sum_shown))
+                written.num_shown += len(new.ids)
+                written.sum_shown = outputs[-1].cumulative_logprob or 0.0
+                written.end_shown |= ends
         return outputs
 
-    def _output(
-        self, index: int, written: _Written, ending: Ending | None, before: float = 0.0
-    ) -> CompletionOutput:
+    def _output(self, index: int, written: _Written, before: float = 0.0) -> CompletionOutput:
         """`before` is the sum of the logprobs of the tokens before these."""
-        logprobs = None
+        logprobs, ending = None, written.ending
         if self._job.shaper.with_logprobs:
             logprobs = [*map(self._logprobs, written.ids, written.logprobs)]
         return CompletionOutput(
