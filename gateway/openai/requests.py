@@ -82,18 +82,18 @@ class Request(BaseModel):
     draft_trees: bool | None = None
 
     def wanted_max_tokens(self) -> tuple[int | None, str]:
-        """With the parameter's name."""
+        """Return how many tokens to generate at most, and the parameter that says so."""
         return self.max_tokens, "max_tokens"
 
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each token's own; None: no logprobs.
+        """Return how many of the likeliest tokens to tell with each token; None: no logprobs.
 
         Raises `InvalidRequestError`.
         """
 
     def wanted_prompt_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each of the prompt; None: no logprobs.
+        """Return the same for the tokens of the prompt.
 
         Raises `InvalidRequestError`.
         """
@@ -108,13 +108,16 @@ class Request(BaseModel):
         return self.wanted_max_tokens()[0] == 0
 
     def num_choices(self) -> tuple[int, int]:
-        """Choices to return for each prompt, and to generate. Raises `InvalidRequestError`."""
+        """Return how many choices to tell for each prompt, and to generate.
+
+        Raises `InvalidRequestError`.
+        """
         n = 1 if self.n is None else self.n
         require(1 <= n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}")
         return n, n
 
     def sampling(self, default_seed: int) -> SamplingParams:
-        """Raise `InvalidRequestError` for a value out of range."""
+        """Return how to sample. Raises `InvalidRequestError` for a value out of range."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_k == -1:  # off, as in vLLM
             given["top_k"] = 0
@@ -189,7 +192,7 @@ class CompletionRequest(Request):
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises `InvalidRequestError` for none."""
+        """Return the prompts, as texts or tokens. Raises `InvalidRequestError` for none."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
