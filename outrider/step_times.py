@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,3 +76,40 @@ class StepSizes:
         found = np.array(single), np.array([*longer, np.inf])
         self._by_rows[num_rows] = found
         return found
+
+
+class EngineStepTimes(StepTimes):
+    """Times of an engine's steps, by their rows and tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = StepSizes()
+        self.padded = False  # every row of a step takes as long as that of the longest draft
+        self.num_rows = 1  # of the last step that only verified
+        self._rounds_s: dict[float, float] = {}  # see `round_s`; each row asks
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Take in a step that only verified."""
+        self.num_rows = num_rows
+        self._rounds_s.clear()
+        self.observe(int(self.sizes.run(num_rows, np.array(num_tokens, np.float64))), seconds)
+
+    def of_rows(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of steps of so many rows, whose tokens are given in order."""
+        return self.estimates(self.sizes.run(num_rows, num_tokens))
+
+    def round_s(self, k: float) -> float:
+        """Return the seconds of a step of as many rows as the last, with k draft tokens each."""
+        if (seconds := self._rounds_s.get(k)) is None:
+            seconds = float(self.of_rows(self.num_rows, np.array(self.num_rows * (1 + k))))
+            self._rounds_s[k] = seconds
+        return seconds
+
+    def prompts_s(self, prompts: Sequence[int], num_tokens: int, seconds: float) -> float:
+        """Return the seconds that prompts took in a step of `num_tokens` tokens and `seconds`.
+
+        `prompts` are the tokens of each. Other rows take what they would without them.
+        """
+        if not prompts:
+            return 0.0
+        return max(0.0, seconds - self.estimate(num_tokens - sum(prompts)))

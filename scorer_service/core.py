@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,7 +30,8 @@ from outrider.models.resolve import find_local, resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.fixed import policies
+from outrider.policy.base import Policy
+from outrider.policy.fixed import FixedPolicy, policies
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
@@ -49,7 +50,7 @@ from scorer_service.loading import load
 from scorer_service.metrics import EngineMetrics, ScorerMetrics
 
 NAME: Final = "scorer"
-POLICIES: Final = policies(AdaptivePolicy)
+POLICIES: Final[dict[str, Callable[[int], Policy]]] = policies(AdaptivePolicy, FixedPolicy)
 
 
 class ScorerCore:
@@ -232,10 +233,10 @@ def build_engine(
         max_prompt_logits=max(options.max_num_seqs, MAX_VALUES // model.vocab_size),
     )
     policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
-    costs = policy.measured.costs
-    costs.sizes = StepSizes((rows, tokens) for rows, tokens, _ in step_times)
+    steps = policy.measured.steps
+    steps.sizes = StepSizes((rows, tokens) for rows, tokens, _ in step_times)
     for rows, tokens, seconds in step_times:
-        costs.observe_step(rows, tokens, seconds)
+        steps.observe_step(rows, tokens, seconds)
     pool = model.pools.features
     ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(

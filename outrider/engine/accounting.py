@@ -77,7 +77,6 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     _count_rounds(tracker, emitted, seconds)
     commits = tuple([_finalize_row(tracker, row) for row in emitted if not _waits(row)])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
-    costs = tracker.policy.measured.costs
     step = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
@@ -86,7 +85,9 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
         drafted=sum([bool(row.draft) for row in rows]),
         # Rows' first steps, however short, may follow on any time without work.
         comparable=len(prompts) < len(rows),
-        prompt_s=costs.prompts_s(prompts, committed.step.num_tokens, seconds),
+        prompt_s=tracker.policy.measured.steps.prompts_s(
+            prompts, committed.step.num_tokens, seconds
+        ),
         prompts_only=committed.step.prompts_only,
         temperature=committed.temperature,
     )

@@ -160,7 +160,7 @@ class Scheduler:
         decoding = self._decodes(step)
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
-            self.tracker.policy.measured.costs.observe_step(
+            self.tracker.policy.measured.steps.observe_step(
                 len(step.rows), step.num_tokens, seconds
             )
         num_running, page_size = max(1, len(self.running)), self.config.page_size

@@ -60,7 +60,7 @@ class AdaptivePolicy(Policy):
         survivals = self.measured.acceptance.survivals(rows, depth)
         depths = np.arange(depth)
         survivals *= depths < limits[:, None]  # [rows, depth]
-        if self._unknown or not self.measured.costs.steps.estimate(1):
+        if self._unknown or not self.measured.steps.estimate(1):
             chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
             chosen = self._choose(rows, survivals) & (survivals > 0.0)
@@ -71,14 +71,14 @@ class AdaptivePolicy(Policy):
 
     def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return which tokens are worth their step's time and their delay [rows, depth]."""
-        nodes, depth, costs = survivals.ravel(), survivals.shape[1], self.measured.costs
+        nodes, depth, steps = survivals.ravel(), survivals.shape[1], self.measured.steps
         likeliest = np.sort(nodes)[::-1]
-        num_rows = max(len(rows), costs.num_rows)
+        num_rows = max(len(rows), steps.num_rows)
         alike = num_rows / len(rows)  # rows beside one that is new
         tokens = np.full(len(nodes) + 1, float(num_rows))
-        if costs.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
+        if steps.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
             tokens += np.arange(len(nodes) + 1) * alike
-        seconds = costs.steps_s(num_rows, tokens)
+        seconds = steps.of_rows(num_rows, tokens)
         # All rows wait for the longest draft: the n likeliest nodes take as long as their deepest.
         first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
         places = np.diff(first_of_depth, prepend=-1, append=len(nodes))
@@ -86,21 +86,21 @@ class AdaptivePolicy(Policy):
         # Cohorts have their steps while others wait. Without drafts all rows run together.
         running = max(num_rows, self._num_running)
         cohorts = running / num_rows
-        together_s = costs.steps_s(running, np.array([float(running)]))[0] / cohorts
+        together_s = steps.of_rows(running, np.array([float(running)]))[0] / cohorts
         seconds = np.maximum(seconds, (seconds + waits_s) / cohorts)
         # Whether to draft at all is measured better than added up.
         seconds[0] = np.inf if self._modes.current.compared else min(seconds[0], together_s)
         return choose_nodes(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
-        costs = self.measured.costs
+        steps = self.measured.steps
         lengths = [len(confidences) for _, confidences in drafts]
-        if costs.padded or self._unknown or not costs.steps.estimate(1):
+        if steps.padded or self._unknown or not steps.estimate(1):
             return lengths
         survivals = self.measured.acceptance.told(drafts, max(lengths))
         nodes = survivals.ravel()
         first = other_tokens + len(drafts)
-        seconds = costs.steps_s(first, np.arange(first, first + len(nodes) + 1.0))
+        seconds = steps.of_rows(first, np.arange(first, first + len(nodes) + 1.0))
         chosen = choose_nodes(nodes, np.sort(nodes)[::-1], seconds, first)
         counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
         return counts
@@ -109,7 +109,7 @@ class AdaptivePolicy(Policy):
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
         delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
         for d in {d.drafter: d for d in rows}.values():
-            times = self.measured.costs.draft_times(d)
+            times = self.measured.draft_times(d)
             np.maximum(delays[1:], times.mean_s(tokens), out=delays[1:])
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
         return delays * missed

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from outrider.draft_tree import DraftTree
 from outrider.policy.acceptance import Acceptance
-from outrider.policy.measurements import CostModel
+from outrider.policy.measurements import DraftTimes, remember
 from outrider.policy.row import Drafting
 from outrider.rounds import Counters
+from outrider.step_times import EngineStepTimes
 
 
 class DraftMode(enum.Enum):
@@ -65,12 +66,19 @@ class StepDone:
     may_run_ahead: bool = False  # one of them can
 
 
-@dataclass(slots=True)
 class Measurements:
     """The times of steps and drafts, and acceptance, as any policy measures them."""
 
-    costs: CostModel = field(default_factory=CostModel)
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    def __init__(self) -> None:
+        self.steps = EngineStepTimes()
+        self.acceptance = Acceptance()
+        self._drafts: dict[str, DraftTimes] = {}  # by drafter
+
+    def draft_times(self, d: Drafting) -> DraftTimes:
+        """Return what a row's drafts take, to be added to."""
+        times = self._drafts.get(d.drafter) or DraftTimes()
+        remember(self._drafts, d.drafter, times)
+        return times
 
 
 class Policy:
@@ -135,19 +143,6 @@ class Policy:
         if ready or num_prefilling or not waiting:
             return Ready(ready, now)
         return Ready([], min([row.drafting.round.deadline for row in waiting]))
-
-    def may_gain_by_waiting(
-        self,
-        undrafted: Rows[Row],  # noqa: ARG002
-        drafted: Rows[Row],  # noqa: ARG002
-        num_prefilling: int,  # noqa: ARG002
-    ) -> bool:
-        """Return False where no wait for drafts pays, whatever each row's draft is like.
-
-        The last step committed tokens of all rows, `undrafted` without a draft at hand and
-        `drafted` with one. Then `choose_rows` need not be asked before the next step runs.
-        """
-        return self.may_wait
 
     def step_done(self, step: StepDone) -> None:
         """Learn from a step that ended."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from outrider.policy.base import Policy, Row
+
+P = TypeVar("P", bound=Policy)
 
 
 class FixedPolicy(Policy):
@@ -20,12 +23,12 @@ class FixedPolicy(Policy):
 
 
 def policies(
-    adaptive: Callable[[int], Policy], fixed: Callable[..., Policy] = FixedPolicy
-) -> dict[str, Callable[[int], Policy]]:
+    adaptive: Callable[[int], P], fixed: Callable[..., P]
+) -> dict[str, Callable[[int], P]]:
     """Return the policies of `--speculation-policy` by name, with an engine's own classes."""
     return {
         "adaptive": adaptive,
         # Longer than a draft takes on a busy machine: what is compared is not to come late.
         "fixed": partial(fixed, max_wait_s=1.0),
-        "off": lambda _: FixedPolicy(0),
+        "off": lambda _: fixed(0),
     }

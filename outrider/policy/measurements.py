@@ -1,17 +1,14 @@
-"""Measure steps and drafts by moving averages. All times are in seconds."""
+"""Measure drafts by moving averages. All times are in seconds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.averages import Average
-from outrider.policy.row import Drafting
-from outrider.step_times import StepSizes, StepTimes
 
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
 
@@ -110,48 +107,3 @@ class DraftTimes:
         """Return the seconds within which most drafts of so many tokens have come."""
         whole_s = self._counting.whole_s
         return self.mean_s(num_tokens) + 4 * whole_s.deviation if whole_s.weight else math.inf
-
-
-class CostModel:
-    """The times of steps and of rows' next drafts."""
-
-    def __init__(self) -> None:
-        self.num_rows = 1  # of the last step that only verified
-        self.padded = False  # every row of a step takes as long as that of the longest draft
-        self.sizes = StepSizes()
-        self.steps = StepTimes()
-        self._drafts: dict[str, DraftTimes] = {}  # by drafter
-        self._rounds_s: dict[float, float] = {}  # see `round_s`; each row asks
-
-    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Take in a step that only verified."""
-        self.num_rows = num_rows
-        self._rounds_s.clear()
-        run = self.sizes.run(num_rows, np.array(num_tokens, np.float64))
-        self.steps.observe(int(run), seconds)
-
-    def steps_s(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of steps of so many rows, whose tokens are given in order."""
-        return self.steps.estimates(self.sizes.run(num_rows, num_tokens))
-
-    def prompts_s(self, prompts: Sequence[int], num_tokens: int, seconds: float) -> float:
-        """Return the seconds that prompts took in a step of `num_tokens` tokens and `seconds`.
-
-        `prompts` are the tokens of each. Other rows take what they would without them.
-        """
-        if not prompts:
-            return 0.0
-        return max(0.0, seconds - self.steps.estimate(num_tokens - sum(prompts)))
-
-    def round_s(self, k: float) -> float:
-        """Return the seconds of a step of as many rows as the last, with k draft tokens each."""
-        if (seconds := self._rounds_s.get(k)) is None:
-            run = self.sizes.run(self.num_rows, np.array(self.num_rows * (1 + k)))
-            seconds = self._rounds_s[k] = self.steps.estimate(float(run))
-        return seconds
-
-    def draft_times(self, d: Drafting) -> DraftTimes:
-        """Return what a row's drafts take, to be added to."""
-        times = self._drafts.get(d.drafter) or DraftTimes()
-        remember(self._drafts, d.drafter, times)
-        return times

@@ -27,7 +27,7 @@ class Waiting:
     """Answers from what was measured."""
 
     def __init__(self, measured: Measurements) -> None:
-        self._costs = measured.costs
+        self._measured, self._steps = measured, measured.steps
         self._halves = False  # how rows that draft on demand ran last
 
     def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
@@ -38,7 +38,7 @@ class Waiting:
         what drafts take, a row waits longer: a draft that comes too late says little.
         """
         d = row.drafting
-        step_s = self._costs.round_s(d.num_draft_tokens)
+        step_s = self._steps.round_s(d.num_draft_tokens)
         if not d.awaited.blocks:
             prefill_s = row.counters.prefill_s / num_running  # the step took all prompts
             allowed_s = min(MAX_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
@@ -46,7 +46,7 @@ class Waiting:
         gain_s = d.measured.gain * step_s
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
-        k, times = d.num_draft_tokens, self._costs.draft_times(d)
+        k, times = d.num_draft_tokens, self._measured.draft_times(d)
         d.measured.worth_waiting = times.mean_s(k) <= times.share.mean * gain_s
         return min(MAX_PATIENCE_S, gain_s, times.most_s(k)) if d.measured.worth_waiting else 0.0
 
@@ -62,11 +62,11 @@ class Waiting:
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
-        k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
-        step_s = self._costs.steps.estimate(half(len(rows)) * (1 + k))
+        k, times = longest.num_draft_tokens, self._measured.draft_times(longest)
+        step_s = self._steps.estimate(half(len(rows)) * (1 + k))
         delay_s, drafting_s = times.mean_s(k), k * times.token_s
         more_s = drafting_s / 2 if self._halves else 0.0
-        together_s = self._costs.steps.estimate(len(rows) * (1 + k)) + delay_s + more_s
+        together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s + more_s
         keeps_up = drafting_s <= step_s + (delay_s - drafting_s) / 2
         self._halves = keeps_up and 0.0 < 2 * step_s <= together_s
         return self._halves
@@ -83,13 +83,13 @@ class Waiting:
         with D the time until the last draft is there, later where steps share its device. For j = m
         there is no second step.
         """
-        awaited = [(row.drafting, self._costs.draft_times(row.drafting)) for row in waiting]
+        awaited = [(row.drafting, self._measured.draft_times(row.drafting)) for row in waiting]
         due = np.sort([self.due(d, now) for d, _ in awaited]) - now
         slowed = [t.contention_s(d.num_draft_tokens) for d, t in awaited if not d.runs_ahead]
         all_there_s = due[-1] + max(slowed, default=0.0)  # beside a step
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
-        steps_s = self._costs.steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
+        steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
         first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]
         first_s[:-1] = np.maximum(first_s[:-1], all_there_s)
@@ -98,7 +98,7 @@ class Waiting:
 
     def due(self, d: Drafting, now: float) -> float:
         """Return when a row's draft is expected; its deadline if it is overdue or unknown."""
-        usual = d.round.committed_at + self._costs.draft_times(d).mean_s(d.num_draft_tokens)
+        usual = d.round.committed_at + self._measured.draft_times(d).mean_s(d.num_draft_tokens)
         return usual if now < usual < d.round.deadline else d.round.deadline
 
 

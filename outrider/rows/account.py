@@ -107,7 +107,7 @@ class DraftAccount:
         counts.output_tokens += tokens
         counts.way = policy.mode.value
         if decoded:
-            plain_s = policy.measured.costs.steps.estimate(num_rows)
+            plain_s = policy.measured.steps.estimate(num_rows)
             counts.plain_s += plain_s * counts.output_tokens / num_rows
 
 

@@ -147,7 +147,7 @@ class DraftTracker:
         began, ended = d.awaited.in_vain
         if began == since:  # afterwards draft and step went on at half their speed
             alone, seconds = True, (ended - began + seconds) / 2
-        times = self.policy.measured.costs.draft_times(d)
+        times = self.policy.measured.draft_times(d)
         times.observe(arrived.at, seconds, arrived.draft_s, num_tokens, alone=alone)
 
     def choose_rows(

@@ -90,13 +90,13 @@ class Accounting:
         opened = tracker.launched(launched, step.began) if launched else []
         if step.timings is None:
             return None
-        policy, costs = tracker.policy, tracker.policy.measured.costs
+        policy, steps = tracker.policy, tracker.policy.measured.steps
         num_rows = len(step.emitted) + step.num_prefilling
         num_tokens, seconds = step.timings.num_tokens, step.timings.forward_ms * 1e-3
         prompts = step.ran.prompts({each.row.name for each in step.emitted if each.first})
         decoded = num_rows > 0 and not prompts
         if decoded:
-            costs.observe_step(num_rows, num_tokens, seconds)
+            steps.observe_step(num_rows, num_tokens, seconds)
         rows = [each.row for each in step.emitted]
         done = StepDone(
             num_running=max(1, num_running),
@@ -106,7 +106,7 @@ class Accounting:
             drafted=sum([drafted > 0 for _, drafted in launched]),
             # As in the native engine: a row goes on from the step before.
             comparable=len(prompts) < num_rows,
-            prompt_s=costs.prompts_s(prompts, num_tokens, seconds),
+            prompt_s=steps.prompts_s(prompts, num_tokens, seconds),
             temperature=sum([row.request.sampling.temperature for row in rows]) / max(1, len(rows)),
         )
         tracker.step_done([row.drafting for row in rows], done, decoded=decoded)

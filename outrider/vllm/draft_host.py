@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from outrider.draft_port import NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import DraftMode
 from outrider.rounds import BlockFate, chain_round, token_kinds
 from outrider.rows.tracker import DraftTracker
 from outrider.step_times import StepSizes
@@ -38,6 +38,7 @@ from outrider.types import (
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
+from outrider.vllm.waiting import Lockstep
 
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
@@ -65,7 +66,7 @@ class DraftHost(Inbox):
         max_model_len: int,
         max_num_seqs: int,
         *,
-        policy: Policy,
+        policy: Lockstep,
         max_graph_rows: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -78,13 +79,14 @@ class DraftHost(Inbox):
         self.features = NoHiddenStates()
         self.listener = Listener()
         self.tracker = DraftTracker(policy)
+        self._policy = policy
         self._k = num_speculative_tokens
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._max_graph_rows = max_graph_rows
-        costs = policy.measured.costs
-        costs.padded = max_graph_rows > 0
-        costs.sizes = StepSizes([(n, n * (1 + self._k)) for n in range(1, max_graph_rows + 1)])
+        steps = policy.measured.steps
+        steps.padded = max_graph_rows > 0
+        steps.sizes = StepSizes([(n, n * (1 + self._k)) for n in range(1, max_graph_rows + 1)])
         self._clock = clock
         self._rows: dict[str, HostedRow] = {}
         self._by_session: dict[int, HostedRow] = {}
@@ -234,7 +236,7 @@ class DraftHost(Inbox):
             if row.draft is not None:
                 drafts[row.name] = path = self._draft(row, row.draft)
                 row.num_drafted = len(path)
-        if not self.tracker.policy.measured.costs.padded:  # else shorter drafts save nothing
+        if not self.tracker.policy.measured.steps.padded:  # else shorter drafts save nothing
             self._cut(drafts)
         if len(names) <= self._max_graph_rows and len(rows) == len(names):
             self._fill_up(drafts)
@@ -246,8 +248,8 @@ class DraftHost(Inbox):
         self._take_messages(0.0)
         undrafted = [row for row in rows if row.draft is None]
         at_hand = [row for row in rows if row.draft is not None]
-        num_prefilling, policy = self._accounting.step.num_prefilling, self.tracker.policy
-        if not (undrafted and policy.may_gain_by_waiting(undrafted, at_hand, num_prefilling)):
+        num_prefilling = self._accounting.step.num_prefilling
+        if not (undrafted and self._policy.may_gain_by_waiting(undrafted, at_hand, num_prefilling)):
             return  # what is known of the rows is noted while the device works
         self._accounting.note_rounds(undrafted=True)
         while True:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import R, Ready, Row
+from outrider.policy.base import Policy, R, Ready, Row
 from outrider.policy.fixed import FixedPolicy, policies
 
 
-class LockstepPolicy(AdaptivePolicy):
+class Lockstep(Policy):
+    """A policy for steps that have all rows."""
+
+    def may_gain_by_waiting(
+        self,
+        undrafted: Sequence[Row],  # noqa: ARG002
+        drafted: Sequence[Row],  # noqa: ARG002
+        num_prefilling: int,  # noqa: ARG002
+    ) -> bool:
+        """Return False where no wait for drafts pays, whatever each row's draft is like.
+
+        The last step committed tokens of all rows, `undrafted` without a draft at hand and
+        `drafted` with one. Then `choose_rows` need not be asked before the next step runs.
+        """
+        return self.may_wait
+
+
+class LockstepPolicy(AdaptivePolicy, Lockstep):
     """A step waits for drafts while all of its rows together gain by that.
 
     A step without more drafts commits its rows and what they gain by the drafts at hand, in the
@@ -37,7 +54,7 @@ class LockstepPolicy(AdaptivePolicy):
         rate, rows = self._rate(undrafted, drafted, num_prefilling), [r.drafting for r in undrafted]
         if not rate:
             return True
-        times = self.measured.costs.draft_times
+        times = self.measured.draft_times
         kinds = {(d.drafter, d.num_draft_tokens): d for d in rows}
         first_s = min([times(d).mean_s(d.num_draft_tokens) for d in kinds.values()])
         return sum([d.measured.gain for d in rows]) > rate * first_s
@@ -47,7 +64,7 @@ class LockstepPolicy(AdaptivePolicy):
 
         0 if unknown, or if all rows wait: then each one's patience decides.
         """
-        step_s = self.measured.costs.round_s(self.num_speculative_tokens)
+        step_s = self.measured.steps.round_s(self.num_speculative_tokens)
         if not (step_s and (drafted or num_others)):
             return 0.0
         gain = sum([row.drafting.measured.gain for row in drafted])
@@ -68,7 +85,7 @@ class LockstepPolicy(AdaptivePolicy):
         return best
 
 
-class LockstepFixedPolicy(FixedPolicy):
+class LockstepFixedPolicy(FixedPolicy, Lockstep):
     """Every round drafts as much as it may, and a step waits for all of its drafts."""
 
     def choose_rows(
@@ -81,7 +98,9 @@ class LockstepFixedPolicy(FixedPolicy):
         return _all_rows(ready, waiting, now, _last_deadline(waiting, now))
 
 
-POLICIES: Final = policies(LockstepPolicy, LockstepFixedPolicy)
+POLICIES: Final[dict[str, Callable[[int], Lockstep]]] = policies(
+    LockstepPolicy, LockstepFixedPolicy
+)
 
 
 def _last_deadline(waiting: Sequence[R], now: float) -> float:

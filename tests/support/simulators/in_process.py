@@ -28,7 +28,7 @@ class InProcess(TwoDevices):
         self._here.listen(self)
         for n in (1, 8, 16, 32, 64, 128, 256):  # as a start measures them
             for k in range(K + 1):
-                self.policy.measured.costs.observe_step(n, n * (1 + k), verify_s(n, k))
+                self.policy.measured.steps.observe_step(n, n * (1 + k), verify_s(n, k))
         return super().add(method, net, own_device=own_device)
 
     def _open(self, player: Player, session: int) -> None:  # noqa: ARG002

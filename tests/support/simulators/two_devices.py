@@ -127,7 +127,7 @@ class TwoDevices(World):
             enable_prefix_caching=False,
         )
         policy = policy or AdaptivePolicy(K)
-        policy.measured.costs.padded = not ragged
+        policy.measured.steps.padded = not ragged
         target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
         super().__init__(policy, config, lambda _: self._seconds(), rng, target)
         self.engine.check_invariants = lambda: None  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ def policy_after(
         for each in rounds:
             met(policy.measured.acceptance, 1, each)
     for num_tokens, seconds in step_s.items():
-        policy.measured.costs.observe_step(num_rows, num_tokens, seconds)
+        policy.measured.steps.observe_step(num_rows, num_tokens, seconds)
     return policy
 
 
@@ -92,7 +92,7 @@ def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expect
     """A step waits for the drafts, which take that long."""
     each = row(12)
     policy = policy_after((each, chain_round(2, 1)), step_s={1: 0.0048, 13: 0.0048}, times=100)
-    times = policy.measured.costs.draft_times(each)
+    times = policy.measured.draft_times(each)
     times.observe(0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True)
     assert policy.choose_counts([each]) == [expected]
 
@@ -125,36 +125,36 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
     measured = AdaptivePolicy(4).measured
     for i in range(20):
         met(measured.acceptance, 1, (each := row(proposer=f"p{i}"), chain_round(4, 1)))
-        measured.costs.draft_times(each)
-    assert len(measured.acceptance._kinds) == len(measured.costs._drafts) == 8
+        measured.draft_times(each)
+    assert len(measured.acceptance._kinds) == len(measured._drafts) == 8
 
 
 def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
     """All tokens of a size cost the same, so it is filled; one token more costs the next size."""
     sizes = (1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160)
     policy, each = AdaptivePolicy(4), rows(20)
-    costs = policy.measured.costs
-    costs.sizes = StepSizes(sizes)
+    steps = policy.measured.steps
+    steps.sizes = StepSizes(sizes)
     for size in sizes:
-        costs.observe_step(*size, 0.010 + 0.0001 * size[1])
-    costs.observe_step(20, 20, 0.0132)
+        steps.observe_step(*size, 0.010 + 0.0001 * size[1])
+    steps.observe_step(20, 20, 0.0132)
     for accepted in (4, 3, 0, 1, 0, 4, 0, 0) * 20:
         met(policy.measured.acceptance, 1, *((row, chain_round(4, accepted)) for row in each))
     assert 20 + sum(policy.choose_counts(each)) in {64, 96}
     # A step of 70 tokens took as long as its size does.
-    before = costs.steps.estimate(96)
-    costs.observe_step(32, 70, 0.005)
-    assert costs.steps.estimate(96) < before
+    before = steps.estimate(96)
+    steps.observe_step(32, 70, 0.005)
+    assert steps.estimate(96) < before
 
 
 @pytest.mark.parametrize("num_rows", [8, 100])
 def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
     """Though only a few of its rows choose: a fraction more would be the next size."""
     policy, plain = AdaptivePolicy(4), (num_rows, num_rows)
-    costs, dear = policy.measured.costs, ((num_rows, 2 * num_rows), (128, 640))
-    costs.sizes = StepSizes([plain, *dear])
+    steps, dear = policy.measured.steps, ((num_rows, 2 * num_rows), (128, 640))
+    steps.sizes = StepSizes([plain, *dear])
     for size, seconds in ((dear[0], 0.1), (dear[1], 0.2), (plain, 0.010)):
-        costs.observe_step(*size, seconds)
+        steps.observe_step(*size, seconds)
     for choosing in range(1, num_rows + 1):
         assert policy.choose_counts(rows(choosing)) == [0] * choosing
 

@@ -78,9 +78,9 @@ async def test_host_counts_a_filling_token_that_was_right(monkeypatch: pytest.Mo
 def test_policy_of_host_that_fills_up_knows_that_one_draft_token_costs_as_much_as_all() -> None:
     policy = LockstepPolicy(K)
     DraftHost(K, 64, 8, policy=policy, max_graph_rows=2)
-    costs, steps = policy.measured.costs, {2: 0.010, 2 * (1 + K): 0.014, 3: 0.011}
-    for num_tokens, seconds in steps.items():
-        costs.observe_step(3 if num_tokens == 3 else 2, num_tokens, seconds)
-    estimates = costs.steps_s(2, np.array([2.0, 3.0, 2.0 * (1 + K)]))
+    steps, times = policy.measured.steps, {2: 0.010, 2 * (1 + K): 0.014, 3: 0.011}
+    for num_tokens, seconds in times.items():
+        steps.observe_step(3 if num_tokens == 3 else 2, num_tokens, seconds)
+    estimates = steps.of_rows(2, np.array([2.0, 3.0, 2.0 * (1 + K)]))
     assert estimates.tolist() == pytest.approx([0.010, 0.014, 0.014])
-    assert costs.steps_s(3, np.array([4.0]))[0] < 0.014  # no graph has as many rows
+    assert steps.of_rows(3, np.array([4.0]))[0] < 0.014  # no graph has as many rows

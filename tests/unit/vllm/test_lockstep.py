@@ -17,9 +17,9 @@ K, STEP_S, GAIN = 4, 0.010, 3.0
 def policy(num_rows: int, delay_s: float) -> LockstepPolicy:
     """A policy that has seen steps of `STEP_S`, and drafts come after `delay_s`."""
     made = LockstepPolicy(K)
-    costs = made.measured.costs
-    costs.observe_step(num_rows, num_rows * (1 + K), STEP_S)
-    costs.draft_times(row(drafted=False).drafting).observe(1.0, delay_s, delay_s / 2, K, alone=True)
+    made.measured.steps.observe_step(num_rows, num_rows * (1 + K), STEP_S)
+    times = made.measured.draft_times(row(drafted=False).drafting)
+    times.observe(1.0, delay_s, delay_s / 2, K, alone=True)
     return made
 
 

@@ -21,13 +21,13 @@ class Prompts:
         self.now, self.done = 1.0, list[StepDone]()
         policy = LockstepPolicy(4)
         self.observed: list[tuple[int, int, float]] = []
-        observe = policy.measured.costs.observe_step
+        observe = policy.measured.steps.observe_step
 
         def observing(num_rows: int, num_tokens: int, seconds: float) -> None:
             self.observed.append((num_rows, num_tokens, seconds))
             observe(num_rows, num_tokens, seconds)
 
-        monkeypatch.setattr(policy.measured.costs, "observe_step", observing)
+        monkeypatch.setattr(policy.measured.steps, "observe_step", observing)
         self.host = DraftHost(4, 64, 8, policy=policy, clock=lambda: self.now)
         monkeypatch.setattr(
             self.host.tracker, "step_done", lambda _, step, **__: self.done.append(step)
