@@ -31,7 +31,7 @@ from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy, policies
+from outrider.policy.fixed import FixedPolicy
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
@@ -50,7 +50,11 @@ from scorer_service.loading import load
 from scorer_service.metrics import EngineMetrics, ScorerMetrics
 
 NAME: Final = "scorer"
-POLICIES: Final[dict[str, Callable[[int], Policy]]] = policies(AdaptivePolicy, FixedPolicy)
+POLICIES: Final[dict[str, Callable[[int], Policy]]] = {
+    "adaptive": AdaptivePolicy,
+    "fixed": FixedPolicy,
+    "off": lambda _: FixedPolicy(0),
+}
 
 
 class ScorerCore:

@@ -12,6 +12,7 @@ from functools import cache
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
+from outrider.bounded import remember
 from outrider.counts import DRAFT_FATES, StepCounts, context_class_from, sum_rounds
 from outrider.features import FeatureBatch
 from outrider.policy.base import DraftMode
@@ -180,12 +181,9 @@ class ScorerMetrics:
         # Proposers choose these names, so their number is bounded.
         self._pool_names.add(pool if len(self._pool_names) < _MAX_POOLS else _OTHER)
         pool = pool if pool in self._pool_names else _OTHER
-        self._pools.pop(proposer_id, None)
-        self._pools[proposer_id] = pool
+        remember(self._pools, proposer_id, pool, _MAX_PROPOSERS)
         for fate in DRAFT_FATES:
             self._pool_rounds(pool, fate)  # reported from 0, so that a rate includes the first
-        if len(self._pools) > _MAX_PROPOSERS:
-            del self._pools[next(iter(self._pools))]
 
     def set_proposers(self, attached: Mapping[tuple[str, str], int]) -> None:
         """Report the attached proposers by pool and method."""

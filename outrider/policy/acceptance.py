@@ -9,8 +9,8 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.bounded import remember
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.measurements import remember
 from outrider.policy.row import Drafting
 from outrider.rounds import Round
 
@@ -91,18 +91,17 @@ class Acceptance:
         kinds, of_row = [self._kind(key) for key in of_key], [of_key[key] for key in keys]
         rate = np.array([kind.rate for kind in kinds])[of_row]
         measured = [d.measured for d in rows]
-        shares, tried = np.array([(m.accepted.mean, m.accepted.weight) for m in measured]).T
+        shares, tried, levels = np.array(
+            [(m.accepted.mean, m.accepted.weight, m.levels.mean) for m in measured]
+        ).T
         own_rate = _shrunk(np.stack((shares * tried, tried)), rate)
         # How many times a row's odds are those of its kind.
         factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate
         odds = np.array([kind.odds[:depth] for kind in kinds])[of_row] * factors[:, None]
         survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
-        for i, m in enumerate(measured):
-            if m.levels.mean < 1.0:
-                total = np.concatenate(((0.0,), np.cumsum(survivals[i])))
-                places = np.arange(depth + 1)
-                gains = np.diff(np.interp(m.levels.mean * places, places, total))
-                survivals[i] = np.minimum.accumulate(gains)
+        if levels.min() < 1.0:
+            places = (levels[:, None] * np.arange(depth)).astype(np.int64)
+            survivals = np.take_along_axis(survivals, places, 1) * levels[:, None]
         return survivals
 
     def told(self, drafts: Rows[tuple[Drafting, bytes]], depth: int) -> NDArray[np.float64]:
@@ -117,6 +116,4 @@ class Acceptance:
         return rates.cumprod(1)
 
     def _kind(self, key: tuple[str, bool]) -> _Kind:
-        kind = self._kinds.get(key) or _Kind()
-        remember(self._kinds, key, kind)
-        return kind
+        return remember(self._kinds, key, self._kinds.get(key) or _Kind())

@@ -52,11 +52,9 @@ class AdaptivePolicy(Policy):
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         limits = np.array([d.offered.max_draft_tokens for d in rows])
-        if not self.may_wait:  # of drafts one token tells that they come
-            return [min(limit, int(self.mode.drafts)) for limit in limits.tolist()]
         depth = int(limits.max())
-        if not depth:
-            return [0] * len(rows)
+        if not (depth and self.may_wait):  # of drafts one token tells that they come
+            return [min(limit, int(self.mode.drafts)) for limit in limits.tolist()]
         survivals = self.measured.acceptance.survivals(rows, depth)
         depths = np.arange(depth)
         survivals *= depths < limits[:, None]  # [rows, depth]
@@ -109,8 +107,8 @@ class AdaptivePolicy(Policy):
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
         delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
         for d in {d.drafter: d for d in rows}.values():
-            times = self.measured.draft_times(d)
-            np.maximum(delays[1:], times.mean_s(tokens), out=delays[1:])
+            mean_s = self.measured.draft_times(d).delays.mean_s(tokens)
+            np.maximum(delays[1:], mean_s, out=delays[1:])
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
         return delays * missed
 

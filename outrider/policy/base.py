@@ -7,9 +7,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from outrider.bounded import remember
 from outrider.draft_tree import DraftTree
 from outrider.policy.acceptance import Acceptance
-from outrider.policy.measurements import DraftTimes, remember
+from outrider.policy.measurements import DraftTimes
 from outrider.policy.row import Drafting
 from outrider.rounds import Counters
 from outrider.step_times import EngineStepTimes
@@ -76,9 +77,7 @@ class Measurements:
 
     def draft_times(self, d: Drafting) -> DraftTimes:
         """Return what a row's drafts take, to be added to."""
-        times = self._drafts.get(d.drafter) or DraftTimes()
-        remember(self._drafts, d.drafter, times)
-        return times
+        return remember(self._drafts, d.drafter, self._drafts.get(d.drafter) or DraftTimes())
 
 
 class Policy:

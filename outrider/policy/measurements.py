@@ -10,22 +10,10 @@ from numpy.typing import NDArray
 
 from outrider.averages import Average
 
-MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
-
-K = TypeVar("K")
-V = TypeVar("V")
 Num = TypeVar("Num", float, NDArray[np.float64])
 
 
-def remember(known: dict[K, V], name: K, value: V) -> None:
-    """Keep a value by name, of the latest `MAX_NAMES` names."""
-    known.pop(name, None)
-    known[name] = value
-    if len(known) > MAX_NAMES:
-        del known[next(iter(known))]
-
-
-class _Delays:
+class Delays:
     """Delays under like circumstances, each in part by the draft's tokens.
 
     None can become negative: a mean of times has a mean share in its drafts' tokens.
@@ -43,11 +31,19 @@ class _Delays:
 
     @property
     def token_s(self) -> float:
+        """Mean seconds per drafted token."""
         drafting_s = self.whole_s.mean * self.drafting.mean
         return drafting_s / self.tokens.mean if drafting_s else 0.0
 
     def mean_s(self, num_tokens: Num) -> Num:
+        """Return the mean seconds from a commit to the arrival of so many tokens."""
         return self.whole_s.mean * (1.0 - self.drafting.mean) + self.token_s * num_tokens
+
+    def most_s(self, num_tokens: float) -> float:
+        """Return the seconds within which most drafts of so many tokens have come."""
+        if not self.whole_s.weight:
+            return math.inf
+        return self.mean_s(num_tokens) + 4 * self.whole_s.deviation
 
 
 class DraftTimes:
@@ -62,7 +58,7 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self.share = Average(mean=1.0)  # of answers that hold a draft
-        self._alone, self._beside = _Delays(), _Delays()
+        self._alone, self._beside = Delays(), Delays()
         self._last_draft_at, self._latest = -1.0, self._alone
 
     def observe(
@@ -74,7 +70,7 @@ class DraftTimes:
         only while no draft is known. `alone`: beside no step.
         """
         self.share.add(num_tokens > 0)
-        if at == self._last_draft_at or (not num_tokens and self._counting.whole_s.weight):
+        if at == self._last_draft_at or (not num_tokens and self.delays.whole_s.weight):
             return
         if num_tokens:
             self._last_draft_at = at
@@ -82,7 +78,8 @@ class DraftTimes:
         self._latest.add(seconds, draft_s, num_tokens)
 
     @property
-    def _counting(self) -> _Delays:
+    def delays(self) -> Delays:
+        """The delays that count."""
         alone, beside = self._alone, self._beside
         if not (alone.whole_s.weight and beside.whole_s.weight):
             return alone if alone.whole_s.weight else beside
@@ -90,20 +87,6 @@ class DraftTimes:
         outdated = beside.whole_s.mean < alone.mean_s(as_long)
         return self._latest if outdated else alone
 
-    @property
-    def token_s(self) -> float:
-        """Mean seconds per drafted token."""
-        return self._counting.token_s
-
     def contention_s(self, num_tokens: float) -> float:
         """Return the mean seconds by which a step beside a draft makes it late."""
-        return max(0.0, self._beside.mean_s(num_tokens) - self.mean_s(num_tokens))
-
-    def mean_s(self, num_tokens: Num) -> Num:
-        """Return the mean seconds from a commit to the arrival of so many tokens."""
-        return self._counting.mean_s(num_tokens)
-
-    def most_s(self, num_tokens: float) -> float:
-        """Return the seconds within which most drafts of so many tokens have come."""
-        whole_s = self._counting.whole_s
-        return self.mean_s(num_tokens) + 4 * whole_s.deviation if whole_s.weight else math.inf
+        return max(0.0, self._beside.mean_s(num_tokens) - self.delays.mean_s(num_tokens))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 
 from outrider.averages import OUTLIER, Average
+from outrider.bounded import remember
 from outrider.policy.base import DraftMode, StepDone
-from outrider.policy.measurements import remember
 from outrider.policy.row import SAMPLED_TEMPERATURE
 
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
@@ -45,14 +45,11 @@ class ModeTrials:
         self.mode = self.incumbent = incumbent  # now, and but for a trial
         self.catching_up = False  # most rows' prompts were not yet processed by a proposer
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
-        self._speeds = {mode: self._no_speed() for mode in DraftMode}
+        self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in DraftMode}
         self._last_tried = incumbent
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
-
-    def _no_speed(self) -> Speed:
-        return Speed(3.0 * self._trial_steps)
 
     @property
     def on_trial(self) -> bool:
@@ -69,15 +66,15 @@ class ModeTrials:
         """True if the incumbent was measured as well as a trial tells."""
         return self._speeds[self.incumbent].seconds.weight >= 0.8 * self._trial_steps
 
-    def try_soon(self) -> None:
-        """Try drafts soon where there are none: with other texts they may pay."""
-        if not self.incumbent.drafts:
-            self._steps_left = min(self._steps_left, MOST_STEPS)
+    def settle(self, *, other_texts: bool = False) -> None:
+        """Compare none of the next steps: something changed.
 
-    def settle(self) -> None:
-        """Compare none of the next steps: something changed."""
+        With other texts drafts are tried soon where there are none: they may pay now.
+        """
         rounds = min(SETTLING_ROUNDS, self._trial_steps / 4)
         self.settling = rounds if self.mode.drafts else rounds / 2
+        if other_texts and not self.incumbent.drafts:
+            self._steps_left = min(self._steps_left, MOST_STEPS)
 
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
@@ -96,55 +93,56 @@ class ModeTrials:
             elif drafts:
                 rounds = max(drafted, rounds / SETTLING_ROUNDS)
             self.settling -= rounds
-        else:
-            if seconds > 0.0:
-                current.tokens.add(tokens / rounds, rounds)
-                current.seconds.add(seconds / rounds, rounds)
-                # While the incumbent drafts, steps without any draft bring no trial nearer.
-                self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
-            if self.on_trial and (self._steps_left <= 0.0 or self._is_lost(step.num_running)):
-                self._end(self._wins(self.mode))
-            elif not self.on_trial:
-                faster = self._faster(ahead=step.may_run_ahead)
-                if faster or self._steps_left <= 0.0:
-                    self._begin(faster or self._next(ahead=step.may_run_ahead))
+            return
+        if seconds > 0.0:
+            current.tokens.add(tokens / rounds, rounds)
+            current.seconds.add(seconds / rounds, rounds)
+            # While the incumbent drafts, steps without any draft bring no trial nearer.
+            self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
+        if not self.on_trial:
+            self._begin(self._due(ahead=step.may_run_ahead))
+        elif (won := self._won(step.num_running)) is not None:
+            self._end(won=won)
 
-    def _faster(self, *, ahead: bool) -> DraftMode | None:
-        """Return the mode that brought more than the present drafts do, if one is known."""
-        tried, best = self._speeds, self._speeds[self.incumbent]
-        mode = max([m for m in DraftMode if ahead or not m.drafts], key=lambda m: tried[m].rate)
-        behind = self.incumbent.drafts and self._is_known and tried[mode].rate > WORTH * best.rate
-        return mode if behind else None
+    def _due(self, *, ahead: bool) -> DraftMode:
+        """Return the mode to try now: one that was faster than these drafts, or the next in turn.
 
-    def _next(self, *, ahead: bool) -> DraftMode:
-        """Return the next mode in turn. Where nobody runs `ahead`, both that draft are one."""
+        Where nobody runs `ahead`, both modes that draft are one. Else the incumbent goes on.
+        """
+        speeds, drafts = self._speeds, self.incumbent.drafts
+        others = [mode for mode in DraftMode if ahead or not mode.drafts]
+        fastest = max(others, key=lambda mode: speeds[mode].rate)
+        if drafts and self._is_known and speeds[fastest].rate > WORTH * speeds[self.incumbent].rate:
+            return fastest
+        if self._steps_left > 0.0:
+            return self.incumbent
         if not ahead:
-            return DraftMode.OFF if self.incumbent.drafts else DraftMode.ON_DEMAND
-        modes = list(DraftMode)
-        turn = modes[modes.index(self._last_tried) + 1 :] + modes
+            return DraftMode.OFF if drafts else DraftMode.ON_DEMAND
+        turn = others[others.index(self._last_tried) + 1 :] + others
         return next(mode for mode in turn if mode is not self.incumbent)
 
     def _begin(self, mode: DraftMode) -> None:
+        if mode is self.incumbent:
+            return
         self.mode = self._last_tried = mode
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
-        self._speeds[self.mode] = self._no_speed()
+        self._speeds[mode] = Speed(3.0 * self._trial_steps)
         self.settle()
 
-    def _is_lost(self, num_rows: int) -> bool:
+    def _won(self, num_rows: int) -> bool | None:
+        """Return whether the trial was won; None while it goes on."""
         tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
-        compared = num_rows * (self._trial_steps - self._steps_left)  # rounds of one row
-        luck = 2.0 / math.sqrt(max(1.0, compared))
-        early = not self.incumbent.drafts and 4 * self._steps_left > 3 * self._trial_steps
-        return not early and tried.rate < (1.0 - luck) * best.rate
-
-    def _wins(self, mode: DraftMode) -> bool:
-        tried, best = self._speeds[mode], self._speeds[self.incumbent]
-        if mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
+        if self._steps_left > 0.0:
+            compared = num_rows * (self._trial_steps - self._steps_left)  # rounds of one row
+            luck = 2.0 / math.sqrt(max(1.0, compared))
+            early = not self.incumbent.drafts and 4 * self._steps_left > 3 * self._trial_steps
+            return False if not early and tried.rate < (1.0 - luck) * best.rate else None
+        if self.mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
             return tried.rate > WORTH * best.rate and tried.tokens.mean >= 1.0
         return tried.rate > best.rate
 
-    def _end(self, won: bool) -> None:
+    def _end(self, *, won: bool) -> None:
         self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
         if won:
             self._steps_left = float(self._trial_steps)
@@ -166,7 +164,6 @@ class ModeSelector:
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
         self._last_step_at: float | None = None
-        self._with_prompts = False  # a step of prompts only came after the last other step
         self._restart()
 
     def _restart(self) -> None:
@@ -182,12 +179,11 @@ class ModeSelector:
                 remember(self._proposers, proposer_id, None)
             self._restart()
         if step.prompts_only:  # its time is that of the round which the others wait for
-            self._with_prompts = True
+            self._last_step_at = None
             return
-        left_out, self._with_prompts = self._with_prompts, False
         before, self._last_step_at = self._last_step_at, step.at
         changed = self._change(step.num_running, step.temperature)
-        if step.comparable and not (changed or left_out or before is None):
+        if step.comparable and before is not None and not changed:
             self.current.observe(step, step.at - before - step.prompt_s)
 
     def _change(self, num_rows: int, temperature: float) -> bool:
@@ -198,13 +194,11 @@ class ModeSelector:
         sampled = temperature >= SAMPLED_TEMPERATURE + margin
         if (size, sampled) == (self._size, self._sampled):
             return False
-        incumbent = self.current.incumbent if size == self._size else self.mode_at(size)
         if (size, sampled) not in self._known:
+            incumbent = self.current.incumbent if size == self._size else self.mode_at(size)
             self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent)
         self.current = self._known[size, sampled]
-        self.current.settle()
-        if sampled != self._sampled:
-            self.current.try_soon()
+        self.current.settle(other_texts=sampled != self._sampled)
         self._size, self._sampled = size, sampled
         return True
 

@@ -47,8 +47,9 @@ class Waiting:
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
         k, times = d.num_draft_tokens, self._measured.draft_times(d)
-        d.measured.worth_waiting = times.mean_s(k) <= times.share.mean * gain_s
-        return min(MAX_PATIENCE_S, gain_s, times.most_s(k)) if d.measured.worth_waiting else 0.0
+        d.measured.worth_waiting = times.delays.mean_s(k) <= times.share.mean * gain_s
+        most_s = min(MAX_PATIENCE_S, gain_s, times.delays.most_s(k))
+        return most_s if d.measured.worth_waiting else 0.0
 
     def in_halves(self, rows: Rows[Row]) -> bool:
         """Return whether one half of the rows is to be verified while others are drafted for.
@@ -62,9 +63,9 @@ class Waiting:
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
-        k, times = longest.num_draft_tokens, self._measured.draft_times(longest)
+        k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
         step_s = self._steps.estimate(half(len(rows)) * (1 + k))
-        delay_s, drafting_s = times.mean_s(k), k * times.token_s
+        delay_s, drafting_s = delays.mean_s(k), k * delays.token_s
         more_s = drafting_s / 2 if self._halves else 0.0
         together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s + more_s
         keeps_up = drafting_s <= step_s + (delay_s - drafting_s) / 2
@@ -98,7 +99,8 @@ class Waiting:
 
     def due(self, d: Drafting, now: float) -> float:
         """Return when a row's draft is expected; its deadline if it is overdue or unknown."""
-        usual = d.round.committed_at + self._measured.draft_times(d).mean_s(d.num_draft_tokens)
+        delays = self._measured.draft_times(d).delays
+        usual = d.round.committed_at + delays.mean_s(d.num_draft_tokens)
         return usual if now < usual < d.round.deadline else d.round.deadline
 
 

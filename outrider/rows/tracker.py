@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
+from outrider.bounded import remember
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
-from outrider.policy.measurements import remember
 from outrider.policy.row import (
     SAMPLED_TEMPERATURE,
     Awaited,

@@ -7,7 +7,7 @@ from typing import Final
 
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy, R, Ready, Row
-from outrider.policy.fixed import FixedPolicy, policies
+from outrider.policy.fixed import FixedPolicy
 
 
 class Lockstep(Policy):
@@ -56,7 +56,7 @@ class LockstepPolicy(AdaptivePolicy, Lockstep):
             return True
         times = self.measured.draft_times
         kinds = {(d.drafter, d.num_draft_tokens): d for d in rows}
-        first_s = min([times(d).mean_s(d.num_draft_tokens) for d in kinds.values()])
+        first_s = min([times(d).delays.mean_s(d.num_draft_tokens) for d in kinds.values()])
         return sum([d.measured.gain for d in rows]) > rate * first_s
 
     def _rate(self, waiting: Sequence[Row], drafted: Sequence[Row], num_others: int) -> float:
@@ -98,9 +98,11 @@ class LockstepFixedPolicy(FixedPolicy, Lockstep):
         return _all_rows(ready, waiting, now, _last_deadline(waiting, now))
 
 
-POLICIES: Final[dict[str, Callable[[int], Lockstep]]] = policies(
-    LockstepPolicy, LockstepFixedPolicy
-)
+POLICIES: Final[dict[str, Callable[[int], Lockstep]]] = {
+    "adaptive": LockstepPolicy,
+    "fixed": LockstepFixedPolicy,
+    "off": lambda _: LockstepFixedPolicy(0),
+}
 
 
 def _last_deadline(waiting: Sequence[R], now: float) -> float:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.bounded import MAX_NAMES
 from outrider.draft_port import DraftOffer
-from outrider.policy import measurements
 from outrider.policy.acceptance import Acceptance
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.measurements import DraftTimes
@@ -118,15 +118,12 @@ def test_acceptance_differs_by_depth_and_by_kind_of_text() -> None:
     assert acceptance.survivals([row(sampled=True)], 1)[0] < 0.1
 
 
-def test_proposers_of_ever_new_names_do_not_fill_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(measurements, "MAX_NAMES", 8)
+def test_proposers_of_ever_new_names_do_not_fill_the_memory() -> None:
     measured = AdaptivePolicy(4).measured
-    for i in range(20):
+    for i in range(MAX_NAMES + 20):
         met(measured.acceptance, 1, (each := row(proposer=f"p{i}"), chain_round(4, 1)))
         measured.draft_times(each)
-    assert len(measured.acceptance._kinds) == len(measured._drafts) == 8
+    assert len(measured.acceptance._kinds) == len(measured._drafts) == MAX_NAMES
 
 
 def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
@@ -162,11 +159,11 @@ def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
 def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
     times, at = DraftTimes(), itertools.count()
     times.observe(next(at), 0.020, 0.001, 4, alone=False)
-    assert times.mean_s(4) == pytest.approx(0.020)
+    assert times.delays.mean_s(4) == pytest.approx(0.020)
     times.observe(next(at), 0.004, 0.001, 4, alone=True)
     for _ in range(100):
         times.observe(next(at), 0.020, 0.001, 4, alone=False)
-    assert times.mean_s(4) == pytest.approx(0.004)
+    assert times.delays.mean_s(4) == pytest.approx(0.004)
     assert times.contention_s(4) == pytest.approx(0.016, rel=0.1)
 
 
@@ -177,7 +174,7 @@ def test_of_drafts_that_took_longer_without_a_step_the_last_ones_count(alone: bo
     times.observe(next(at), 0.005 if alone else 1.0, 0.001, 4, alone=not alone)
     for _ in range(20):
         times.observe(next(at), 0.006, 0.002, 4, alone=alone)
-    assert times.mean_s(4) == pytest.approx(0.006)
+    assert times.delays.mean_s(4) == pytest.approx(0.006)
     assert times.contention_s(4) == 0.0
 
 
@@ -191,8 +188,9 @@ def test_delays_are_numbers_and_not_negative_whatever_is_measured(
     times = DraftTimes()
     for at, (seconds, draft_s, num_tokens, alone) in enumerate(answers):
         times.observe(at, seconds, draft_s, num_tokens, alone=alone)
+        delays = times.delays
         for k in (0, 1, 128):
-            found = (times.mean_s(k), times.most_s(k), times.contention_s(k), times.token_s)
+            found = (delays.mean_s(k), delays.most_s(k), times.contention_s(k), delays.token_s)
             assert all(0.0 <= each < float("inf") for each in found)
 
 
