@@ -22,7 +22,7 @@ from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sequence import Sequence as Row
 from outrider.engine.step import ScheduledRow, Step
 from outrider.params import SamplingParams, StopParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 

@@ -7,13 +7,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from outrider.bounded import remember
 from outrider.draft_tree import DraftTree
-from outrider.policy.acceptance import Acceptance
-from outrider.policy.measurements import DraftTimes
+from outrider.policy.measurements import Measurements
 from outrider.policy.row import Drafting
 from outrider.rounds import Counters
-from outrider.step_times import EngineStepTimes
 
 
 class DraftMode(enum.Enum):
@@ -65,19 +62,6 @@ class StepDone:
     temperature: float = 0.0  # mean of all rows that are admitted
     proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft
     may_run_ahead: bool = False  # one of them can
-
-
-class Measurements:
-    """The times of steps and drafts, and acceptance, as any policy measures them."""
-
-    def __init__(self) -> None:
-        self.steps = EngineStepTimes()
-        self.acceptance = Acceptance()
-        self._drafts: dict[str, DraftTimes] = {}  # by drafter
-
-    def draft_times(self, d: Drafting) -> DraftTimes:
-        """Return what a row's drafts take, to be added to."""
-        return remember(self._drafts, d.drafter, self._drafts.get(d.drafter) or DraftTimes())
 
 
 class Policy:
@@ -145,3 +129,17 @@ class Policy:
 
     def step_done(self, step: StepDone) -> None:
         """Learn from a step that ended."""
+
+
+class FixedPolicy(Policy):
+    """Each row waits `max_wait_s` for its draft, to compare drafts; with K = 0 none.
+
+    By default that is longer than a draft takes on a busy machine: none is to come late.
+    """
+
+    def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 1.0) -> None:
+        super().__init__(num_speculative_tokens)
+        self.max_wait_s = max_wait_s
+
+    def patience_s(self, row: Row) -> float:  # noqa: ARG002
+        return self.max_wait_s

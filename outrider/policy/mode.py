@@ -66,15 +66,10 @@ class ModeTrials:
         """True if the incumbent was measured as well as a trial tells."""
         return self._speeds[self.incumbent].seconds.weight >= 0.8 * self._trial_steps
 
-    def settle(self, *, other_texts: bool = False) -> None:
-        """Compare none of the next steps: something changed.
-
-        With other texts drafts are tried soon where there are none: they may pay now.
-        """
+    def settle(self) -> None:
+        """Compare none of the next steps: something changed."""
         rounds = min(SETTLING_ROUNDS, self._trial_steps / 4)
         self.settling = rounds if self.mode.drafts else rounds / 2
-        if other_texts and not self.incumbent.drafts:
-            self._steps_left = min(self._steps_left, MOST_STEPS)
 
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
@@ -198,7 +193,7 @@ class ModeSelector:
             incumbent = self.current.incumbent if size == self._size else self.mode_at(size)
             self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent)
         self.current = self._known[size, sampled]
-        self.current.settle(other_texts=sampled != self._sampled)
+        self.current.settle()
         self._size, self._sampled = size, sampled
         return True
 

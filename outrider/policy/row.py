@@ -72,13 +72,6 @@ class Measured:
         self.gain = 0.0  # tokens that the next draft is expected to bring
         self.worth_waiting = True  # the proposer has drafts soon and often enough
 
-    def observe(self, round_: Round) -> None:
-        """Take in a round, with or without a draft."""
-        tried = round_.tried
-        self.accepted.add(round_.accepted / tried if tried else 0.0, tried)
-        if round_.drafted:
-            self.levels.add(round_.depth / round_.drafted)
-
 
 @dataclass(slots=True)
 class Drafting:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy, R, Ready, Row
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Policy, R, Ready, Row
 
 
 class Lockstep(Policy):

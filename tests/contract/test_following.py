@@ -9,8 +9,7 @@ import pytest
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import SessionKey
 from outrider.engine.sequence import Sequence
-from outrider.policy.base import Ready
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Ready
 from outrider.policy.row import Drafting
 from tests.support.models.features import CAPTURED, RowReader
 from tests.support.services.reader_service import serving

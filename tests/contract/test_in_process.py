@@ -26,8 +26,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
-from outrider.policy.base import DraftMode
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import DraftMode, FixedPolicy
 from outrider.policy.row import Drafting
 from outrider.v1 import common_pb2
 from tests.support.models.features import CAPTURED, SIZE, RowReader, selection

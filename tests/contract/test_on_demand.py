@@ -10,8 +10,7 @@ from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, Pace, ProposerLimits, SessionKey
 from outrider.engine.sequence import Sequence as Row
-from outrider.policy.base import DraftMode, Ready
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import DraftMode, FixedPolicy, Ready
 from tests.support.models.hash_model import HashModel
 from tests.support.services.reader_service import serving
 from tests.support.services.scorer import MAX_LEN, VOCAB, running_scorer

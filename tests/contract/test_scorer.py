@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import errors
-from outrider.policy.base import Row
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Row
 from outrider.rpc import status
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2, scorer_pb2_grpc

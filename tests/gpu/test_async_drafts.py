@@ -22,7 +22,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.models.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
 from tests.support.services.drafting_scorer import DraftingScorer, K, draw_requests

@@ -33,7 +33,7 @@ from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, StopParams, TokenIds
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request, TokenLogprobs
 from scorer_service.device import StepLimits, capture_steps, size_cache
 from tests.support.models.architectures import ARCHITECTURES, random_model

@@ -30,7 +30,7 @@ from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step
 from outrider.params import SamplingParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.policy.measurements import DraftTimes
 from outrider.types import Request
 from tests.support.models.by_tensors import by_tensors

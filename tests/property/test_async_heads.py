@@ -41,7 +41,7 @@ from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as eagle

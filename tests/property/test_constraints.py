@@ -34,7 +34,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import FinishReason, Request
 from tests.support.json_schemas import conforms
 from tests.support.models.byte_tokenizer import EOS, byte_tokenizer

@@ -13,8 +13,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.sampling.verify import choose_and_verify
-from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Policy
 from tests.property.test_engine_equality import EOS, Scenario, configs
 from tests.support.models.recordable import rerun
 from tests.unit.graphs.test_decode_graphs import SAMPLINGS, RecordableHashModel

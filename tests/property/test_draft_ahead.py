@@ -16,8 +16,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Ready, StepDone
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import DraftMode, FixedPolicy, Ready, StepDone
 from outrider.policy.waiting import next_half
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, Sequential

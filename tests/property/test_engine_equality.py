@@ -23,8 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Policy
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
 from tests.support.models.at_once import AtOnce
 from tests.support.models.hash_model import HashModel, Sequential

@@ -15,7 +15,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.params import SamplingParams, StopParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.models.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
 

@@ -18,7 +18,7 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Commit, Request
 from tests.support.models.hash_model import HashModel, Sequential
 

@@ -36,7 +36,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Commit, Request
 from tests.support.models.byte_tokenizer import byte_tokenizer
 from tests.support.models.hash_model import HashModel, Sequential

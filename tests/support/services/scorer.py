@@ -20,7 +20,7 @@ from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureSpec
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.rpc.channel import open_channel
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.deployment import TlsFiles

@@ -16,7 +16,7 @@ from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 
 K = 3

@@ -11,7 +11,7 @@ from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.models.features import FeatureHash
 from tests.support.models.hash_model import HashModel, Sequential

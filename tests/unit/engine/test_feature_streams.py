@@ -22,8 +22,7 @@ from outrider.engine.runner import Runner
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
-from outrider.policy.base import Policy
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Policy
 from outrider.policy.row import Drafting
 from outrider.types import Request, StepEvents
 from tests.support.models.at_once import AtOnce

@@ -14,7 +14,7 @@ from outrider.engine.runner import Runner
 from outrider.engine.step import Step
 from outrider.errors import InvalidRequestError
 from outrider.params import SamplingParams, StopParams, TokenIds
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Commit, PromptLogprobs, Request
 from tests.support.models.hash_model import HashModel
 

@@ -24,8 +24,7 @@ from outrider.params import (
     TokenIds,
     VerificationRule,
 )
-from outrider.policy.base import StepDone
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, StepDone
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import BlockFate
 from outrider.types import (

@@ -42,8 +42,7 @@ from outrider.errors import (
 )
 from outrider.features import FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
-from outrider.policy.base import Policy, Ready, StepDone
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy, Policy, Ready, StepDone
 from outrider.policy.row import Drafting
 from outrider.rows.tracker import DraftTracker
 from outrider.types import Commit, FinishReason, Request, StepEvents

@@ -23,7 +23,7 @@ from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams, StopParams
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.models.architectures import ARCHITECTURES, random_model
 from tests.support.models.by_tensors import by_tensors

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.bounded import MAX_NAMES
 from outrider.draft_port import DraftOffer
-from outrider.policy.acceptance import Acceptance
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.measurements import DraftTimes
+from outrider.policy.measurements import Acceptance, DraftTimes
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import UNDRAFTED, Round, chain_round
 from outrider.step_times import StepSizes

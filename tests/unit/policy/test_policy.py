@@ -14,9 +14,8 @@ import pytest
 from outrider.config import SPECULATION_POLICIES, EngineConfig
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import DraftMode, FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
-from outrider.policy.fixed import FixedPolicy
 from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.types import Commit, Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES

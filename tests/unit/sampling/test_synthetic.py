@@ -27,7 +27,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request, RequestStats
 from tests.support.models.hash_model import HashModel
 

@@ -11,7 +11,7 @@ from outrider.config import EngineConfig
 from outrider.counts import StepCounts, context_class, context_class_from
 from outrider.params import SamplingParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.fixed import FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.types import Request, StepEvents
 from tests.support.simulators.simulation import Net, World, draft_model
 
