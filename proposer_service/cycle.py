@@ -76,9 +76,16 @@ Item = Attach | Detach | Batch | SendMessage | Stop
 class Cycle:
     """The drafting thread's sessions, and their scorers."""
 
-    def __init__(self, proposer: Proposer, metrics: ProposerMetrics, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        metrics: ProposerMetrics,
+        telemetry: Telemetry,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._proposer = proposer
         self._metrics = metrics
+        self._clock = clock
         self._routes = Routes(proposer, metrics, telemetry)
         self._links: dict[LinkId, Attach] = {}
         self._sessions_seen = 0
@@ -90,7 +97,7 @@ class Cycle:
 
     def apply(self, items: Sequence[Item]) -> bool:
         """Begin a cycle by applying messages in order; False if one says to stop."""
-        self._started = time.perf_counter()
+        self._started = self._clock()
         for item in items:
             if isinstance(item, Batch):
                 if item.link in self._links:
@@ -112,7 +119,7 @@ class Cycle:
         round_ = self._proposer.draft([*self._routes.queue.wanting], self._pace())
         self._send(round_)
         # Notes taken after the hand-over delay no draft.
-        now = time.perf_counter()
+        now = self._clock()
         for key, _ in round_.drafts:
             self._routes.handed_over(key, now)
         for key in round_.at_hand:
@@ -121,7 +128,7 @@ class Cycle:
             self._routes.queue.unfinished(key)
         if round_.drafts or round_.unfinished:
             self._metrics.draft_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
-            self._metrics.cycle.observe(time.perf_counter() - self._started)
+            self._metrics.cycle.observe(self._clock() - self._started)
             self._metrics.forward.observe(round_.forward_s)
             self._metrics.batch_size.observe(len(round_.drafts) + len(round_.unfinished))
         if self._sessions_seen != self._proposer.num_sessions:
@@ -134,17 +141,17 @@ class Cycle:
         if not keys or not self._proposer.traits.runs_ahead:
             self._proposer.ahead((), NO_PACE)
             return False
-        self._started = time.perf_counter()
+        self._started = self._clock()
         round_ = self._proposer.ahead(keys, self._pace())
         self._send(round_)
-        self._routes.handed_ahead([key for key, _ in round_.trees], time.perf_counter())
+        self._routes.handed_ahead([key for key, _ in round_.trees], self._clock())
         if round_.trees:
-            self._metrics.ahead.observe(time.perf_counter() - self._started)
+            self._metrics.ahead.observe(self._clock() - self._started)
             self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
         return bool(round_.trees)
 
     def _pace(self) -> Pace:
-        return self._routes.pace.after(time.perf_counter())
+        return self._routes.pace.after(self._clock())
 
     def give_up(self) -> None:
         """Lose the sessions of a cycle that failed; scorers may open them again."""
@@ -162,7 +169,7 @@ class Cycle:
 
     def _send(self, round_: DraftRound) -> None:
         """Hand over all drafts of a round, and say which sessions are lost."""
-        draft_us = round((time.perf_counter() - self._started) * 1e6)
+        draft_us = round((self._clock() - self._started) * 1e6)
         blocks = _Blocks(self._links, draft_us, round_.methods)
         for key, tree in (*round_.drafts, *round_.trees):
             blocks.add(self._routes.route(key), tree)

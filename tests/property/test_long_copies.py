@@ -75,7 +75,7 @@ class LongCopies(World):
             text += text[begin : begin + size]
         self._target.scripts.append(text)
         sampling, stop = SamplingParams(temperature=0.0), StopParams(max_tokens)
-        return Request(name, tuple(text[:PROMPT]), sampling, stop, self._speculation)
+        return Request(name + 1, tuple(text[:PROMPT]), sampling, stop, self._speculation)
 
 
 @pytest.mark.timeout(120)

@@ -132,11 +132,9 @@ def test_a_trial_that_finds_two_cohorts_brings_them_together() -> None:
 
 
 @pytest.mark.parametrize(("rows", "least"), [(1, 500), (8, 3600), (32, 9000)])
-def test_proposer_keeps_pace_with_steps_of_all_rows(
-    rows: int, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proposer_keeps_pace_with_steps_of_all_rows(rows: int, least: float) -> None:
     """With a draft for each miss before the branches, half of all rounds missed."""
-    world = LockStep(monkeypatch, rows)
+    world = LockStep(rows)
     world.rate(3.0)
     rate = world.rate(2.0)
     rounds = sum([stats.rounds for stats in world.stats])

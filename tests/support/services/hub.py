@@ -26,6 +26,7 @@ from outrider.types import (
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.outbox import Outbox
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.sessions import Session
@@ -142,6 +143,20 @@ def commit(
     """Return a round whose tokens but the last were drafted."""
     kinds = (*[TokenKind.ACCEPTED] * (len(tokens) - 1), TokenKind.PLAIN)
     return Commit(session.id, len(session.committed), tokens, kinds, k, finish)
+
+
+def taken(hub: Hub, proposer: AttachedProposer) -> SessionMessage | None:
+    """What waits to be sent to a proposer, taken without an event loop."""
+    assert isinstance(proposer.outbox, Outbox)
+    if not proposer.outbox._wake.is_set():
+        return None
+    try:
+        proposer.outbox.take().send(None)
+    except StopIteration as message:
+        hub.registry.on_taken(proposer.outbox)
+        taken: SessionMessage = message.value
+        return taken
+    raise AssertionError("it does not wait")
 
 
 async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:

@@ -11,7 +11,7 @@ from proposer_service.cycle import Attach, Batch, Cycle
 from proposer_service.metrics import ProposerMetrics
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.sessions import Session
-from tests.support.services.hub import Bench, commit
+from tests.support.services.hub import Bench, commit, taken
 from tests.support.simulators.simulation import Clock
 
 
@@ -52,16 +52,10 @@ class Scorer:
 
     def take(self) -> SessionMessage | None:
         """What waits to be sent to the proposer."""
-        taking = self.proposer.outbox.take()
-        try:
-            taking.send(None)
-        except StopIteration as taken:
-            self.bench.hub.registry.on_taken(self.proposer.outbox)
-            message: SessionMessage = taken.value
+        message = taken(self.bench.hub, self.proposer)
+        if message is not None:
             self.opened += [opened.session for opened in message.batch.opens]
-            return message
-        taking.close()  # it would wait
-        return None
+        return message
 
     def read(self) -> None:
         """What the proposer has sent."""

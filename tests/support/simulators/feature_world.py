@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.engine.hidden_states.streams import HiddenStateStreams
@@ -62,17 +63,17 @@ def feature_world(
         num_speculative_tokens=k,
     )
     model = FeatureModel(VOCAB, PAGE_SIZE, NUM_PAGES, MAX_LEN)
-    streams = HiddenStateStreams(model.capture(), max_ahead_bytes=max_ahead_bytes)
-    runner = Eager(model) if max_ahead_bytes else None
+    parts: dict[str, Any] = {"runner": Eager(model)} if max_ahead_bytes else {}
+    parts["features"] = HiddenStateStreams(model.capture(), max_ahead_bytes=max_ahead_bytes)
     policy = FixedPolicy(k, max_wait_s=rng.choice(waits_s))
-    return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, streams, runner)
+    return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, **parts)
 
 
 def run_random_requests(world: World) -> None:
     """Their prompts share a prefix. Each one's text must be the target's alone."""
     rng = world.rng
     prefix = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(20)))
-    for session in range(NUM_REQUESTS):
+    for session in range(1, NUM_REQUESTS + 1):
         prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))))
         sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=session)
         room = StopParams(max_tokens=rng.randint(1, MAX_LEN - len(prompt)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.draft_port import DraftOffer
 from outrider.drafting.proposer import Proposer, SessionStart
+from outrider.types import Request
 from scorer_service.drafting.in_process import InProcessProposer
 from tests.support.simulators.simulation import Clock, Net, Player
 from tests.support.simulators.two_devices import HOST_S, PROMPT, K, TwoDevices, verify_s
@@ -31,12 +32,14 @@ class InProcess(TwoDevices):
                 self.policy.measured.steps.observe_step(n, n * (1 + k), verify_s(n, k))
         return super().add(method, net, own_device=own_device)
 
-    def _open(self, player: Player, session: int) -> None:  # noqa: ARG002
+    def _attach(self, player: Player) -> None:
+        """It needs no stream."""
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
         if not self._speculate:
             return
-        engine, request = self.engine, self.requests[session]
-        running = len(engine._scheduler.by_session)
-        asked = running.bit_length() not in engine.snapshot().undrafted_sizes
+        engine, session, asked = self.engine, request.session_id, self.is_drafting
         most = PROMPT + request.stop.max_tokens
         start = SessionStart((), request.sampling, K * asked, max_len=most)
 
@@ -44,7 +47,7 @@ class InProcess(TwoDevices):
             engine.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
             self._here.open(engine, session, 1, start, PROMPT)
 
-        self._command(attach)
+        self.command(attach)
 
     def first_draft(self, *_: int) -> None:
         pass

@@ -1,45 +1,36 @@
 """Requests in vLLM's lock step on one simulated device, and their draft model on another.
 
-Between both is the plug-in's host with its policy, and a proposer's cycle, which runs in its own
-time. Times were measured on two H200s with an 8B target and a 1B draft.
+Between both is the plug-in's host with its policy and hub, and a proposer's cycle. Times were
+measured on two H200s with an 8B target and a 1B draft.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-import pytest
-from prometheus_client import CollectorRegistry
 
 from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.draft_tree import DraftTree
 from outrider.drafting.drafters import Chain, DraftInput, Forks
 from outrider.engine.batch import RowSlice
 from outrider.params import SamplingParams, SpeculationParams, StopParams
-from outrider.rpc.telemetry import configure
 from outrider.types import Request, RequestStats, StepEvents
 from outrider.v1 import draft_pb2
 from outrider.vllm.draft_host import DraftHost, Listener
 from outrider.vllm.waiting import LockstepPolicy
-from proposer_service import cycle
-from proposer_service.metrics import ProposerMetrics
-from tests.support.services.draft_scorer import close, commit, open_
-from tests.support.simulators.simulation import drafting_with
+from tests.support.simulators.simulation import Clock, Net, Network, drafting_with
 from tests.support.simulators.two_devices import DRAFT_MS, DRAFT_ROWS
 
-K, PROMPT, ANSWER, CONTEXT = 4, 64, 256, 1024
+K, PROMPT, ANSWER, CONTEXT, VOCAB = 4, 64, 256, 1024, 1 << 20
 _BY_RANK = (0.92, 0.96, 0.976, 0.984)  # of draft tokens: the truth is the first, or so far below
 _ROWS, _PLAIN_MS, _VERIFYING_MS = (1, 8, 32), (4.5, 4.9, 6.4), (5.2, 5.7, 9.0)
 _HOST_S = 2e-3  # between steps
 _WAY_S = 1e-3  # from a commit to the proposer, and from its draft to the engine
 _SESSION_S, _TREE_S = 30e-6, 40e-6  # of the proposer's Python: a commit and its plan, and a tree
-_POLL_S = 1e-4
 
 
 def truth(session: int, position: int) -> int:
@@ -58,14 +49,14 @@ def _chance(*numbers: int) -> int:
 class _Draft:
     """A model that mostly finds the truth; it is mostly unsure where it does not."""
 
-    page_size, num_pages, max_model_len, vocab_size = 16, 16_384, CONTEXT, 1 << 20
+    page_size, num_pages, max_model_len, vocab_size = 16, 16_384, CONTEXT, VOCAB
     max_tokens = 1 << 30
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
     def _spend(self, rows: int, forwards: int) -> None:
-        self.now += 1e-3 * forwards * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS))
+        self._clock.now += 1e-3 * forwards * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS))
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:
         self._spend(len(slices), 2)
@@ -106,29 +97,36 @@ class _Draft:
         return tokens, [0.0, *(first + 0.5 * i for i in range(7))]
 
 
-class LockStep(Listener):
+class _Host(DraftHost):
+    """Waits for blocks in simulated time."""
+
+    world: LockStep
+
+    def take(
+        self, timeout_s: float = 0.0
+    ) -> tuple[Iterable[tuple[int, DraftOffer]], Mapping[int, list[PostedBlock]]]:
+        self.world.go_on(timeout_s, until_blocks=True)
+        return super().take()
+
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
+        super().post_blocks([replace(block, arrived_at=self.world.now) for block in blocks])
+
+
+class LockStep(Network, Listener):
     """`rows` requests in flight, each followed by the next."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    def __init__(self, rows: int) -> None:
         self._num_rows = rows
-        self.now = 0.0
         self.policy = LockstepPolicy(K)
-        self.host = DraftHost(
+        self.host = _Host(
             K, CONTEXT, 64, policy=self.policy, max_graph_rows=64, clock=lambda: self.now
         )
-        self.host.listener = self
-        self._take = self.host.take
-        monkeypatch.setattr(self.host, "take", self._take_in_time)
-        self._draft = model = _Draft()
-        monkeypatch.setattr(cycle, "time", SimpleNamespace(perf_counter=lambda: model.now))
+        self.host.world = self.host.listener = self
+        super().__init__(self.host, random.Random(1), K, vocab_size=VOCAB, max_model_len=CONTEXT)
+        clock = Clock()
         limits = {"max_sessions": 64, "prefill_budget": 1 << 16}
-        proposer = drafting_with(model, lambda: model.now, own_loops=True, **limits)
-        metrics = ProposerMetrics(CollectorRegistry(), "default")
-        self._cycle = cycle.Cycle(proposer, metrics, configure("outrider-proposer"))
-        self._cycle.apply([cycle.Attach(1, self._send, 512)])
-        self._spare = False  # the proposer may have something to draft ahead
-        self._inbox: deque[tuple[float, bytes]] = deque()
-        self._blocks: deque[tuple[float, list[draft_pb2.Block]]] = deque()
+        method = drafting_with(_Draft(clock), clock, own_loops=True, **limits)
+        self.add((method, clock), Net(_WAY_S), own_device=True)
         self._texts: dict[str, list[int]] = {}
         self._ends: dict[str, int] = {}
         self._drafts: dict[str, list[int]] = {}
@@ -142,14 +140,25 @@ class LockStep(Listener):
         """Run for so long; return tokens per second, and keep the accounts of what ended then."""
         end, began, self.tokens, self.stats = self.now + seconds, self.now, 0, []
         while self.now < end:
-            self._step()
+            self._run_step()
         return self.tokens / (self.now - began)
 
-    def _step(self) -> None:
+    def go_on(self, seconds: float, *, until_blocks: bool = False) -> None:
+        """Let time pass, and the proposer draft meanwhile."""
+        began, end = time.thread_time(), self.now + seconds
+        while self._events[:1] and self._events[0][0] <= end:
+            if until_blocks and self.host._blocks:
+                break
+            self.step()
+        else:
+            self.now = end
+        self._world_s += time.thread_time() - began
+
+    def _run_step(self) -> None:
         opened = [self._open() for _ in range(self._num_rows - len(self._texts))]
         names, drafts = list(self._texts), self._drafts
         verified = {name: draft for name, draft in drafts.items() if draft}
-        self.now += _HOST_S
+        self.go_on(_HOST_S)
         scheduled = {name: 1 + len(drafts.get(name, ())) for name in names}
         scheduled |= {f"{request.session_id}": PROMPT for request in opened}
         self.host.begin_step(self._finished, scheduled, verified)
@@ -159,7 +168,7 @@ class LockStep(Listener):
         self.stats += [stats for stats in ended if stats is not None]
         self.host.account()
         times = _VERIFYING_MS if verified else _PLAIN_MS
-        self.now += 1e-3 * float(np.interp(len(names), _ROWS, times)) + 2e-3 * bool(opened)
+        self.go_on(1e-3 * float(np.interp(len(names), _ROWS, times)) + 2e-3 * bool(opened))
         emitted = [self._verified(name) for name in names]
         lengths = np.array([len(self._texts[name]) for name in names], np.int32)
         table = np.zeros((len(names), CONTEXT), np.int32)  # only read if the host lost its place
@@ -192,77 +201,15 @@ class LockStep(Listener):
         self.tokens += len(emitted)
         return emitted
 
-    # The host's listener: messages to the proposer.
+    # The host's listener, and the proposer's times.
 
-    def opened(self, request: Request, traceparent: str) -> None:  # noqa: ARG002
-        session = request.session_id
-        opens = [open_(session, list(request.prompt_token_ids), k=K, max_len=CONTEXT)]
-        self._tell(draft_pb2.SessionBatch(opens=opens))
-        self.host.set_drafting(session, DraftOffer("p", K, runs_ahead=True, own_device=True))
+    def opened(self, request: Request, traceparent: str) -> None:
+        self._tell(self.hub.submit, request, traceparent)
 
     def stepped(self, events: StepEvents) -> None:
         began = time.thread_time()
-        step_us = 0 if events.timings is None else round(events.timings.forward_ms * 1e3)
-        batch = draft_pb2.SessionBatch(step_us=step_us, on_demand=events.on_demand)
-        for each in events.commits:
-            session, k = each.session_id, each.num_draft_tokens
-            if each.finish_reason is not None:
-                batch.closes.append(close(session))
-            else:
-                batch.commits.append(commit(session, each.base_len, list(each.token_ids), k=k))
-        if events.commits:
-            self._tell(batch)
+        self._tell(self.hub.on_events, replace(events, counts=None))
         self._world_s += time.thread_time() - began
 
-    def _tell(self, batch: draft_pb2.SessionBatch) -> None:
-        self._inbox.append((self.now + _WAY_S, batch.SerializeToString()))
-
-    # The proposer.
-
-    def _run_proposer(self) -> None:
-        """Let it begin what it can begin until now."""
-        draft = self._draft
-        while draft.now < self.now:
-            arrived: list[cycle.Batch] = []
-            while self._inbox and self._inbox[0][0] <= draft.now:
-                at, message = self._inbox.popleft()
-                arrived.append(cycle.Batch(1, draft_pb2.SessionBatch.FromString(message), at))
-            if arrived:
-                self._cycle.apply(arrived)
-                draft.now += _SESSION_S * sum([len(each.message.commits) for each in arrived])
-            if arrived or self._cycle.has_work:
-                self._cycle.draft()
-                self._spare = True
-            elif self._spare:
-                self._spare = self._cycle.ahead()
-            else:
-                draft.now = min(self.now, self._inbox[0][0]) if self._inbox else self.now
-
-    def _send(self, messages: Sequence[draft_pb2.DraftRequest]) -> None:
-        blocks = [block for message in messages for block in message.blocks.blocks]
-        self._draft.now += _TREE_S * len(blocks)
-        self._blocks.append((self._draft.now + _WAY_S, blocks))
-
-    def _take_in_time(self, timeout_s: float = 0.0) -> Any:
-        """Do what `Inbox.take` does, in simulated time."""
-        end = self.now + timeout_s
-        self._deliver()
-        while self.now < end and not self.host._blocks:
-            self.now = min(end, self.now + _POLL_S)
-            self._deliver()
-        return self._take()
-
-    def _deliver(self) -> None:
-        began = time.thread_time()
-        self._run_proposer()
-        while self._blocks and self._blocks[0][0] <= self.now:
-            at, blocks = self._blocks.popleft()
-            self.host.post_blocks([_posted(block, at) for block in blocks])
-        self._world_s += time.thread_time() - began
-
-
-def _posted(block: draft_pb2.Block, at: float) -> PostedBlock:
-    tree = DraftTree.validated(
-        block.base_len, block.token_ids, block.parents, 1 << 20, 512, (), block.confidences
-    )
-    return PostedBlock(block.session, tree, "p", block.draft_us, at, "draft_model")
+    def _python_s(self, num_commits: int = 0, blocks: Sequence[draft_pb2.Block] = ()) -> float:
+        return _SESSION_S * num_commits + _TREE_S * len(blocks)

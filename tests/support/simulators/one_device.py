@@ -6,12 +6,12 @@ a GPU. Their Python is reckoned with what the device does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from outrider.drafting.proposer import DraftRound
+from outrider.v1 import draft_pb2
 from tests.support.simulators.two_devices import TwoDevices
 
 
@@ -38,9 +38,9 @@ class OneDevice(TwoDevices):
         self._shared_at = 0.0
         super().__init__(rows, temperature, max_branches=0, own_device=False, **options)
 
-    def _python_s(self, round_: DraftRound) -> float:
-        slowly = self._slow and self.rng.random() < self._slow
-        return super()._python_s(round_) + (self._slow_s if slowly else 0.0)
+    def _python_s(self, num_commits: int = 0, blocks: Sequence[draft_pb2.Block] = ()) -> float:
+        slowly = blocks and self._slow and self.rng.random() < self._slow
+        return super()._python_s(num_commits, blocks) + (self._slow_s if slowly else 0.0)
 
     def _takes(self, seconds: float, then: Callable[[], None]) -> None:
         self._share()

@@ -1,41 +1,50 @@
-"""A scorer's engine and its proposers on a simulated clock: real code, made-up times.
+"""A scorer's engine, its hub and its proposers on a simulated clock: real code, made-up times.
 
-The engine, the policy and the drafting methods are the real ones; what stands between them (hub,
-streams, the proposer's thread) is played here: commits and blocks travel with delays, streams stall
-and break, blocks are repeated and reordered. Nothing sleeps.
+What stands between them (streams, the threads of engine and proposers) is played here: messages
+travel with delays, streams stall and break, blocks are repeated and reordered. Nothing sleeps.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import heapq
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
-from outrider.draft_tree import DraftTree
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import DraftRound, Proposer, ProposerLimits, SessionStart
+from outrider.drafting.proposer import Proposer, ProposerLimits
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.runner import StepRunner
-from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
+from outrider.features import FeatureWindow
+from outrider.hello import make_hello
 from outrider.policy.base import DraftMode, Policy
+from outrider.rpc.feature_codec import SessionMessage, response_to_bytes
+from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Commit, Request, StepEvents
-from proposer_service.pace import PaceMeter
+from outrider.v1 import draft_pb2
+from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item
+from proposer_service.metrics import ProposerMetrics
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.hub import Hub
+from scorer_service.metrics import ScorerMetrics
 from tests.support.models.hash_model import HashModel
+from tests.support.services.hub import taken
 
 VOCAB, MAX_LEN = 32, 4096
 
@@ -81,36 +90,21 @@ class DraftHash(HashModel):
 
 
 @dataclass
-class Stream:
-    """A connection, and what the proposer's thread keeps of the sessions on it."""
-
-    connected: bool = True
-    arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
-    inbox: list[Callable[[], None]] = field(default_factory=list)
-    sessions: dict[int, int] = field(default_factory=dict)  # by key, which no other stream has
-    keys: dict[int, int] = field(default_factory=dict)  # by session, as the scorer knows it
-    wanting: dict[int, None] = field(default_factory=dict)
-    drafted: dict[int, None] = field(default_factory=dict)
-    starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
-    window: FeatureWindow = field(default_factory=FeatureWindow)
-    meter: PaceMeter = field(default_factory=PaceMeter)
-
-
-@dataclass
 class Player:
     """A proposer with its stream and thread."""
 
-    id: str
     method: Proposer
     clock: Clock
     net: Net
-    own_device: bool = False  # not the engine's
-    on_demand: bool = False  # it is not to run ahead
+    hello: draft_pb2.Hello
+    cycle: Cycle
+    link: int = 0  # the present stream
+    attached: AttachedProposer | None = None  # by that stream; None: it is broken
+    arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
+    inbox: list[Item] = field(default_factory=list)
+    outbox: list[tuple[AttachedProposer, draft_pb2.DraftRequest]] = field(default_factory=list)
     busy: bool = False
-    stream: Stream = field(default_factory=Stream)
-
-
-_Block = tuple[Player, int, DraftTree, int]  # key, tree, microseconds
+    spare: bool = False  # it may have something to draft ahead
 
 
 def draft_model(
@@ -157,7 +151,204 @@ def hybrid(*methods: tuple[Proposer, Clock]) -> tuple[Proposer, Clock]:
     return HybridProposer([method for method, _ in methods]), methods[-1][1]
 
 
-class World:
+class Network:
+    """A scorer's hub and its proposers, over streams that may stall and break."""
+
+    now = 0.0  # seconds
+
+    def __init__(self, engine: Any, rng: random.Random, k: int, **served: Any) -> None:
+        self.rng = rng
+        self.players: list[Player] = []
+        known = {"tokenizer_hash": "", "dtype": "float32", "eos_token_ids": frozenset()}
+        names = {"scorer_id": "s", "model": "m", "served_model_name": "m", "device": "target"}
+        model = ServedModel(num_speculative_tokens=k, **names, **known, **served)
+        metrics = ScorerMetrics(CollectorRegistry(), "m")
+        self.hub = Hub(engine, model, DraftLimits(), metrics, clock=lambda: self.now)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), what))
+
+    def step(self) -> None:
+        """What happens next."""
+        assert self._events, "nothing will ever happen again"
+        when, _, what = heapq.heappop(self._events)
+        self.now = max(self.now, when)
+        assert self.now < 3600, "livelock"
+        what()
+
+    def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
+        traits, name = method[0].traits, f"p{len(self.players)}"
+        device = "draft" if own_device else "target"
+        hello = make_hello(traits, "", proposer_id=name, pool="default", device=device)
+        metrics = ProposerMetrics(CollectorRegistry(), "default")
+        player = Player(*method, net, hello, Cycle(method[0], metrics, _telemetry(), method[1]))
+        self.players.append(player)
+        self._attach(player)
+        return player
+
+    # What subclasses have of their own: times.
+
+    def _takes(self, seconds: float, then: Callable[[], None]) -> None:
+        """The engine's step or a proposer's work takes so long."""
+        self.at(self.now + seconds, then)
+
+    def _way_s(self, player: Player, num_parts: int) -> float:  # noqa: ARG002
+        return player.net.delay_s
+
+    def _python_s(
+        self,
+        num_commits: int = 0,  # noqa: ARG002
+        blocks: Sequence[draft_pb2.Block] = (),  # noqa: ARG002
+    ) -> float:
+        """A proposer's Python takes so long for commits or for blocks."""
+        return 0.0
+
+    # The event loop's turns.
+
+    def _tell(self, call: Callable[..., object], *args: object) -> None:
+        """Let the hub do something, and send what proposers are to hear of it."""
+        call(*args)
+        for player in self.players:
+            while (attached := player.attached) and (message := taken(self.hub, attached)):
+                self._send(player, message)
+
+    def _attach(self, player: Player) -> None:
+        async def attach() -> AttachedProposer:
+            return self.hub.registry.attach(player.hello)
+
+        loop = asyncio.new_event_loop()  # of a future that nobody awaits
+        player.attached = attached = loop.run_until_complete(attach())
+        loop.close()
+        player.link += 1
+
+        def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
+            player.outbox += [(attached, message) for message in messages]
+            blocks = [block for message in messages for block in message.blocks.blocks]
+            player.clock.now += self._python_s(blocks=blocks)
+
+        player.inbox.append(Attach(player.link, send, 512))
+        self._tell(lambda: None)
+
+    def _break(self, player: Player) -> None:
+        """Everything on its way is lost, and the proposer's sessions with it."""
+        if (attached := player.attached) is None:
+            return
+        player.attached = None
+        player.arrival = {"to": 0.0, "from": 0.0}
+        player.inbox.append(Detach(player.link))
+        self.at(self.now + player.net.redial_s, partial(self._attach, player))
+        self._tell(self.hub.registry.detach, attached)
+
+    # The way between them.
+
+    def _send(self, player: Player, message: SessionMessage) -> None:
+        """What waited for a proposer, as of all that a step committed."""
+        batch, link = draft_pb2.DraftResponse.FromString(response_to_bytes(message)).sessions, 0
+
+        def arrive() -> None:
+            player.inbox.append(Batch(link, batch, self.now))
+            self._cycle(player)
+
+        link, num_parts = player.link, len(batch.opens) + len(batch.commits) + len(batch.closes)
+        self._travel(player, "to", num_parts, arrive)
+
+    def _post(
+        self, player: Player, attached: AttachedProposer, message: draft_pb2.DraftRequest
+    ) -> None:
+        """One message of a cycle's; its blocks may come again, or again and later."""
+        net, rng, registry = player.net, self.rng, self.hub.registry
+        if message.HasField("lost"):
+            lost = partial(self._tell, registry.on_lost, attached, message.lost)
+            self._travel(player, "from", 1, lost)
+            return
+        arrive = partial(self._tell, self.hub.blocks.receive, attached)
+        blocks = message.blocks.blocks
+        self._travel(player, "from", len(blocks), partial(arrive, blocks))
+        for block in blocks:
+            if rng.random() < net.repeat_chance:
+                self._travel(player, "from", 1, partial(arrive, [block]))
+            if rng.random() < net.reorder_chance:
+                self.at(self.now + net.delay_s + rng.random() * 0.02, partial(arrive, [block]))
+
+    def _travel(self, player: Player, way: str, num_parts: int, arrive: Callable[[], None]) -> None:
+        net, rng = player.net, self.rng
+        if rng.random() < net.break_chance:
+            self._break(player)
+            return
+        delay = self._way_s(player, num_parts) + rng.random() * net.jitter_s
+        if rng.random() < net.stall_chance:
+            delay += rng.random() * net.stall_s
+        player.arrival[way] = max(player.arrival[way], self.now + delay)
+        self.at(player.arrival[way], arrive)
+
+    def _cycle(self, player: Player) -> None:
+        """The thread takes what has come, and drafts. Blocks leave when that would be done."""
+        if player.busy:
+            return
+        items, player.inbox = player.inbox, []
+        player.clock.now, cycle = self.now, player.cycle
+        if items or cycle.has_work:
+            cycle.apply(items)
+            batches = [item.message for item in items if isinstance(item, Batch)]
+            player.clock.now += self._python_s(sum([len(each.commits) for each in batches]))
+            cycle.draft()
+            player.spare = True
+        elif player.spare:
+            player.spare = cycle.ahead()
+        else:
+            return
+        messages, player.outbox = player.outbox, []
+
+        def done() -> None:
+            player.busy = False
+            for attached, message in messages:
+                self._post(player, attached, message)
+            self._cycle(player)
+
+        player.busy = True
+        self._takes(player.clock.now - self.now + 1e-5, done)
+
+
+@cache
+def _telemetry() -> Telemetry:
+    return configure("outrider-proposer")
+
+
+class _Port:
+    """What a hub needs of an engine's thread: commands wait for the end of a step."""
+
+    running = True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.features = self
+
+    def submit(self, request: Request, _constraint: object) -> None:
+        self._world.engine.submit(request)
+
+    @property
+    def drafting(self) -> bool:
+        return self._world.is_drafting
+
+    def between_same_steps(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def set_drafting(self, session: int, offer: DraftOffer) -> None:
+        self._world.command(lambda: self._world.engine.set_drafting(session, offer))
+
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
+        now, post = self._world.now, self._world.engine.post_block
+        self._world.command(*[partial(post, replace(each, arrived_at=now)) for each in blocks])
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        features = self._world.engine.features
+        assert features is not None
+        self._world.command(partial(features.give_back, window, size))
+
+
+class World(Network):
     """Runs requests to their end: see `committed` and `last`; or `set_rows` without end."""
 
     answer_len = 0  # tokens of each request that follows another
@@ -169,53 +360,42 @@ class World:
         step_s: Callable[[int], float],
         rng: random.Random,
         model: HashModel | None = None,
-        features: HiddenStateStreams | None = None,
-        runner: StepRunner | None = None,
+        **parts: Any,
     ) -> None:
-        self.now = 0.0
-        self.rng, self.policy = rng, policy
-        self.model = model or HashModel(
-            VOCAB, config.page_size, config.num_pages, config.max_model_len
+        """`parts` are those of the engine that it does not make itself."""
+        sizes = config.page_size, config.num_pages, config.max_model_len
+        self.model = model or HashModel(VOCAB, *sizes)
+        self.policy, self.step_s = policy, step_s
+        self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now, **parts)
+        super().__init__(
+            _Port(self),
+            rng,
+            config.num_speculative_tokens,
+            vocab_size=self.model.vocab_size,
+            max_model_len=config.max_model_len,
+            features=self.engine.info.features,
         )
-        self.engine = Engine(
-            self.model,
-            config,
-            policy=policy,
-            runner=runner,
-            features=features,
-            clock=lambda: self.now,
-        )
-        self._k = config.num_speculative_tokens
-        self.step_s = step_s
-        self.players: list[Player] = []
         self.requests: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}
         self.last: dict[int, Commit] = {}
         self.rows_per_step: list[int] = []
         self.steps = self.steps_on_demand = 0  # since `rate` began
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._blocks: list[tuple[_Block, float]] = []  # and when each came
         self._commands: list[Callable[[], None]] = []
         self._in_flight = False
         self._rows = 0
-        self._keys = itertools.count(1)
-
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), what))
-
-    def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
-        player = Player(f"p{len(self.players)}", *method, net, own_device)
-        self.players.append(player)
-        return player
+        self._most_rows = config.max_num_seqs
 
     def submit(self, request: Request) -> None:
-        self.engine.submit(request)
         self.requests[request.session_id] = request
         self.committed[request.session_id] = list(request.prompt_token_ids)
-        if self.players:
-            self._open(self.players[request.session_id % len(self.players)], request.session_id)
+        self._tell(self.hub.submit, request, "")
         self.at(self.now, self._work)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Drafts are of use with as many requests as there are now."""
+        rows = min(len(self.requests) - len(self.last), self._most_rows)
+        return rows.bit_length() not in self.engine.snapshot().undrafted_sizes
 
     def run(self, until: float = float("inf")) -> None:
         """Until every request has ended, or it is so late."""
@@ -248,35 +428,19 @@ class World:
         return sum(map(len, self.committed.values())) - sum(prompts)
 
     def step(self) -> None:
-        """What happens next."""
-        assert self._events, "nothing will ever happen again"
-        when, _, what = heapq.heappop(self._events)
-        self.now = max(self.now, when)
-        assert self.now < 3600, "livelock"
-        what()
+        super().step()
         if not self._in_flight:
             self.engine.check_invariants()
 
-    # What subclasses have of their own: requests that follow others, and times.
-
     def _request(self, max_tokens: int) -> Request:
+        """What subclasses have of their own: requests that follow others."""
         raise NotImplementedError
 
-    def _takes(self, seconds: float, then: Callable[[], None]) -> None:
-        """The engine's step or a proposer's work takes so long."""
-        self.at(self.now + seconds, then)
+    # The engine's thread.
 
-    def _way_s(self, player: Player, num_parts: int) -> float:  # noqa: ARG002
-        return player.net.delay_s
-
-    def _python_s(self, round_: DraftRound) -> float:  # noqa: ARG002
-        return 1e-5
-
-    # The scorer.
-
-    def _command(self, command: Callable[[], None]) -> None:
+    def command(self, *commands: Callable[[], None]) -> None:
         """Between two steps, as the engine's thread does it."""
-        self._commands.append(command)
+        self._commands += commands
         self.at(self.now, self._work)
 
     def _work(self) -> None:
@@ -297,24 +461,13 @@ class World:
         for command in self._commands:
             command()
         self._commands.clear()
-        for (player, key, tree, draft_us), came_at in self._blocks:
-            session = player.stream.sessions.get(key)
-            if session is not None and player.stream.keys.get(session) == key:
-                self.engine.post_block(PostedBlock(session, tree, player.id, draft_us, came_at))
-        self._blocks.clear()
 
     def _finalize(self, wake_at: float) -> None:
         events = self.engine.finalize_step()
         if not self._in_flight and wake_at < float("inf"):
             self.at(max(self.now, wake_at), self._work)
         if events is not None:
-            assert not events.failures
-            for rows in () if events.features is None else events.features.rows:
-                for player in self.players:
-                    if player.stream.window is rows.order.window:
-                        self._send(player, partial(self._told_features, player, rows))
-            if events.timings is not None:
-                self._publish(events, self.step_s(events.timings.num_tokens))
+            self._publish(events)
 
     def _collect(self) -> None:
         self.steps += 1
@@ -322,198 +475,15 @@ class World:
         self._in_flight = False
         self._work()
 
-    def _publish(self, events: StepEvents, step_s: float) -> None:
+    def _publish(self, events: StepEvents) -> None:
+        assert not events.failures
         for commit in events.commits:
             session = commit.session_id
             assert commit.base_len == len(self.committed[session])
             self.committed[session] += commit.token_ids
             if commit.finish_reason is not None:
                 self.last[session] = commit
-        for player in self.players:
-            parts: list[Callable[[], None]] = []
-            for commit in events.commits:
-                if (key := player.stream.keys.get(commit.session_id)) is None:
-                    continue
-                if commit.finish_reason is not None:
-                    del player.stream.keys[commit.session_id]
-                    parts.append(partial(self._closed, player, key))
-                else:
-                    parts.append(partial(self._told, player, key, commit, step_s))
-            if parts:
-                how = partial(setattr, player, "on_demand", events.on_demand)
-                self._send(player, how, *parts)
-
-    def _open(self, player: Player, session: int) -> None:
-        stream, traits = player.stream, player.method.traits
-        if not stream.connected or session in self.last:
-            return
-        key = next(self._keys)
-        stream.keys[session], stream.sessions[key] = key, session
-        snapshot = self.engine.snapshot()
-        asked = (snapshot.running + snapshot.waiting).bit_length() not in snapshot.undrafted_sizes
-        k = min(traits.max_draft_tokens, self._k)
-        offer = DraftOffer(
-            player.id,
-            k,
-            runs_ahead=traits.runs_ahead,
-            own_device=player.own_device,
-            requested=asked,
-            features=traits.features and FeatureOrder(key, traits.features, stream.window),
-        )
-        self._command(lambda: self.engine.set_drafting(session, offer))
-        request, prefix = self.requests[session], list(self.committed[session])
-        prompt_len = len(request.prompt_token_ids)
-        start = SessionStart(
-            prefix,
-            request.sampling,
-            k,
-            max_len=prompt_len + request.stop.max_tokens,
-            advice=request.speculation.advice,
-            num_output_tokens=len(prefix) - prompt_len,
-        )
-
-        def opened() -> None:
-            player.method.open(key, start)
-            if asked:
-                stream.wanting[key] = None
-
-        self._send(player, opened)
-
-    # The way between them.
-
-    def _send(self, player: Player, *parts: Callable[[], None]) -> None:
-        """One message, as of all that a step committed."""
-        stream = player.stream
-
-        def arrive() -> None:
-            if player.stream is stream:
-                stream.inbox += parts
-                self._cycle(player)
-
-        self._travel(player, "to", len(parts), arrive)
-
-    def _post(self, player: Player, blocks: list[_Block]) -> None:
-        """One message of a cycle's blocks; some may come again, or again and later."""
-        net, rng = player.net, self.rng
-
-        def arrive(blocks: list[_Block]) -> None:
-            self._blocks += [(block, self.now) for block in blocks]
-            self._work()
-
-        self._travel(player, "from", len(blocks), partial(arrive, blocks))
-        for block in blocks:
-            if rng.random() < net.repeat_chance:
-                self._travel(player, "from", 1, partial(arrive, [block]))
-            if rng.random() < net.reorder_chance:
-                self.at(self.now + net.delay_s + rng.random() * 0.02, partial(arrive, [block]))
-
-    def _travel(self, player: Player, way: str, num_parts: int, arrive: Callable[[], None]) -> None:
-        net, rng, stream = player.net, self.rng, player.stream
-        if rng.random() < net.break_chance:
-            self._break(player)
-            return
-        delay = self._way_s(player, num_parts) + rng.random() * net.jitter_s
-        if rng.random() < net.stall_chance:
-            delay += rng.random() * net.stall_s
-        stream.arrival[way] = max(stream.arrival[way], self.now + delay)
-        self.at(stream.arrival[way], arrive)
-
-    def _break(self, player: Player) -> None:
-        """Everything on its way is lost, and the proposer's sessions with it."""
-        broken = player.stream
-        if not broken.connected:
-            return
-        player.stream = stream = Stream(connected=False)
-        for key in broken.sessions:
-            player.method.close(key)
-        sessions = [session for session in broken.keys if session not in self.last]
-
-        def redialled() -> None:
-            stream.connected = True
-            for session in sessions:
-                self._open(player, session)
-
-        self.at(self.now + player.net.redial_s, redialled)
-        for session in sessions:
-            self._command(lambda s=session: self.engine.set_drafting(s, NO_DRAFTS))
-
-    # The proposer.
-
-    def _told_features(self, player: Player, rows: FeatureRows) -> None:
-        stream, key, size = player.stream, rows.order.epoch, len(rows.rows)
-        self._command(lambda: self.engine.features.give_back(rows.window, size))
-        player.method.features(key, rows.start, rows.rows)
-        if key in stream.starved:
-            stream.starved.remove(key)
-            stream.wanting[key] = None
-
-    def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
-        stream, k = player.stream, commit.num_draft_tokens
-        if key in stream.sessions:
-            stream.meter.step(step_s)
-            verified = len(commit.token_ids) > 1
-            stream.meter.committed(key, self.now, step_s, verified=verified)
-            player.method.commit(key, commit.base_len, commit.token_ids, k)
-            stream.drafted.pop(key, None)
-            stream.starved.discard(key)
-            if k:
-                stream.wanting[key] = None
-            else:
-                stream.wanting.pop(key, None)
-
-    def _closed(self, player: Player, key: int) -> None:
-        player.method.close(key)
-        stream = player.stream
-        for mapping in (stream.sessions, stream.wanting, stream.drafted):
-            mapping.pop(key, None)
-        stream.starved.discard(key)
-
-    def _cycle(self, player: Player) -> None:
-        """The thread takes what has come, and drafts. Blocks leave when that would be done."""
-        stream, method = player.stream, player.method
-        if player.busy:
-            return
-        inbox, stream.inbox = stream.inbox, []
-        for message in inbox:
-            message()
-        pace, started = stream.meter.after(self.now), player.clock.now
-        if stream.wanting:
-            round_ = method.draft(list(stream.wanting), pace)
-            note, noted = stream.meter.handed_over, round_.drafts
-            for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
-                del stream.wanting[key]
-                if not player.on_demand:
-                    stream.drafted[key] = None
-            for key in round_.unfinished if method.traits.features is not None else ():
-                del stream.wanting[key]
-                stream.starved.add(key)
-        elif stream.drafted and method.traits.runs_ahead:
-            round_ = method.ahead(list(stream.drafted), pace)
-            note, noted = stream.meter.handed_ahead, round_.trees
-            if not round_.trees:
-                stream.drafted.clear()
-        else:
-            return
-        elapsed_s = player.clock.now - started + self._python_s(round_)
-
-        def done() -> None:
-            player.busy = False
-            if player.stream is stream:
-                self._hand_over(player, round_, round(elapsed_s * 1e6))
-                for key, _ in noted:
-                    note(key, self.now)
-            self._cycle(player)
-
-        player.busy = True
-        self._takes(elapsed_s, done)
-
-    def _hand_over(self, player: Player, round_: DraftRound, draft_us: int) -> None:
-        stream = player.stream
-        for key in round_.lost:
-            stream.wanting.pop(key, None)
-            session = stream.sessions.pop(key, None)
-            if session is not None and stream.keys.get(session) == key:
-                del stream.keys[session]
-                self._open(player, session)
-        if blocks := [(player, *each, draft_us) for each in (*round_.drafts, *round_.trees)]:
-            self._post(player, blocks)
+        if (timings := events.timings) is not None:
+            forward_ms = 1e3 * self.step_s(timings.num_tokens)
+            timings = replace(timings, forward_ms=forward_ms, verify_ms=0.0)
+        self._tell(self.hub.on_events, replace(events, timings=timings, counts=None))

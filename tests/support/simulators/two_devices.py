@@ -8,6 +8,7 @@ between both.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.drafting.proposer import DraftRound
 from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy
 from outrider.types import Request
+from outrider.v1 import draft_pb2
 from tests.support.models.hash_model import MASK, HashModel
 from tests.support.simulators.simulation import (
     VOCAB,
@@ -146,13 +147,13 @@ class TwoDevices(World):
         self.set_rows(rows, apart=True)
 
     def _request(self, max_tokens: int) -> Request:
-        i = len(self.requests)
+        i = len(self.requests)  # their ids begin at 1
         rng = random.Random(self._seed * 100_003 + i)
         kind = TEMPERATURES.index(self.temperature)
         prompt = (kind, *[rng.randrange(VOCAB) for _ in range(PROMPT)][1:])
         sampling = SamplingParams(temperature=self.temperature, seed=i)
         speculation = SpeculationParams(enabled=self._speculate)
-        return Request(i, prompt, sampling, StopParams(max_tokens=max_tokens), speculation)
+        return Request(i + 1, prompt, sampling, StopParams(max_tokens=max_tokens), speculation)
 
     def _seconds(self) -> float:
         if (flight := self.engine._in_flight) is not None:
@@ -162,10 +163,10 @@ class TwoDevices(World):
     def _way_s(self, player: Player, num_parts: int) -> float:  # noqa: ARG002
         return _WAY_S + _MESSAGE_S * num_parts
 
-    def _python_s(self, round_: DraftRound) -> float:
-        nodes = sum([len(tree.token_ids) for _, tree in round_.trees])
-        each_s = _DRAFT_S * len(round_.drafts) + _BRANCHES_S * len(round_.trees)
-        return super()._python_s(round_) + each_s + _NODE_S * nodes
+    def _python_s(self, num_commits: int = 0, blocks: Sequence[draft_pb2.Block] = ()) -> float:  # noqa: ARG002
+        nodes = [len(block.parents) for block in blocks]  # 0 of a chain
+        trees = len(nodes) - nodes.count(0)
+        return _DRAFT_S * nodes.count(0) + _BRANCHES_S * trees + _NODE_S * sum(nodes)
 
 
 def _step_s(step: Step, *, ragged: bool) -> float:

@@ -21,10 +21,10 @@ NUM_REQUESTS = 8
 class CountingWorld(World):
     """Keeps the counts of every step."""
 
-    def _publish(self, events: StepEvents, step_s: float) -> None:
-        assert events.counts is not None
-        self.counts = [*getattr(self, "counts", []), events.counts]
-        super()._publish(events, step_s)
+    def _publish(self, events: StepEvents) -> None:
+        counts = [] if events.counts is None else [events.counts]
+        self.counts = [*getattr(self, "counts", []), *counts]
+        super()._publish(events)
 
 
 @pytest.mark.parametrize("kind", [FixedPolicy, AdaptivePolicy])
