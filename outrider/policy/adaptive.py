@@ -69,26 +69,23 @@ class AdaptivePolicy(Policy):
 
     def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return which tokens are worth their step's time and their delay [rows, depth]."""
-        nodes, depth, steps = survivals.ravel(), survivals.shape[1], self.measured.steps
-        likeliest = np.sort(nodes)[::-1]
+        steps, num_nodes = self.measured.steps, survivals.size
+        likeliest = np.sort(survivals, axis=None)[::-1]
         num_rows = max(len(rows), steps.num_rows)
         alike = num_rows / len(rows)  # rows beside one that is new
-        tokens = np.full(len(nodes) + 1, float(num_rows))
+        tokens = np.full(num_nodes + 1, float(num_rows))
         if steps.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
-            tokens += np.arange(len(nodes) + 1) * alike
+            tokens += np.arange(num_nodes + 1) * alike
         seconds = steps.of_rows(num_rows, tokens)
         # All rows wait for the longest draft: the n likeliest nodes take as long as their deepest.
         first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
-        places = np.diff(first_of_depth, prepend=-1, append=len(nodes))
-        waits_s = np.repeat(self._wait_s(rows, depth), places)
-        # Cohorts have their steps while others wait. Without drafts all rows run together.
-        running = max(num_rows, self._num_running)
-        cohorts = running / num_rows
-        together_s = steps.of_rows(running, np.array([float(running)]))[0] / cohorts
+        places = np.diff(first_of_depth, prepend=-1, append=num_nodes)
+        waits_s = np.repeat(self._wait_s(rows, survivals.shape[1]), places)
+        cohorts = max(num_rows, self._num_running) / num_rows  # have steps while others wait
         seconds = np.maximum(seconds, (seconds + waits_s) / cohorts)
-        # Whether to draft at all is measured better than added up.
-        seconds[0] = np.inf if self._modes.current.compared else min(seconds[0], together_s)
-        return choose_nodes(nodes, likeliest, seconds, len(rows)).reshape(survivals.shape)
+        if self._modes.current.compared:  # whether to draft at all is not added up, but measured
+            seconds[0] = np.inf
+        return choose_nodes(survivals, likeliest, seconds, len(rows))
 
     def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
         steps = self.measured.steps
@@ -96,11 +93,10 @@ class AdaptivePolicy(Policy):
         if steps.padded or self._unknown or not steps.estimate(1):
             return lengths
         survivals = self.measured.acceptance.told(drafts, max(lengths))
-        nodes = survivals.ravel()
         first = other_tokens + len(drafts)
-        seconds = steps.of_rows(first, np.arange(first, first + len(nodes) + 1.0))
-        chosen = choose_nodes(nodes, np.sort(nodes)[::-1], seconds, first)
-        counts: list[int] = chosen.reshape(survivals.shape).sum(1).tolist()
+        seconds = steps.of_rows(first, np.arange(first, first + survivals.size + 1.0))
+        likeliest = np.sort(survivals, axis=None)[::-1]
+        counts: list[int] = choose_nodes(survivals, likeliest, seconds, first).sum(1).tolist()
         return counts
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:

@@ -100,11 +100,7 @@ class Policy:
         """
         return [d.offered.max_draft_tokens for d in rows]
 
-    def cut(
-        self,
-        drafts: Rows[tuple[Drafting, bytes]],
-        other_tokens: int,  # noqa: ARG002
-    ) -> list[int]:
+    def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:  # noqa: ARG002
         """Return how many tokens of each draft at hand the next step verifies.
 
         The drafts are chains with their tokens' confidences, as `DraftTree` has them. The step has

@@ -24,9 +24,9 @@ def choose_nodes(
 ) -> NDArray[np.bool_]:
     """Return which nodes of all drafts a step of `rows` rows verifies, of equal ones the first.
 
-    `survivals` [n] are the probabilities that the accepted tokens reach each node, parents before
-    children. `likeliest` are the same from the highest to the lowest, and `seconds` [n + 1] the
-    times of steps that verify 0, 1 .. n nodes.
+    `survivals` are the probabilities that the accepted tokens reach each of n nodes, in any shape,
+    parents before children. `likeliest` [n] are the same from the highest to the lowest, and
+    `seconds` [n + 1] the times of steps that verify 0, 1 .. n nodes.
 
     Under rejection sampling a text keeps the target's distribution only if no survival depends on
     the draft's own tokens from that node on.
@@ -34,9 +34,9 @@ def choose_nodes(
     committed = rows + np.concatenate(((0.0,), likeliest.cumsum()))
     count = int((committed / seconds).argmax())
     if not count:
-        return np.zeros(len(survivals), np.bool_)
+        return np.zeros(survivals.shape, np.bool_)
     least = likeliest[count - 1]
     chosen: NDArray[np.bool_] = survivals >= least
     if surplus := np.count_nonzero(chosen) - count:
-        chosen[np.flatnonzero(survivals == least)[-surplus:]] = False
+        chosen.flat[np.flatnonzero(survivals == least)[-surplus:]] = False
     return chosen

@@ -95,7 +95,8 @@ class ModeTrials:
             # While the incumbent drafts, steps without any draft bring no trial nearer.
             self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
         if not self.on_trial:
-            self._begin(self._due(ahead=step.may_run_ahead))
+            if (mode := self._due(ahead=step.may_run_ahead)) is not self.incumbent:
+                self._begin(mode)
         elif (won := self._won(step.num_running)) is not None:
             self._end(won=won)
 
@@ -117,8 +118,6 @@ class ModeTrials:
         return next(mode for mode in turn if mode is not self.incumbent)
 
     def _begin(self, mode: DraftMode) -> None:
-        if mode is self.incumbent:
-            return
         self.mode = self._last_tried = mode
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0

@@ -103,6 +103,5 @@ class Drafting:
     @property
     def waits(self) -> bool:
         """True if the row waits for drafts at all."""
-        if self.proposer_id is None or self.breaker.is_open:
-            return False
-        return self.num_draft_tokens > 0 and self.measured.worth_waiting
+        may_come = self.proposer_id is not None and not self.breaker.is_open
+        return may_come and self.num_draft_tokens > 0 and self.measured.worth_waiting

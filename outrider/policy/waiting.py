@@ -64,7 +64,7 @@ class Waiting:
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
         k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
-        step_s = self._steps.estimate(half(len(rows)) * (1 + k))
+        step_s = self._steps.estimate((len(rows) + 1) // 2 * (1 + k))
         delay_s, drafting_s = delays.mean_s(k), k * delays.token_s
         more_s = drafting_s / 2 if self._halves else 0.0
         together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s + more_s
@@ -104,14 +104,9 @@ class Waiting:
         return usual if now < usual < d.round.deadline else d.round.deadline
 
 
-def half(num_rows: int) -> int:
-    """Return how many rows a microbatch has at most."""
-    return -(-num_rows // 2)
-
-
 def next_half(ready: list[R], num_waiting: int) -> list[R]:
     """Return the rows of the next microbatch: of the ready ones those that waited longest."""
-    most = half(len(ready) + num_waiting)
+    most = (len(ready) + num_waiting + 1) // 2
     if len(ready) <= most:
         return ready
     return sorted(ready, key=lambda row: row.drafting.round.committed_at)[:most]

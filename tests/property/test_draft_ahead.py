@@ -172,8 +172,12 @@ def check(schedule: Schedule) -> None:
         world.add(model, net)
     if beside in COPYING:
         world.add(copying(beside, max_branches), net)
-    for session in range(3):
-        world.submit(draw_request(session, rng))
+    for session in range(1, 4):
+        request = draw_request(session, rng)
+        if beside in COPYING and session % 2:  # else all would go to the draft model
+            speculation = replace(request.speculation, methods=(beside,))
+            request = replace(request, speculation=speculation)
+        world.submit(request)
         world.run(until=rng.choice((0.0, 0.01, 0.04)))
     world.run()
     for session, request in world.requests.items():

@@ -17,8 +17,10 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import DraftMode, FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.policy.waiting import MAX_PATIENCE_S
-from outrider.types import Commit, Request, RequestStats, StepEvents
+from outrider.rpc.feature_codec import SessionMessage
+from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
+from scorer_service.drafting import outbox
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import (
     VOCAB,
@@ -67,11 +69,11 @@ class Bench(World):
         temperature: float = 0.0,
     ) -> list[RequestStats]:
         """Run so many requests to their end."""
-        first = len(self.requests)
+        first = len(self.requests) + 1
         for i in range(first, first + count):
             sampling, stop = SamplingParams(temperature, seed=i), StopParams(max_tokens)
             wanted = speculation or SpeculationParams()
-            self.submit(Request(i, (i % VOCAB, i // VOCAB), sampling, stop, wanted))
+            self.submit(Request(i, divmod(i - 1, VOCAB)[::-1], sampling, stop, wanted))
         self.run()
         stats = [self.last[i].stats for i in range(first, first + count)]
         return [each for each in stats if each is not None]
@@ -126,20 +128,28 @@ def advised(policy: Policy, delay_s: float) -> Bench:
     return Bench(policy, Net(delay_s / 2), method=copying("deterministic", 0))
 
 
+def advice(*tokens: int, min_token_match: int = 8) -> SpeculationParams:
+    told = Advice(tokens, min_token_match=min_token_match, max_token_match=min_token_match)
+    return SpeculationParams(num_speculative_tokens=4, advice=told)
+
+
+NO_GUESS = advice(*[VOCAB - 1] * 8)
+
+
 @pytest.mark.parametrize("delay_s", [0.0004, 0.002, 0.005, 0.01])
 def test_answers_without_a_guess_are_not_waited_for_long(delay_s: float) -> None:
     bench = advised(AdaptivePolicy(4), delay_s)
-    (stats,) = bench.ask(max_tokens=400)
+    (stats,) = bench.ask(max_tokens=400, speculation=NO_GUESS)
     assert stats.drafted == stats.misses_wrong == 0
     assert stats.misses_late <= 1
     assert bench.now < 1.04 * stats.output_tokens * PLAIN_S
-    (stats,) = bench.ask()
+    (stats,) = bench.ask(speculation=NO_GUESS)
     assert stats.waits <= 2, "of the next request it is known"
 
 
 def test_an_answer_without_a_guess_ends_the_wait_and_is_no_miss() -> None:
     bench = advised(FixedPolicy(4, max_wait_s=0.05), 0.003)
-    (stats,) = bench.ask()
+    (stats,) = bench.ask(speculation=NO_GUESS)
     assert stats.misses_late == stats.misses_wrong == 0
     assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
     assert stats.wait_ms < 3.2 * stats.waits, "no longer than it took"
@@ -150,9 +160,8 @@ def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None
     """The advice has forty tokens of the text, not the next forty, and so on."""
     text = Sequential(HashModel(VOCAB)).tokens((0, 0), SamplingParams(temperature=0.0), 400)
     known = tuple(t if i // 40 % 2 else VOCAB - 1 for i, t in enumerate(text))
-    advice = Advice(known, min_token_match=3, max_token_match=3)
     bench = advised(AdaptivePolicy(4), delay_s)
-    bench.ask(max_tokens=400, speculation=SpeculationParams(advice=advice))
+    bench.ask(max_tokens=400, speculation=advice(*known, min_token_match=3))
     assert bench.now < most * 400 * PLAIN_S
 
 
@@ -164,12 +173,13 @@ def test_drafting_time_that_a_proposer_tells_is_believed_within_the_delay(
     """And a copy of a block, which comes at once, has taken none."""
 
     class Telling(Bench):
-        def _post(self, player, blocks):  # type: ignore[no-untyped-def]
-            told = [(*block, 2**32 - 1 if lies else us) for *block, us in blocks]
-            super()._post(player, told)
+        def _post(self, player, attached, message):  # type: ignore[no-untyped-def]
+            for block in message.blocks.blocks:
+                block.draft_us = 2**32 - 1 if lies else block.draft_us
+            super()._post(player, attached, message)
 
     (stats,) = Telling(FixedPolicy(4), Net(0.0003, repeat_chance=copies)).ask(max_tokens=60)
-    way_ms, draft_ms = 0.6 * (stats.waits + 1), 2.4 * (stats.waits + 1)
+    way_ms, draft_ms = 0.6 * stats.rounds, 2.4 * stats.rounds
     assert stats.network_ms == pytest.approx(0.0 if lies else way_ms, rel=0.1)
     assert stats.propose_ms == pytest.approx(draft_ms + lies * way_ms, rel=0.2)
 
@@ -201,7 +211,7 @@ def test_a_proposer_that_was_set_aside_is_waited_for_after_its_blocks(eps: float
     """Also after wrong ones: what they are worth is for acceptance to tell."""
     bench = Bench(net=NEVER, eps=eps)
     bench.ask(max_tokens=60)
-    bench.proposer.stream.arrival = {"to": 0.0, "from": 0.0}
+    bench.proposer.arrival = {"to": 0.0, "from": 0.0}
     bench.proposer.net = NEAR
     bench.ask(max_tokens=60)
     assert bench.ask(max_tokens=60)[0].waits >= 1
@@ -231,14 +241,23 @@ class Eager(Bench):
         self.ways: set[str] = set()  # of its steps
         self.asked: set[int] = set()  # draft tokens by its commits
 
-    def _publish(self, events: StepEvents, step_s: float) -> None:
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        session = self.hub._sessions[request.session_id]
+        if session.proposer is None:  # the hub knows that none is wanted
+            session.num_speculative_tokens = 4
+            self._tell(self.hub.registry.assign, session)
+
+    def _publish(self, events: StepEvents) -> None:
         assert events.counts is not None
         self.ways.add(events.counts.way)
         self.asked |= {commit.num_draft_tokens for commit in events.commits}
-        super()._publish(events, step_s)
+        super()._publish(events)
 
-    def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
-        super()._told(player, key, commit._replace(num_draft_tokens=4), step_s)
+    def _send(self, player: Player, message: SessionMessage) -> None:
+        for each in (*message.batch.opens, *message.batch.commits):
+            each.num_draft_tokens = 4
+        super()._send(player, message)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +270,9 @@ class Eager(Bench):
     ],
 )
 def test_without_speculation_nothing_waits_or_counts(
-    policy: str, speculation: SpeculationParams
+    policy: str, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(outbox, "HELD_TOKENS", 1)  # the proposer hears of each commit
     bench = Eager(POLICIES[policy](4))
     (stats,) = bench.ask(speculation=speculation)
     assert stats.rounds == stats.output_tokens
