@@ -177,7 +177,7 @@ def check(schedule: Schedule) -> None:
         if beside in COPYING and session % 2:  # else all would go to the draft model
             speculation = replace(request.speculation, methods=(beside,))
             request = replace(request, speculation=speculation)
-        world.submit(request)
+        world.begin(request)
         world.run(until=rng.choice((0.0, 0.01, 0.04)))
     world.run()
     for session, request in world.requests.items():

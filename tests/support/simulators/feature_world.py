@@ -77,7 +77,7 @@ def run_random_requests(world: World) -> None:
         prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))))
         sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=session)
         room = StopParams(max_tokens=rng.randint(1, MAX_LEN - len(prompt)))
-        world.submit(Request(session, prompt, sampling=sampling, stop=room))
+        world.begin(Request(session, prompt, sampling=sampling, stop=room))
     world.run()
     for session, request in world.requests.items():
         tokens, _ = TRUTH.output(request, MAX_LEN, frozenset())

@@ -35,11 +35,11 @@ class InProcess(TwoDevices):
     def _attach(self, player: Player) -> None:
         """It needs no stream."""
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
+    def begin(self, request: Request) -> None:
+        super().begin(request)
         if not self._speculate:
             return
-        engine, session, asked = self.engine, request.session_id, self.is_drafting
+        engine, session, asked = self.engine, request.session_id, self.drafting
         most = PROMPT + request.stop.max_tokens
         start = SessionStart((), request.sampling, K * asked, max_len=most)
 
@@ -47,7 +47,7 @@ class InProcess(TwoDevices):
             engine.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
             self._here.open(engine, session, 1, start, PROMPT)
 
-        self.command(attach)
+        self._command(attach)
 
     def first_draft(self, *_: int) -> None:
         pass

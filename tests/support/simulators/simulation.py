@@ -316,38 +316,6 @@ def _telemetry() -> Telemetry:
     return configure("outrider-proposer")
 
 
-class _Port:
-    """What a hub needs of an engine's thread: commands wait for the end of a step."""
-
-    running = True
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.features = self
-
-    def submit(self, request: Request, _constraint: object) -> None:
-        self._world.engine.submit(request)
-
-    @property
-    def drafting(self) -> bool:
-        return self._world.is_drafting
-
-    def between_same_steps(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def set_drafting(self, session: int, offer: DraftOffer) -> None:
-        self._world.command(lambda: self._world.engine.set_drafting(session, offer))
-
-    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        now, post = self._world.now, self._world.engine.post_block
-        self._world.command(*[partial(post, replace(each, arrived_at=now)) for each in blocks])
-
-    def give_back(self, window: FeatureWindow, size: int) -> None:
-        features = self._world.engine.features
-        assert features is not None
-        self._world.command(partial(features.give_back, window, size))
-
-
 class World(Network):
     """Runs requests to their end: see `committed` and `last`; or `set_rows` without end."""
 
@@ -368,7 +336,7 @@ class World(Network):
         self.policy, self.step_s = policy, step_s
         self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now, **parts)
         super().__init__(
-            _Port(self),
+            self,
             rng,
             config.num_speculative_tokens,
             vocab_size=self.model.vocab_size,
@@ -385,17 +353,11 @@ class World(Network):
         self._rows = 0
         self._most_rows = config.max_num_seqs
 
-    def submit(self, request: Request) -> None:
+    def begin(self, request: Request) -> None:
         self.requests[request.session_id] = request
         self.committed[request.session_id] = list(request.prompt_token_ids)
         self._tell(self.hub.submit, request, "")
         self.at(self.now, self._work)
-
-    @property
-    def is_drafting(self) -> bool:
-        """Drafts are of use with as many requests as there are now."""
-        rows = min(len(self.requests) - len(self.last), self._most_rows)
-        return rows.bit_length() not in self.engine.snapshot().undrafted_sizes
 
     def run(self, until: float = float("inf")) -> None:
         """Until every request has ended, or it is so late."""
@@ -408,7 +370,7 @@ class World(Network):
         """Keep `rows` requests in flight. `apart`: the first answers end one after the other."""
         self._rows = rows
         for i in range(len(self.requests) - len(self.last), rows):
-            self.submit(
+            self.begin(
                 self._request(self.answer_len * (i + 1) // rows if apart else self.answer_len)
             )
 
@@ -436,9 +398,39 @@ class World(Network):
         """What subclasses have of their own: requests that follow others."""
         raise NotImplementedError
 
+    # What the hub sees of the engine.
+
+    running = True
+
+    @property
+    def features(self) -> World:
+        return self
+
+    def submit(self, request: Request, _constraint: object) -> None:
+        self.engine.submit(request)
+
+    @property
+    def drafting(self) -> bool:
+        rows = min(len(self.requests) - len(self.last), self._most_rows)
+        return rows.bit_length() not in self.engine.snapshot().undrafted_sizes
+
+    def between_same_steps(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def set_drafting(self, session: int, offer: DraftOffer) -> None:
+        self._command(partial(self.engine.set_drafting, session, offer))
+
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
+        arrived = [replace(block, arrived_at=self.now) for block in blocks]
+        self._command(*[partial(self.engine.post_block, block) for block in arrived])
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        assert self.engine.features is not None
+        self._command(partial(self.engine.features.give_back, window, size))
+
     # The engine's thread.
 
-    def command(self, *commands: Callable[[], None]) -> None:
+    def _command(self, *commands: Callable[[], None]) -> None:
         """Between two steps, as the engine's thread does it."""
         self._commands += commands
         self.at(self.now, self._work)

@@ -73,7 +73,7 @@ class Bench(World):
         for i in range(first, first + count):
             sampling, stop = SamplingParams(temperature, seed=i), StopParams(max_tokens)
             wanted = speculation or SpeculationParams()
-            self.submit(Request(i, divmod(i - 1, VOCAB)[::-1], sampling, stop, wanted))
+            self.begin(Request(i, divmod(i - 1, VOCAB)[::-1], sampling, stop, wanted))
         self.run()
         stats = [self.last[i].stats for i in range(first, first + count)]
         return [each for each in stats if each is not None]
@@ -241,8 +241,8 @@ class Eager(Bench):
         self.ways: set[str] = set()  # of its steps
         self.asked: set[int] = set()  # draft tokens by its commits
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
+    def begin(self, request: Request) -> None:
+        super().begin(request)
         session = self.hub._sessions[request.session_id]
         if session.proposer is None:  # the hub knows that none is wanted
             session.num_speculative_tokens = 4

@@ -45,7 +45,7 @@ def test_step_counts_of_all_steps_sum_to_request_stats(
     net = Net(delay_s=0.001, jitter_s=0.001, stall_chance=0.05, stall_s=0.03, repeat_chance=0.1)
     world.add(draft_model(eps=0.3, max_branches=max_branches), net)
     for session in range(1, NUM_REQUESTS + 1):
-        world.submit(
+        world.begin(
             Request(
                 session_id=session,
                 prompt_token_ids=tuple((session * 7 + i) % 32 for i in range(5 + session)),
