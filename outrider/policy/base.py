@@ -56,7 +56,8 @@ class StepDone:
     at: float  # when it ended
     drafted: int  # rows that verified a draft
     comparable: bool  # a row goes on from the step before, and a proposer is there
-    answered: int = 0  # rows whose proposer has sent a block
+    draftable: int = 0  # rows that may have drafts
+    answered: int = 0  # of these, whose proposer has sent a block
     prompt_s: float = 0.0  # that prompts took beside the other rows
     prompts_only: bool = False  # all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted

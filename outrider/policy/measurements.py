@@ -96,13 +96,20 @@ class DraftTimes:
         alone, beside = self._alone, self._beside
         if not (alone.whole_s.weight and beside.whole_s.weight):
             return alone if alone.whole_s.weight else beside
-        as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
-        outdated = beside.whole_s.mean < alone.mean_s(as_long)
-        return self._latest if outdated else alone
+        return alone if self._agree else self._latest
 
-    def contention_s(self, num_tokens: float) -> float:
-        """Return the mean seconds by which a step beside a draft makes it late."""
-        return max(0.0, self._beside.mean_s(num_tokens) - self.delays.mean_s(num_tokens))
+    @property
+    def _agree(self) -> bool:
+        alone, beside = self._alone, self._beside
+        as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
+        known = alone.whole_s.weight and beside.whole_s.weight
+        return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
+
+    def contention_s(self, num_tokens: float, unknown_s: Num) -> Num | float:
+        """Return the mean seconds by which a step beside a draft makes it late, or `unknown_s`."""
+        if not self._agree:
+            return unknown_s
+        return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))
 
 
 class _Kind:

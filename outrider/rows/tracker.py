@@ -281,13 +281,15 @@ class DraftTracker:
         prompts.
         """
         self.account.step(step.tokens, step.num_rows, decoded=decoded)
-        ids = frozenset([d.proposer_id for d in rows if d.proposer_id and d.offered.limit])
+        draftable = [d for d in rows if d.proposer_id and d.offered.limit]
+        ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
         self.policy.step_done(
             replace(
                 step,
                 comparable=step.comparable and bool(ids),
                 proposer_ids=ids,
-                answered=sum([d.awaited.blocks > 0 for d in rows]),
+                draftable=len(draftable),
+                answered=sum([d.awaited.blocks > 0 for d in draftable]),
                 may_run_ahead=any(d.proposer.runs_ahead for d in rows),
             )
         )

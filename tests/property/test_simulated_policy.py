@@ -125,6 +125,12 @@ def test_rows_wait_for_drafts_that_take_longer_at_times(
     assert sum(s.fallback_rounds for s in stats) < 0.12 * sum(s.rounds for s in stats)
 
 
+def test_rows_that_share_a_device_with_their_drafts_do_not_stay_in_two_cohorts() -> None:
+    """Else few rows have steps of their own beside drafts for the others, and each is slow."""
+    world = OneDevice(32, 0.0, seed=2, ragged=True)
+    assert world.rate(2.0, after=2.0) > 1.35 * rate_without(32)
+
+
 def test_a_trial_that_finds_two_cohorts_brings_them_together() -> None:
     """Their drafts are all slowed by each other's steps, and so none shows what waiting brings."""
     world = OneDevice(32, 0.0, slow=0.35, slow_s=0.003, seed=2)

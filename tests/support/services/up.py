@@ -49,7 +49,7 @@ class Up:
     def scorer(self) -> str:
         """The scorer's gRPC address."""
         argv = command_line(self.services["scorer_service"])
-        return f"127.0.0.1:{argv[argv.index('--port') + 1]}"
+        return f"unix:{argv[argv.index('--listen-unix') + 1]}"
 
     def stop(self) -> float:
         """SIGINT to the parent; returns the seconds until it and its children have ended."""

@@ -163,7 +163,7 @@ def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
     for _ in range(100):
         times.observe(next(at), 0.020, 0.001, 4, alone=False)
     assert times.delays.mean_s(4) == pytest.approx(0.004)
-    assert times.contention_s(4) == pytest.approx(0.016, rel=0.1)
+    assert times.contention_s(4, 0.5) == pytest.approx(0.016, rel=0.1)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -174,7 +174,7 @@ def test_of_drafts_that_took_longer_without_a_step_the_last_ones_count(alone: bo
     for _ in range(20):
         times.observe(next(at), 0.006, 0.002, 4, alone=alone)
     assert times.delays.mean_s(4) == pytest.approx(0.006)
-    assert times.contention_s(4) == 0.0
+    assert times.contention_s(4, 0.5) == 0.5
 
 
 SECONDS = st.floats(0.0, 1e4)
@@ -189,7 +189,8 @@ def test_delays_are_numbers_and_not_negative_whatever_is_measured(
         times.observe(at, seconds, draft_s, num_tokens, alone=alone)
         delays = times.delays
         for k in (0, 1, 128):
-            found = (delays.mean_s(k), delays.most_s(k), times.contention_s(k), delays.token_s)
+            late_s = times.contention_s(k, 0.0)
+            found = (delays.mean_s(k), delays.most_s(k), late_s, delays.token_s)
             assert all(0.0 <= each < float("inf") for each in found)
 
 

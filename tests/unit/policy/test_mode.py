@@ -13,7 +13,9 @@ from outrider.policy.mode import MOST_LOST, ModeSelector
 
 MODES = tuple(DraftMode)
 OFF, ON_DEMAND, AHEAD = MODES
-STEP = StepDone(8, 8, 8, 0.0, 0, comparable=True, answered=8, proposer_ids=frozenset("a"))
+STEP = StepDone(
+    8, 8, 8, 0.0, 0, comparable=True, draftable=8, answered=8, proposer_ids=frozenset("a")
+)
 
 
 def steps_s(on_demand: float, ahead: float | None = None) -> dict[DraftMode, float]:
@@ -34,14 +36,15 @@ class Load:
     temperature: float = 0.0
     prompt_every: int = 0  # steps: then one has a newcomer's prompt
     runs_ahead: bool = True  # the proposer can
-    answered: float = 1.0  # share of rows that their proposer has heard of while it drafts
+    draftable: float = 1.0  # share of rows that may have drafts
+    answered: float = 1.0  # share of these that their proposer has heard of while it drafts
     modes: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
     steps: int = 0
 
     def play(self, steps: int) -> dict[DraftMode, int]:
         """So many steps; how many in each mode."""
-        taken = dict.fromkeys(MODES, 0)
+        taken, draftable = dict.fromkeys(MODES, 0), round(self.rows * self.draftable)
         for _ in range(steps):
             mode = self.modes.current.mode
             taken[mode] += 1
@@ -54,10 +57,11 @@ class Load:
                     STEP,
                     num_running=self.rows,
                     num_rows=self.rows,
-                    tokens=round(self.rows * (self.tokens if caught_up else 1)),
+                    tokens=self.rows + round(draftable * (self.tokens - 1.0) * caught_up),
                     at=self.now,
-                    drafted=self.rows * caught_up,
-                    answered=round(self.rows * self.answered * mode.drafts),
+                    drafted=draftable * caught_up,
+                    draftable=draftable,
+                    answered=round(draftable * self.answered * mode.drafts),
                     prompt_s=0.03 * prompt,
                     temperature=self.temperature,
                     may_run_ahead=self.runs_ahead,
@@ -118,6 +122,13 @@ def test_drafts_are_made_where_they_bring_something(load: Load, steps: int, draf
     load.play(steps)
     assert load.incumbent.drafts == drafts
     assert (load.play(4 * steps)[OFF] > 0.8 * 4 * steps) != drafts
+
+
+@pytest.mark.parametrize("draftable", [0.25, 0.5, 1.0])
+def test_first_trial_beside_rows_without_speculation_is_as_short(draftable: float) -> None:
+    load = Load(64, steps_s(0.012), draftable=draftable)
+    load.play(150)
+    assert load.incumbent.drafts
 
 
 @pytest.mark.parametrize(("before", "after"), [(3000, 10_000), (10_000, 500)])
