@@ -35,8 +35,10 @@ OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "arcp", "nsz"},
     "error_model": "numpy",
 }
-loop = njit(**OPTIONS)
-_as_written = njit(fastmath={"contract"}, error_model="numpy")
+# Parts become code of the kernel itself. Where a kernel calls a part, the process that compiles it
+# runs another copy of the part than processes that load it, and the copies round differently.
+loop = njit(forceinline=True, **OPTIONS)
+_as_written = njit(forceinline=True, fastmath={"contract"}, error_model="numpy")
 
 # Numba's cache compares only the file of the kernel itself. With this number in its type a kernel
 # is compiled again after any change in this folder.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from numba import float32
+from numba import cfunc, float32, types
 from torch import Tensor
 
-from outrider.engine.cpu import int8, scalars
+from outrider.engine.cpu import attend, int8, scalars
 from outrider.engine.cpu.ops import NumbaOps
 from outrider.engine.cpu.team import Recording
 from outrider.engine.kv_cache.pools import KVPools
@@ -190,11 +191,18 @@ def test_what_takes_arguments_is_compiled_again_after_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also in a file elsewhere that calls the kernels' parts."""
-    types = []
+    seen = []
     for code in (1, 2, 1):
         monkeypatch.setattr(scalars, "_VERSION", code)
-        types.append(scalars.Arguments(float32))
-    assert types[0] == types[2] != types[1]
+        seen.append(scalars.Arguments(float32))
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_kernel_calls_none_of_its_parts() -> None:
+    """A call would reach other machine code in the process that compiles than in later ones."""
+    kernel = cfunc(types.void(scalars.Arguments(float32)), **scalars.OPTIONS)(attend.attend)
+    functions = {*re.findall(r"_ZN8outrider\w+", kernel._library.get_asm_str())}
+    assert functions == {kernel.native_name.removeprefix("cfunc.")}
 
 
 def test_kernel_without_writable_cache_compiles() -> None:
