@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from numba import njit
 
+from outrider.engine.cpu.cache import keep
+
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 
 def compiled(function: _Kernel, **options: Any) -> _Kernel:
     """Compile at the first call with Numba's `options`; the GIL is free while it runs."""
-    try:
-        kernel: _Kernel = njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder can be written, so every process compiles anew
-        kernel = njit(nogil=True, **options)(function)
+    kernel: _Kernel = njit(nogil=True, **options)(function)
+    keep(kernel, function)
     return kernel

@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import types
+from numba.core.ccallback import CFunc
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outrider.engine.cpu.cache import keep
 from outrider.engine.cpu.scalars import OPTIONS, Arguments
 
 logger = logging.getLogger(__name__)
@@ -148,11 +150,9 @@ _MAKES = {
 @lru_cache
 def _compile(entry: Callable[[Any], None], element: Any) -> Any:
     began = time.perf_counter()
-    signature = types.void(Arguments(element))
-    try:
-        compiled = cfunc(signature, cache=True, **OPTIONS)(entry)
-    except RuntimeError:  # no folder for the cache is writable
-        compiled = cfunc(signature, **OPTIONS)(entry)
+    compiled = CFunc(entry, ((Arguments(element),), types.void), locals={}, options=OPTIONS)
+    keep(compiled, entry)
+    compiled.compile()
     took = time.perf_counter() - began
     if took > _NOTEWORTHY_S:
         logger.info("Compiled %s for this CPU in %.1f s.", entry.__name__, took)
