@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # Where it is set, each HTTP client reads all of its certificates (20 ms). No test needs any.
 os.environ.pop("SSL_CERT_FILE", None)
+
+# A shell starts what it runs in the background with SIGINT ignored, and so would be its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # modules stay, so that looking through them while they are imported frees nothing
 
