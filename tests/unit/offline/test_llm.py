@@ -30,6 +30,7 @@ from outrider.offline.engine import LocalEngine
 from outrider.offline.switching import Switching
 from outrider.types import StepEvents
 from scorer_service.config import ScorerOptions
+from tests.support.waiting import wait_until
 
 PROMPTS = ["def fib(n):", "The future of AI is", "x"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -325,11 +326,16 @@ def test_generate_when_interrupted_leaves_nothing_behind(
     endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupt() -> None:
+        wait_until(lambda: bool(shared_engine._runs), 60, "requests to run")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        thread.start()
         llm.generate([[2]] * 64, endless, use_tqdm=False)
-    timer.join()
+    thread.join()
     assert not shared_engine._runs
     assert len(llm.generate("x", GREEDY, use_tqdm=False)) == 1
 
