@@ -83,7 +83,7 @@ async def scorer(request: pytest.FixtureRequest) -> AsyncIterator[DraftScorer]:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -400,7 +400,7 @@ async def test_proposer_stream_with_several_commits_drafts_for_the_newest(
 ) -> None:
     address = await scorer.start()
     slow = SlowProposer()
-    async with running(ngram_config(address), lambda _: (slow, "")):
+    async with running(ngram_config(address), lambda _: (slow, "")) as (_, stub):
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])
         await slow.begun.acquire()
@@ -408,7 +408,14 @@ async def test_proposer_stream_with_several_commits_drafts_for_the_newest(
         stream.send(commits=[commit(1, 8, [7])])
         stream.send(commits=[commit(1, 9, [5])])
         stream.send(opens=[open_(2, PERIOD)], commits=[commit(1, 10, [6])])
-        await asyncio.sleep(0.2)
+
+        async def has_come() -> bool:
+            info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
+            return bool(info.scorers[0].sessions == 2)
+
+        await stream.written()
+        if not scorer.data_connections:  # else the thread that drafts reads it
+            await eventually(has_come)
         slow.go.release()
         assert (await stream.next_block()).base_len == 8
         await slow.begun.acquire()
@@ -489,7 +496,7 @@ async def test_proposer_goodbye_with_open_sessions_waits_for_the_closes(
     scorer: DraftScorer,
 ) -> None:
     address = await scorer.start()
-    config = replace(ngram_config(address), deployment=Deployment(drain_grace_s=5))
+    config = replace(ngram_config(address), deployment=Deployment(drain_grace_s=600))
     async with running(config) as (service, _):
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])
@@ -499,7 +506,7 @@ async def test_proposer_goodbye_with_open_sessions_waits_for_the_closes(
         await asyncio.sleep(0.1)
         assert not stream.ended.is_set()
         stream.send(closes=[close(1)])
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await stream.ended.wait()
             await stopping
 
@@ -510,13 +517,13 @@ async def test_proposer_goodbye_without_closes_ends_in_time(scorer: DraftScorer)
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])
         await stream.next_block()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await service.stop()
 
 
 async def test_proposer_without_a_scorer_stops_when_asked() -> None:
     async with running(ngram_config("127.0.0.1:1")) as (service, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await service.stop()
 
 
@@ -616,7 +623,7 @@ async def test_proposer_when_drafting_keeps_failing_ends_the_process(scorer: Dra
         for epoch in range(1, 4):
             stream.send(opens=[open_(1, [1, 2, 3], epoch=epoch)])
             assert (await stream.next_lost()).epoch == epoch
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await service.wait_failed()
 
 

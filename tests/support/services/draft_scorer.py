@@ -17,7 +17,7 @@ from outrider.rpc.server import GrpcServer
 from outrider.rpc.tasks import first_of
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2_grpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 Requests = AsyncIterator[draft_pb2.DraftRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,6 +45,11 @@ class Conversation:
             opens=opens, commits=commits, closes=closes, features=features, on_demand=on_demand
         )
         self._outgoing.put_nowait(batch)
+
+    async def written(self) -> None:
+        """Returns when all that was to be sent lies in the connection."""
+        async with asyncio.timeout(WAIT_S):
+            await self._outgoing.join()
 
     def hang_up(self) -> None:
         """Ends the RPC with OK."""
@@ -105,6 +110,7 @@ class Conversation:
     async def _write(self, write: Callable[[draft_pb2.DraftResponse], Awaitable[None]]) -> None:
         while (batch := await self._outgoing.get()) is not None:
             await write(draft_pb2.DraftResponse(sessions=batch))
+            self._outgoing.task_done()
 
 
 async def _messages(frames: Frames) -> Requests:
@@ -125,7 +131,7 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         self.version = 1  # in Welcome
         self.wants_projection = False
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
-        self._data_connections = data_connections
+        self.data_connections = data_connections
         self._data_port: DataPort | None = None
         self._server: GrpcServer | None = None
 
@@ -133,7 +139,7 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         self, port: int = 0, host: str = "127.0.0.1", unix_path: str | None = None
     ) -> str:
         """Serves; returns "host:port"."""
-        if self._data_connections:
+        if self.data_connections:
             self._data_port = DataPort(host, 0, unix_path=unix_path)
             await self._data_port.start()
         self._server = GrpcServer(
