@@ -439,9 +439,7 @@ def test_worker_stop_does_not_wait_for_drafts() -> None:
         worker.submit(request(1))
         worker.set_drafting(1, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[1]) == 1)
-        began = time.monotonic()
-        worker.stop(BOUND_S)
-        assert time.monotonic() - began < 1.0
+        worker.stop(BOUND_S)  # raises if it waits
         assert isinstance(inbox.ended[1], UnavailableError)
         with pytest.raises(UnavailableError):
             worker.submit(request(2))
