@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits for what other tasks bring about."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

@@ -92,7 +92,7 @@ async def test_request_when_only_scorer_returns_continues(stream: bool) -> None:
             await until(lambda: scorer.running == 1)
             await asyncio.sleep(0.1)
             await life.aclose()  # all its connections break
-            async with asyncio.timeout(5), httpx.AsyncClient(base_url=gateway.http) as client:
+            async with asyncio.timeout(30), httpx.AsyncClient(base_url=gateway.http) as client:
                 while (await client.get("/health")).status_code != 503:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             async with serving(scorer, port):

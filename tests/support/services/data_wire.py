@@ -61,7 +61,7 @@ class DataWire:
 
     async def _read_exactly(self, size: int) -> bytes | None:
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
             return None

@@ -118,7 +118,7 @@ class Bench:
 
     async def sent(self, proposer: AttachedProposer) -> SessionMessage:
         """What is being sent to the proposer now."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             message = await proposer.outbox.take()
         self.hub.registry.on_taken(proposer.outbox)
         return message
@@ -160,6 +160,6 @@ def taken(hub: Hub, proposer: AttachedProposer) -> SessionMessage | None:
 
 
 async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         message = await proposer.outbox.take()
     return draft_pb2.DraftResponse.FromString(response_to_bytes(message)).sessions

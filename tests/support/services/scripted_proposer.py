@@ -182,5 +182,5 @@ async def proposing(proposer: ScriptedProposer) -> AsyncIterator[ScriptedPropose
     finally:
         proposer.call.cancel()
         with suppress(asyncio.CancelledError):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await task
