@@ -22,6 +22,8 @@ from outrider.drafting.proposer import TREE_WIDTH, Proposer
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams
 
+pytestmark = pytest.mark.timeout(400)  # kernels of eleven drafters may have to be compiled
+
 K, NUM_PROMPTS, NUM_TOKENS = 4, 8, 32
 TOLERANCE = 0.03
 
