@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -26,6 +29,13 @@ os.environ.pop("SSL_CERT_FILE", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # modules stay, so that looking through them while they are imported frees nothing
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """A folder for Unix sockets, whose paths have 107 bytes: `tmp_path` may be too long."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def pytest_collection_finish() -> None:

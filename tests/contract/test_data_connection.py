@@ -258,21 +258,21 @@ async def test_data_connection_without_a_port_falls_back_to_the_stream(
 
 
 async def test_data_connection_over_a_unix_socket_carries_drafts(
-    tmp_path: Path, warnings: Callable[[], list[str]]
+    socket_folder: Path, warnings: Callable[[], list[str]]
 ) -> None:
-    path = tmp_path / "scorer.sock"
+    path = socket_folder / "scorer.sock"
     async with running_scorer(unix_path=path) as scorer:
         async with drafting(scorer, f"unix:{path}"):
             await is_drafted_for(scorer)
             assert not any(NO_CONNECTION in warning for warning in warnings())
             # Without the second socket there is only the stream.
-            (tmp_path / "scorer.sock.data").rename(tmp_path / "elsewhere")
+            (socket_folder / "scorer.sock.data").rename(socket_folder / "elsewhere")
             scorer.hub.registry.detach(scorer.hub.registry.proposers[0])
             await scorer.until(lambda: any(NO_CONNECTION in w for w in warnings()), "it says so")
             await attached(scorer)
             await is_drafted_for(scorer)
-        (tmp_path / "elsewhere").unlink()
-    assert os.listdir(tmp_path) == []
+        (socket_folder / "elsewhere").unlink()
+    assert os.listdir(socket_folder) == []
 
 
 async def test_data_connection_with_mutual_tls_carries_drafts(

@@ -172,8 +172,8 @@ async def test_proposer_when_a_delisted_scorer_still_answers_leaves_it(
         assert not kept.ended.is_set()
 
 
-async def test_proposer_with_unix_socket_dials_a_restarted_scorer(tmp_path: Path) -> None:
-    path = str(tmp_path / "scorer.sock")
+async def test_proposer_with_unix_socket_dials_a_restarted_scorer(socket_folder: Path) -> None:
+    path = str(socket_folder / "scorer.sock")
     service = proposer(f"unix:{path}")
     scorer = DraftScorer()
     try:

@@ -46,9 +46,9 @@ async def front(drafts: DraftSide) -> AsyncIterator[scorer_pb2_grpc.ScorerServic
 
 @pytest.mark.parametrize("data_connections", [True, False], ids=["data connection", "stream"])
 async def test_relayed_proposer_drafts_and_leaves_as_if_it_had_dialled_itself(
-    tmp_path: Path, data_connections: bool
+    socket_folder: Path, data_connections: bool
 ) -> None:
-    path = tmp_path / "drafts"
+    path = socket_folder / "drafts"
     async with running_scorer(unix_path=path, data_connections=data_connections) as scorer:
         drafts = RelayedDrafts(f"unix:{path}")
         async with front(drafts) as stub:
@@ -63,9 +63,9 @@ async def test_relayed_proposer_drafts_and_leaves_as_if_it_had_dialled_itself(
 
 
 async def test_refusal_behind_the_relay_reaches_the_proposer_with_its_reason(
-    tmp_path: Path,
+    socket_folder: Path,
 ) -> None:
-    path = tmp_path / "drafts"
+    path = socket_folder / "drafts"
     async with running_scorer(unix_path=path), front(RelayedDrafts(f"unix:{path}")) as stub:
         proposer = ScriptedProposer(stub, follow(greedy_truth), hello(tokenizer_hash="cd" * 32))
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -82,8 +82,8 @@ async def test_engine_that_takes_no_proposers_says_so() -> None:
     assert list(await NoDrafts().attached()) == []
 
 
-async def test_relay_to_nobody_is_unavailable(tmp_path: Path) -> None:
-    drafts = RelayedDrafts(f"unix:{tmp_path / 'nobody'}")
+async def test_relay_to_nobody_is_unavailable(socket_folder: Path) -> None:
+    drafts = RelayedDrafts(f"unix:{socket_folder / 'nobody'}")
     async with front(drafts) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await ScriptedProposer(stub, follow(greedy_truth)).dial()

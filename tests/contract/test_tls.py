@@ -57,12 +57,14 @@ async def refused(target: str | Target, tls: TlsFiles | None) -> bool:
     return False
 
 
-async def test_tls_with_peer_of_another_authority_refuses_it(tmp_path: Path) -> None:
+async def test_tls_with_peer_of_another_authority_refuses_it(
+    tmp_path: Path, socket_folder: Path
+) -> None:
     issuer = Issuer()
     server, client = (issuer.write(tmp_path / name, "127.0.0.1") for name in ("server", "client"))
     stranger = Issuer().write(tmp_path / "stranger", "127.0.0.1")
     trusting = TlsFiles(stranger.cert, stranger.key, server.ca)
-    unix = tmp_path / "scorer.sock"
+    unix = socket_folder / "scorer.sock"
     async with healthy(server, unix=unix) as address:
         assert await ask(address, client) == health_pb2.HealthCheckResponse.SERVING
         assert await refused(address, None), "no TLS"

@@ -239,7 +239,7 @@ def test_sidecar_that_crashes_is_started_again_without_its_container(tmp_path: P
     assert log.read_text().splitlines() == [*["begun proposer --pool=draft"] * 3, "ended"]
 
 
-def test_sidecar_drafts_until_its_scorer_ends(tmp_path: Path) -> None:
+def test_sidecar_drafts_until_its_scorer_ends(socket_folder: Path) -> None:
     scorer = helm.only(
         helm.render("proposers.draft.placement=sidecar"), "StatefulSet", "outrider-scorer"
     )
@@ -247,7 +247,7 @@ def test_sidecar_drafts_until_its_scorer_ends(tmp_path: Path) -> None:
     (path,) = (a.partition("=")[2] for a in main["args"] if a.startswith("--listen-unix="))
     program, *args = sidecar["lifecycle"]["preStop"]["exec"]["command"]
     assert program == "python"
-    here = tmp_path / "scorer.sock"
+    here = socket_folder / "scorer.sock"
     command = [sys.executable, *(arg.replace(path, str(here)) for arg in args)]
     assert str(here) in command[-1]
     with socket.socket(socket.AF_UNIX) as listening:
