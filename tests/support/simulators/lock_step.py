@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,7 +104,7 @@ class _Host(DraftHost):
 
     def take(
         self, timeout_s: float = 0.0
-    ) -> tuple[Iterable[tuple[int, DraftOffer]], Mapping[int, list[PostedBlock]]]:
+    ) -> tuple[Iterable[tuple[int, DraftOffer]], dict[int, list[PostedBlock]]]:
         self.world.go_on(timeout_s, until_blocks=True)
         return super().take()
 
