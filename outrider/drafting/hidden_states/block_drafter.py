@@ -18,6 +18,7 @@ from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
+from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.block import BlockHead
@@ -92,8 +93,11 @@ class BlockDrafter(CachedDrafter):
             part = rows[start : start + self._at_once]
             states, sizes = outputs[start : start + len(part)], [row.wanted for row in part]
             lengths = [row.end + LEAD - 1 for row in part]
-            draws = TargetDraws.of([row.sampling for row in part], lengths, self.head.device)
             depth, width = self._depth(max(sizes)), min(self.limits.tree_width, max(sizes))
+            wide = self.limits.tree_width > 1 and self.head.follows_paths
+            texts = EarlierText([row.text for row in part], self.head.device) if wide else None
+            sampling = [row.sampling for row in part]
+            draws = TargetDraws.of(sampling, lengths, self.head.device, texts)
             guesses = self.head.guess(states, self._anchors(part), draws, depth, width)
             yield from self._read(guesses.cpu().numpy(), sizes)
 

@@ -23,6 +23,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
+from outrider.drafting.hidden_states.earlier_text import WINDOW
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.hidden_states.trees import max_trees
@@ -76,12 +77,14 @@ class _HeadRow:
         cache, follower = self.state.cache, self.state.follower
         start = cache.computed
         tokens = follower.tokens[start + 1 : self.end + 1]
+        is_tree = self.wanted > 0 and not self.chain
         return DraftInput(
             RowSlice(tokens, start, cache.block_table, 1),
             self.wanted,
             follower.draft_sampling,
             self.mask,
             self.state.rows(start, self.end),
+            follower.tokens[-WINDOW:] if is_tree else (),
         )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree, chain_parents
+from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.likeliest import cut_to_likeliest, noised
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
@@ -64,10 +65,15 @@ class TargetDraws:
         self,
         batch: SamplingBatch | None,
         noised: Callable[[Tensor, SamplingBatch, int], Tensor] = noised,
+        texts: EarlierText | None = None,
     ) -> None:
-        """Take a row each, at the position that depth 0 is drawn at; None: all greedy."""
+        """Take a row each, at the position that depth 0 is drawn at; None: all greedy.
+
+        `texts` are those that the draws follow, if paths are to be compared with them.
+        """
         self._batch = batch
         self._noised = noised
+        self.texts = texts
 
     @property
     def batch(self) -> SamplingBatch | None:
@@ -76,12 +82,16 @@ class TargetDraws:
 
     @classmethod
     def of(
-        cls, sampling: Sequence[SamplingParams], lengths: Sequence[int], device: torch.device
+        cls,
+        sampling: Sequence[SamplingParams],
+        lengths: Sequence[int],
+        device: torch.device,
+        texts: EarlierText | None = None,
     ) -> TargetDraws:
         """Return the draws after texts of these lengths."""
         if all(params.greedy for params in sampling):
-            return cls(None)
-        return cls(SamplingBatch.build(sampling, lengths, device))
+            return cls(None, texts=texts)
+        return cls(SamplingBatch.build(sampling, lengths, device), texts=texts)
 
     def likeliest(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the `count` likeliest tokens at `depth` and their log probabilities.
@@ -174,13 +184,17 @@ def guess_paths(
     n = len(tokens)
     if width == 1:
         return _guess_chains(step, states, tokens, draws, depth)
-    last, paths = tokens, tokens.new_zeros(n, 1, dtype=torch.float)
+    texts, last, paths = draws.texts, tokens, tokens.new_zeros(n, 1, dtype=torch.float)
+    before = None if texts is None else texts.before[:, None]  # the token before `last`, by row
     ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
     nodes: list[Tensor] = []  # [n, 3, new] by depth
     num_nodes = 0
     for place in range(depth):
         states, logits = step(states, last, place)
-        found, log_probs = draws.likeliest(logits.view(n, -1, logits.shape[-1]), place, width)
+        logits, ends_with = logits.view(n, -1, logits.shape[-1]), last.view(n, -1)
+        if texts is not None and before is not None:
+            logits = texts.raised(logits, before, ends_with, place)
+        found, log_probs = draws.likeliest(logits, place, width)
         scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
         found, count = found.flatten(1), found.shape[-1]
         parents = ends.repeat_interleave(count, dim=1)
@@ -190,6 +204,7 @@ def guess_paths(
         ends = best + num_nodes
         num_nodes += scores.shape[1]
         last = found.gather(1, best).flatten()
+        before = ends_with.gather(1, best // count)
         rows = torch.arange(n, device=tokens.device)[:, None] * (scores.shape[1] // count)
         states = states[(rows + best // count).flatten()]
     return torch.cat(nodes, dim=2)

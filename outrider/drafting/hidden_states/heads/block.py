@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ class BlockHead(CachedHead):
 
     max_depth: int
     """Tokens that a block foresees."""
+    follows_paths: ClassVar[bool] = False
+    """`guess` follows paths token by token (`guess_paths`)."""
 
     def num_slots(self, depth: int) -> int:
         """Return the slots past the true rows that `depth` guesses take."""

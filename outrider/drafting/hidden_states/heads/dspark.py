@@ -70,6 +70,8 @@ class DSparkFormat(DFlashFormat):
 class DSparkHead(DFlashHead):
     """A module of DSpark; `project` as of `load_dflash`."""
 
+    follows_paths: ClassVar[bool] = True
+
     def __init__(
         self,
         found: DFlashFormat,
