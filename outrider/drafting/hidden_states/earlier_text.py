@@ -26,12 +26,15 @@ Fitted along texts of the embedded target, other than those of `benchmarks.hidde
 
 
 class EarlierText:
-    """The latest `WINDOW` tokens of texts, which end with the last committed token."""
+    """The latest `WINDOW` tokens of texts, which end with the last committed token.
+
+    Empty: nothing is raised in that row.
+    """
 
     def __init__(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         parts = [torch.tensor(text[-WINDOW:], dtype=torch.int64) for text in texts]
-        width = 1 + max(len(part) for part in parts)
-        known = torch.full((len(parts), width), -1)  # no token: at least one before each text
+        width = 2 + max(len(part) for part in parts)
+        known = torch.full((len(parts), width), -1)  # no token: before each text
         for row, part in zip(known, parts, strict=True):
             row[width - len(part) :] = part
         known = known.to(device)
