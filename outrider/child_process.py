@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import shlex
@@ -11,7 +12,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import ConfigError, InternalError, UnavailableError
 
@@ -37,6 +38,12 @@ class ServiceSpec:
         return shlex.join((*(f"{name}={value}" for name, value in self.env), *self.argv))
 
 
+class _Pipe(NamedTuple):
+    sink: io.FileIO
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+
 class ServiceProcess:
     """A running child. `start` first; after that `wait`, `terminate` and `kill` at any time."""
 
@@ -44,6 +51,7 @@ class ServiceProcess:
         self._spec = spec
         self._relay = relay
         self._process: asyncio.subprocess.Process | None = None
+        self._pipes: list[_Pipe] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         self._last_lines: deque[str] = deque(maxlen=1)
@@ -68,25 +76,25 @@ class ServiceProcess:
         Raises `ConfigError` with the child's own last words if it ends instead, and
         `UnavailableError` if it is not ready in time (the child still runs then).
         """
-        self._process = await asyncio.create_subprocess_exec(
-            *self._spec.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            # Progress bars redraw a line; a relay has none to redraw.
-            env={
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                "TQDM_DISABLE": "1",
-                **dict(self._spec.env),
-            },
-            process_group=0,  # Ctrl-C reaches the parent alone; it decides who stops and when
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+        stdout, stderr = await self._pipe(), await self._pipe()
+        with stdout.sink, stderr.sink:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stdout.sink,
+                stderr=stderr.sink,
+                # Progress bars redraw a line; a relay has none to redraw.
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "TQDM_DISABLE": "1",
+                    **dict(self._spec.env),
+                },
+                process_group=0,  # Ctrl-C reaches the parent alone; it decides who stops and when
+            )
         self._pumps = [
-            asyncio.create_task(self._pump_stdout(self._process.stdout)),
-            asyncio.create_task(self._pump_stderr(self._process.stderr)),
+            asyncio.create_task(self._pump_stdout(stdout.reader)),
+            asyncio.create_task(self._pump_stderr(stderr.reader)),
         ]
         ended = asyncio.create_task(self.wait())
         outcomes: list[asyncio.Future[Any]] = [ended, self._ready]
@@ -109,7 +117,19 @@ class ServiceProcess:
         code = await self._process.wait()
         # A grandchild may hold the pipes open: do not wait for it.
         await asyncio.wait(self._pumps, timeout=0.2)
+        for pipe in self._pipes:
+            pipe.transport.close()
         return code
+
+    async def _pipe(self) -> _Pipe:
+        """Make a pipe of our own: asyncio's `wait` lasts until all ends of its pipes are closed."""
+        source, sink = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb", buffering=0)
+        )
+        self._pipes.append(pipe := _Pipe(os.fdopen(sink, "wb", buffering=0), reader, transport))
+        return pipe
 
     def terminate(self) -> None:
         """Asks the child to stop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import io
 import os
 import signal
@@ -115,6 +116,24 @@ async def test_service_that_is_never_ready_times_out() -> None:
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_end_of_a_service_is_seen_while_its_own_child_holds_its_pipes(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """As vLLM's processes do after a scorer's end."""
+    child = "import subprocess\nother = subprocess.Popen(['sleep', '60'])\n"
+    ready = child + READY.replace('"h:2"', "str(other.pid)") + "sys.exit(3)\n"
+    process = ServiceProcess(spec(ready), Lines())
+    other = int((await process.start(10.0))["grpc"])
+    try:
+        assert await asyncio.wait_for(process.wait(), 5.0) == 3
+        assert alive(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
+    del process
+    gc.collect()
+    assert not list(recwarn), "all transports were closed"
 
 
 async def test_service_with_broken_ready_line_fails_at_once() -> None:
