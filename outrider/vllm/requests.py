@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
+from outrider.errors import InvalidRequestError
 from outrider.methods import METHOD_ALIASES, METHODS
 from outrider.params import (
     MAX_ADVICE_TOKENS,
@@ -54,11 +55,22 @@ class Extras:
 
     @staticmethod
     def of(extra_args: Mapping[str, Any] | None) -> Extras:
-        """Read them. Raises `InvalidRequestError`, `TypeError` or `ValueError`."""
-        given = {k[len(_PREFIX) :]: v for k, v in (extra_args or {}).items() if k[:9] == _PREFIX}
+        """Read them. Raises `InvalidRequestError`."""
+        try:
+            return Extras._read(extra_args or {})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"a field of {_PREFIX}... has a wrong type: {error}"
+            ) from error
+
+    @staticmethod
+    def _read(extra_args: Mapping[str, Any]) -> Extras:
+        given = {k[len(_PREFIX) :]: v for k, v in extra_args.items() if k[:9] == _PREFIX}
         k, methods = given.get("num_speculative_tokens"), given.get("methods") or ()
-        names = methods.split(",") if isinstance(methods, str) else methods
-        names = tuple(METHOD_ALIASES.get(name.strip(), name.strip()) for name in names)
+        given_names = methods.split(",") if isinstance(methods, str) else map(str, methods)
+        names = tuple(METHOD_ALIASES.get(name.strip(), name.strip()) for name in given_names)
+        for name in names:
+            require(name in METHODS, "methods", f"one of {', '.join(METHODS)}, not {name!r:.40}")
         low, high = given.get("advice_match") or (2, 2)
         expected, references = given.get("advice") or (), given.get("references") or ()
         size = len(expected) + sum(map(len, references))  # not read if it is too much for a step
@@ -73,7 +85,7 @@ class Extras:
         )
         speculation = SpeculationParams(
             enabled=k is None or int(k) > 0,
-            methods=tuple(name for name in names if name in METHODS),
+            methods=names,
             num_speculative_tokens=None if k is None else int(k),
             advice=advice,
         )
@@ -97,16 +109,13 @@ def read_request(
 
     None for a request that nobody can draft for: it has embeddings for a prompt. Where vLLM's own
     rejection rule decides, a proposer drafts greedily, as that rule takes a draft for certain.
-    Raises `InvalidRequestError` for parameters that no proposer knows.
+    Raises `InvalidRequestError` for parameters that no proposer knows, and wrong extras.
     """
     params, prompt = new.sampling_params, new.prompt_token_ids
     if params is None or not prompt:
         return None
-    try:
-        extras = Extras.of(params.extra_args)
-        extras.check(served.vocab_size)
-    except Exception:  # a client's mistake costs its drafts only
-        extras = Extras(SpeculationParams(enabled=False))
+    extras = Extras.of(params.extra_args)
+    extras.check(served.vocab_size)
     asked = extras.speculation
     limit, rule = served.num_speculative_tokens, VerificationRule.COUPLED
     if asked.num_speculative_tokens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import Advice, SpeculationParams
 from outrider.vllm import adapter
 from outrider.vllm.draft_server import ServerOptions
@@ -23,10 +23,27 @@ def test_extras_survive_their_way_through_extra_args() -> None:
 
 
 def test_extras_of_a_plain_client_are_read() -> None:
-    extras = Extras.of({"outrider_methods": "prompt, suffix", "another": 1})
-    assert extras.speculation == SpeculationParams(methods=("suffix",))
+    extras = Extras.of({"outrider_methods": "suffix, inference_with_reference", "another": 1})
+    assert extras.speculation == SpeculationParams(methods=("suffix", "ngram"))
     assert Extras.of(None) == Extras(SpeculationParams())
     assert not Extras.of({"outrider_num_speculative_tokens": 0}).speculation.enabled
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("methods", "sufix"),
+        ("methods", [5]),
+        ("methods", 5),
+        ("num_speculative_tokens", "x"),
+        ("num_speculative_tokens", float("inf")),
+        ("advice", ["a"]),
+        ("advice_match", [1, 2, 3]),
+    ],
+)
+def test_wrong_extra_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"methods|outrider_"):
+        Extras.of({f"outrider_{name}": value})
 
 
 def test_flags_are_a_scorers() -> None:
