@@ -120,6 +120,14 @@ def missing_names() -> list[str]:
     return missing
 
 
+def untried() -> str:
+    """Return what to say of a vLLM of another version than those in `SUPPORTED`; else nothing."""
+    version = str(getattr(importlib.import_module("vllm"), "__version__", "of no version"))
+    if version.startswith(SUPPORTED):
+        return ""
+    return f"vLLM {version} was not tried with Outrider: {' and '.join(SUPPORTED)} were."
+
+
 def _find(path: str) -> Any:
     module, _, names = path.partition(":")
     try:

@@ -118,6 +118,7 @@ def stream(
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
     )
+    params.temperature = fields["temperature"]  # vLLM raises what is below 0.01
     prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
     outputs: AsyncGenerator[Any, None] = llm.generate(
         prompt, params, request_id=request_id, lora_request=adapter

@@ -17,6 +17,7 @@ from typing import Any, Final
 from outrider.config import MAX_WAITING
 from outrider.counts import Admission, StepCounts
 from outrider.draft_port import DraftOffer, HiddenStateControl, NoHiddenStates, PostedBlock
+from outrider.engines import INSTALL
 from outrider.errors import (
     CapacityError,
     ConfigError,
@@ -36,6 +37,7 @@ from outrider.types import (
     Request,
     StepEvents,
 )
+from outrider.vllm import adapter
 from outrider.vllm.accounts import Accounts
 from outrider.vllm.flags import VllmOptions
 from outrider.vllm.outputs import Progress
@@ -46,6 +48,7 @@ from outrider.vllm.stats import Load
 from outrider.watchdog import PATIENCE_S
 
 _LOOK_S: Final = 1.0
+_REASON_CHARS: Final = 500
 _WARM_UP: Final = (
     (SamplingParams(temperature=0.0), None),
     (SamplingParams(temperature=1.0, seed=1), 1),
@@ -105,7 +108,10 @@ class VllmEngine:
         os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # session ids are unique
         # This process has threads, gRPC's among them, and cannot be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        from outrider.vllm.async_llm import build, facts
+        try:
+            from outrider.vllm.async_llm import build, facts
+        except ImportError as error:
+            raise ConfigError(_import_failed(error)) from error
 
         has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
         options = self._options
@@ -123,7 +129,9 @@ class VllmEngine:
             reason = _first_line(error)
             if "root cause" in reason:  # "See root cause above", in the log
                 reason = log.reason() or reason
-            raise ConfigError(f"vLLM does not serve this: {reason}") from error
+            raise ConfigError(
+                f"vLLM does not serve this: {reason} {adapter.untried()}".rstrip()
+            ) from error
         found = facts(self._llm)
         self._can = Abilities(
             num_speculative_tokens=found.num_speculative_tokens, own_method=found.own_method
@@ -278,7 +286,10 @@ class VllmEngine:
             failure: OutriderError = error
         except (ClientError, ValueError) as error:
             param = None if constraint is None else constraint.kind.value
-            failure = InvalidRequestError(f"vLLM refuses this: {_first_line(error)}", param=param)
+            reason = " ".join(str(error).split())[
+                :_REASON_CHARS
+            ]  # a constraint's has several lines
+            failure = InvalidRequestError(f"vLLM refuses this: {reason}", param=param)
         except Exception as error:
             _log.exception("a request failed")
             failure = InternalError(f"The engine failed: {type(error).__name__}.")
@@ -320,6 +331,15 @@ class VllmEngine:
             if task is not current:
                 task.cancel()
         self._on_events(StepEvents((), failures, None))
+
+
+def _import_failed(error: ImportError) -> str:
+    """Return why vLLM cannot be imported: its version, or a library that it lacks."""
+    try:
+        note = adapter.untried()
+    except ImportError:
+        note = ""
+    return f"vLLM cannot be used: {error}. {note or 'Install it anew: ' + INSTALL + '.'}"
 
 
 def _first_line(error: Exception) -> str:

@@ -65,6 +65,8 @@ class RemoteProposer:
         if self._runner is not None:
             return
         adapter.log_with_vllm()
+        if note := adapter.untried():
+            _log.warning("%s It lacks: %s", note, "; ".join(adapter.missing_names()) or "nothing")
         self._runner, served = runner, self._served
         self._rule = couple(runner, served.seed)
         self.info = {"verification": self._rule.value}
@@ -81,7 +83,10 @@ class RemoteProposer:
         self._server = DraftServer(host, self._options)
         self.info |= self._server.start(served_model(served, self._options, str(runner.device)))
         adapter.watch_steps(runner, self._begin, self._launched)
-        _log.info("proposers may dial %s; sampling is %s", self.info["grpc"], self._rule.value)
+        _log.info(
+            "proposers may dial %s; sampling is %s; metrics of drafts: %s",
+            *(self.info["grpc"], self._rule.value, self.info["metrics"]),
+        )
 
     def stop(self) -> None:
         """Say goodbye to proposers."""

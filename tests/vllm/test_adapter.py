@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from outrider.vllm import adapter
@@ -14,3 +16,16 @@ def test_adapter_finds_every_name_in_this_version() -> None:
 
     assert adapter.missing_names() == [], f"vLLM {vllm.__version__} moved them"
     assert vllm.__version__.startswith(adapter.SUPPORTED), "a version that was not tried"
+
+
+def test_low_temperature_is_the_requests_own() -> None:
+    """As in the native engine: vLLM raises it to 0.01."""
+    from outrider.vllm.async_llm import stream
+
+    class Engine:
+        def generate(self, _: object, params: Any, **__: object) -> None:
+            self.params = params
+
+    engine = Engine()
+    stream(cast("Any", engine), "a", [1], {"temperature": 0.001}, None, None)
+    assert engine.params.temperature == 0.001
