@@ -90,6 +90,7 @@ _FIELDS: Final = {
 """Fields of dataclasses that are read."""
 
 _SOURCE_WORDS: Final = {
+    "vllm.outputs": ("self.prompt_logprobs =", "self.num_cached_tokens =", "self.metrics ="),
     "vllm.v1.worker.gpu_model_runner": (
         *("self.drafter.load_model(self.model)", "self.input_batch.token_ids_cpu"),
         *("self.input_batch.num_tokens_no_spec", "self.rejection_sampler(", "self.sampler("),
@@ -98,7 +99,7 @@ _SOURCE_WORDS: Final = {
         *("self.temperature_cpu =", "self.top_k_cpu =", "self.top_p_cpu =", "def req_ids"),
     ),
 }
-"""Attributes that exist only while a model runs, as its source mentions them."""
+"""Attributes that exist only in instances, as the source mentions them."""
 
 
 def missing_names() -> list[str]:

@@ -13,6 +13,7 @@ from outrider.types import (
     Commit,
     FinishReason,
     MethodCounts,
+    PromptLogprobs,
     Request,
     RequestStats,
     TokenKind,
@@ -83,6 +84,7 @@ class Progress:
             stats=self.stats() if running else None,
             logprobs=self._logprobs(part, token_ids),
             stop_token_id=stop_token_id,
+            prompt_logprobs=self._prompt_logprobs(output),
         )
 
     def stats(self) -> RequestStats:
@@ -170,9 +172,25 @@ class Progress:
         count = self._request.top_logprobs
         if count is None:
             return ()
-        made = []
-        for token, known in zip(token_ids, part.logprobs or (), strict=False):
-            likeliest = sorted(known.items(), key=lambda item: -item[1].logprob)[:count]
-            top = tuple((other, each.logprob) for other, each in likeliest)
-            made.append(TokenLogprobs(known[token].logprob, top))
-        return tuple(made)
+        pairs = zip(token_ids, part.logprobs or (), strict=False)
+        return tuple(_token_logprobs(token, known, count) for token, known in pairs)
+
+    def _prompt_logprobs(self, output: Any) -> PromptLogprobs | None:
+        """Return them with the request's first output, with which vLLM tells them."""
+        count = self._request.prompt_logprobs
+        if count is None or not output.prompt_logprobs:
+            return None
+        pairs = zip(self._request.prompt_token_ids, output.prompt_logprobs, strict=True)
+        told = [_token_logprobs(token, known, count) for token, known in pairs if known]
+        return PromptLogprobs(
+            [each.logprob for each in told],
+            [token for each in told for token, _ in each.top],
+            [logprob for each in told for _, logprob in each.top],
+        )
+
+
+def _token_logprobs(token: int, known: dict[int, Any], count: int) -> TokenLogprobs:
+    """Return what vLLM tells of a position by token: of `token`, and of the `count` likeliest."""
+    likeliest = sorted(known.items(), key=lambda item: -item[1].logprob)[:count]
+    top = tuple((other, each.logprob) for other, each in likeliest)
+    return TokenLogprobs(known[token].logprob, top)

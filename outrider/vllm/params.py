@@ -65,6 +65,7 @@ def sampling_fields(request: Request, info: EngineInfo, can: Abilities) -> dict[
         "ignore_eos": True,
         "stop_token_ids": sorted(ends),
         "logprobs": request.top_logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,
         "extra_args": (
             Extras(request.speculation, request.tenant).to_args() if can.takes_proposers else None
@@ -98,11 +99,6 @@ def _check(request: Request, can: Abilities) -> None:
         )
     if can.own_method is not None:
         _check_own_speculation(request, can.own_method, can.num_speculative_tokens)
-    if request.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "prompt_logprobs cannot be used with --engine vllm; ask a scorer with --engine native.",
-            param="prompt_logprobs",
-        )
     if request.num_resumed_tokens:
         _check_resumed(request)
 

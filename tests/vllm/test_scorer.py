@@ -138,6 +138,19 @@ async def test_greedy_text_equals_the_native_engines_and_streams_by_step(
     assert account.prefill_ms > 0
 
 
+async def test_prompts_logprobs_are_the_native_engines(
+    vllm: dict[str, str], native: str, tokenizer: Tokenizer
+) -> None:
+    """Also of a prompt whose keys and values are in the prefix cache."""
+    prompt = tokenizer.encode(TEXTS[0] * 12)
+    for _ in range(2):
+        ours = (await generate(native, prompt, prompt_logprobs=2))[0].prompt_logprobs
+        theirs = (await generate(vllm["grpc"], prompt, prompt_logprobs=2))[0].prompt_logprobs
+        assert len(theirs.logprobs) == len(prompt) - 1
+        assert list(theirs.logprobs) == pytest.approx(list(ours.logprobs), abs=1e-3)
+        assert list(theirs.top_logprobs) == pytest.approx(list(ours.top_logprobs), abs=1e-3)
+
+
 def logprobs(responses: list[Response]) -> list[common_pb2.TokenLogprobs]:
     return [each for response in responses for each in response.logprobs]
 

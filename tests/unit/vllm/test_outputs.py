@@ -29,6 +29,7 @@ def output(*token_ids: int, finish: str | None = None, **part: Any) -> Record:
         finished=finish is not None,
         num_cached_tokens=2,
         metrics=TIMES,
+        prompt_logprobs=None,
     )
 
 
@@ -51,6 +52,18 @@ def test_stop_token_ends_the_text_without_being_part_of_it() -> None:
     assert commit.kinds == (TokenKind.ACCEPTED,)
     assert commit.stats is not None
     assert commit.stats.output_tokens == 1
+
+
+@pytest.mark.parametrize(("count", "ids"), [(0, []), (1, [2, 4])])
+def test_prompts_logprobs_come_with_the_first_output(count: int, ids: list[int]) -> None:
+    made, first = progress(prompt_logprobs=count), output(10)
+    likely = {2: Record(logprob=-0.1)}, {3: Record(logprob=-3.0), 4: Record(logprob=-0.2)}
+    first.prompt_logprobs = [None, *likely]
+    told = made.commit(first).prompt_logprobs
+    assert told is not None
+    assert (told.logprobs, told.top_token_ids) == ([-0.1, -3.0], ids)
+    assert told.top_logprobs == [-0.1, -0.2][: len(ids)]
+    assert made.commit(output(11, finish="length")).prompt_logprobs is None
 
 
 def test_kinds_follow_from_how_many_tokens_came_at_once() -> None:
