@@ -312,9 +312,14 @@ def _engine(args: dict[str, Any]) -> str:
         args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
     unfit = [name for name in _NATIVE_ONLY if args[name]]
     if engine == engines.VLLM and unfit:
+        flag = f"--{unfit[0].replace('_', '-')}"
         raise ConfigError(
-            f"--{unfit[0].replace('_', '-')} is for --engine native. With vLLM, start a proposer "
-            "beside it, or give vLLM's own --speculative-config after --."
+            f"{flag} is for --engine native. With vLLM, "
+            + (
+                f"give its own after --, as -- {flag} FLASH_ATTN."
+                if flag == "--attention-backend"
+                else "start a proposer beside it, or give its own --speculative-config after --."
+            )
         )
     return engine
 

@@ -85,8 +85,12 @@ def num_devices(flags: Sequence[str]) -> int:
 
 def gives_speculation(flags: Sequence[str]) -> bool:
     """Return whether flags in vLLM's words choose how it speculates."""
-    names = (word.partition("=")[0].partition(".")[0].replace("_", "-") for word in flags)
-    return not {"--speculative-config", "-sc"}.isdisjoint(names)
+    return not {"--speculative-config", "-sc"}.isdisjoint(_names(flags))
+
+
+def _names(flags: Sequence[str]) -> set[str]:
+    """Return the words without values that follow behind = or as a field's behind a dot."""
+    return {word.partition("=")[0].partition(".")[0].replace("_", "-") for word in flags}
 
 
 def node_rank(flags: Sequence[str]) -> int:
@@ -186,6 +190,18 @@ class VllmOptions:
             *("--additional-config", json.dumps({"outrider": shlex.join(self.draft_flags)})),
         ]
 
+    def _check_more(self) -> None:
+        """Refuse flags whose values the scorer goes by. Raises `ConfigError`."""
+        names = _names(self.more)
+        if "--model" in names:
+            raise ConfigError("--model cannot be given after --: give the scorer's own --model.")
+        hosting = sorted({"--additional-config", "--worker-cls"} & names)
+        if hosting and self.takes_proposers:
+            raise ConfigError(
+                f"{hosting[0]} cannot be given after -- with proposers, which need their own: give "
+                "--num-speculative-tokens 0, or run `vllm serve` with the plug-in (docs/vllm.md)."
+            )
+
     def argv(self, folder: str, *, has_tokenizer: bool = True) -> list[str]:
         """Return vLLM's flags for a model's folder. Raises `ConfigError`."""
         if self.device not in ("cpu", "cuda", "cuda:0"):
@@ -193,6 +209,7 @@ class VllmOptions:
                 f"--device {self.device} cannot be given with --engine vllm: set "
                 f"CUDA_VISIBLE_DEVICES={self.device.removeprefix('cuda:')}, and --device cuda."
             )
+        self._check_more()
         flags: list[object] = ["--model", folder, "--served-model-name", self.served_model_name]
         flags += ["--dtype", self.dtype, "--max-num-seqs", self.max_num_seqs]
         flags += ["--gpu-memory-utilization", self.gpu_memory_utilization]

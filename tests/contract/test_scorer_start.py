@@ -86,3 +86,18 @@ def test_scorer_start_on_another_machine_with_wrong_flags_is_refused_in_a_line(
     monkeypatch.setattr("outrider.engines.has_vllm", lambda: True)
     assert main(["--engine=vllm", "--device=cuda:1", "--nnodes=2", "--node-rank=1"]) == 2
     assert "scorer: --device cuda:1 cannot be given with --engine vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--attention-backend=flash", "give its own after --, as -- --attention-backend"),
+        ("--hidden-features=eagle3", "start a proposer beside it, or give its own --speculative"),
+    ],
+)
+def test_flag_of_the_native_engine_names_what_vllm_has_instead(
+    flag: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.engines.has_vllm", lambda: True)
+    with pytest.raises(ConfigError, match=instead):
+        resolve(["--engine=vllm", flag])

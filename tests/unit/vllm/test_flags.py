@@ -29,6 +29,22 @@ def test_flags_in_vllms_own_words_come_last() -> None:
     assert replace(OPTIONS, more=("--enforce-eager",)).argv("m")[-1] == "--enforce-eager"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "another"),
+        ("--model=another",),
+        ("--additional_config", "{}"),
+        ("--additional-config.key", "1"),
+        ("--worker-cls", "mine"),
+    ],
+)
+def test_flag_that_the_scorer_goes_by_is_not_vllms_to_change(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="cannot be given after --"):
+        replace(OPTIONS, num_speculative_tokens=3, more=words).argv("m")
+    assert "--model" in words[0] or replace(OPTIONS, more=words).argv("m")
+
+
 def test_device_that_vllm_cannot_choose_is_refused() -> None:
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=1"):
         replace(OPTIONS, device="cuda:1").argv("m")
