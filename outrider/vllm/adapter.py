@@ -94,9 +94,11 @@ _SOURCE_WORDS: Final = {
     "vllm.v1.worker.gpu_model_runner": (
         *("self.drafter.load_model(self.model)", "self.input_batch.token_ids_cpu"),
         *("self.input_batch.num_tokens_no_spec", "self.rejection_sampler(", "self.sampler("),
+        *("def _sample(", "def _bookkeeping_sync(", "self.discard_request_mask ="),
     ),
     "vllm.v1.worker.gpu_input_batch": (
         *("self.temperature_cpu =", "self.top_k_cpu =", "self.top_p_cpu =", "def req_ids"),
+        "self.generators:",
     ),
 }
 """Attributes that exist only in instances, as the source mentions them."""
@@ -235,6 +237,39 @@ def watch_steps(
         return output
 
     runner.execute_model = watched
+
+
+def keep_cpu_generators(runner: Any) -> None:
+    """Let a model runner on a CPU sample rows with seeds whose prompts are computed in parts.
+
+    Behind a part vLLM takes a row's draw back by its generator's offset. A CPU's has none, and
+    asking for it ends the engine. So the state from before the draw is put back instead.
+    """
+    if getattr(runner.device, "type", "") != "cpu" or not hasattr(runner, "discard_request_mask"):
+        return
+    sample, keep_books = runner._sample, runner._bookkeeping_sync
+
+    def discarded() -> dict[int, Any]:
+        batch = runner.input_batch
+        rows = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist()
+        return {row: batch.generators[row] for row in rows if row in batch.generators}
+
+    def sampled(*args: Any, **kwargs: Any) -> Any:
+        states = [(each, each.get_state()) for each in discarded().values()]
+        output = sample(*args, **kwargs)
+        for each, state in states:
+            each.set_state(state)
+        return output
+
+    def booked(*args: Any, **kwargs: Any) -> Any:
+        generators, hidden = runner.input_batch.generators, discarded()
+        for row in hidden:
+            del generators[row]
+        output = keep_books(*args, **kwargs)
+        generators.update(hidden)
+        return output
+
+    runner._sample, runner._bookkeeping_sync = sampled, booked
 
 
 def tensor_parallel_rank() -> int:

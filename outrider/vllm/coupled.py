@@ -92,6 +92,9 @@ class Chooser:
         `rows` are the batch's row of each; `offsets` count the draft tokens before it.
         """
         batch, device = self._runner.input_batch, logits.device
+        # Nothing draws from vLLM's own. Behind a part of a prompt it would take back that draw,
+        # which no generator on a CPU can.
+        batch.generators.clear()
         temperature = batch.temperature_cpu[rows]
         top_k, top_p = batch.top_k_cpu[rows], batch.top_p_cpu[rows]
         positions = batch.num_tokens_no_spec[rows].astype(np.int64)

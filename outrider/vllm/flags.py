@@ -183,10 +183,8 @@ class VllmOptions:
             "model": "outrider.vllm.proposer.RemoteProposer",
             "num_speculative_tokens": self.num_speculative_tokens,
         }
-        worker = "CPUWorker" if self.device == "cpu" else "GPUWorker"
         return [
             *("--speculative-config", json.dumps(config)),
-            *("--worker-cls", f"outrider.vllm.worker.{worker}"),
             *("--additional-config", json.dumps({"outrider": shlex.join(self.draft_flags)})),
         ]
 
@@ -230,4 +228,7 @@ class VllmOptions:
             flags += ["--skip-tokenizer-init"]
         if self.takes_proposers:
             flags += self._hosting()
+        if self.takes_proposers or self.device == "cpu":  # there the worker mends seeded requests
+            worker = "CPUWorker" if self.device == "cpu" else "GPUWorker"
+            flags += ["--worker-cls", f"outrider.vllm.worker.{worker}"]
         return [*map(str, flags), *self.more]

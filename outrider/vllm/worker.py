@@ -1,4 +1,4 @@
-"""vLLM's worker classes with what `outrider scorer --engine vllm` asks of them by RPC.
+"""vLLM's worker classes with what `outrider scorer --engine vllm` asks of them.
 
 `vllm serve` needs none of them: `RemoteProposer` finds its model runner by itself.
 """
@@ -14,7 +14,7 @@ from outrider.vllm.proposer import RemoteProposer
 
 
 class _Hosting:
-    """A worker that hosts the draft side."""
+    """A worker that hosts the draft side, if vLLM speculates by it."""
 
     model_runner: Any
 
@@ -26,6 +26,7 @@ class _Hosting:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and hand the runner to the proposer if it did not find it."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        adapter.keep_cpu_generators(self.model_runner)
         if self._proposer is not None:
             self._proposer.bind(self.model_runner)
 

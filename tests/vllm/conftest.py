@@ -44,6 +44,7 @@ class Engine:
             dtype="float32",
             max_model_len=512,
             max_num_seqs=16,
+            max_num_batched_tokens=128,  # so that prompts are computed in parts
             kv_cache_memory_bytes=256 << 20,
         )
         [self.info] = self.llm.collective_rpc("outrider_info")

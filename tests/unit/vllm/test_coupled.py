@@ -64,6 +64,7 @@ def make_runner(mode: str = "raw_logprobs") -> Any:
     names = ["a", "b", "c"]
     batch = SimpleNamespace(
         req_ids=names,
+        generators={0: torch.Generator()},
         temperature_cpu=np.array([row.temperature for row in ROWS], dtype=np.float32),
         top_k_cpu=np.array([row.top_k or VOCAB for row in ROWS], dtype=np.int32),
         top_p_cpu=np.array([row.top_p for row in ROWS], dtype=np.float32),
@@ -93,6 +94,7 @@ def test_couple_without_drafts_chooses_as_the_native_engine() -> None:
     chosen, _ = runner.sampler.sample(logits, Metadata(all_greedy=False))
     assert chosen.tolist() == expected(logits, [0, 1, 2], LENGTHS)
     assert chosen[1] == logits[1].argmax()
+    assert not runner.input_batch.generators, "vLLM has no draw to take back"
 
 
 def test_couple_with_drafts_chooses_each_token_by_its_position() -> None:

@@ -83,7 +83,8 @@ def test_proposers_are_taken_where_nothing_else_speculates() -> None:
     assert json.loads(words[words.index("--additional-config") + 1]) == {"outrider": "--port 0"}
     own = replace(hosting, more=("--speculative-config", "{}"))
     assert not own.takes_proposers
-    assert "--worker-cls" not in own.argv("m")
+    assert "outrider.vllm.worker.CPUWorker" in own.argv("m"), "which seeded requests need"
+    assert "--worker-cls" not in replace(own, device="cuda").argv("m")
 
 
 @pytest.mark.parametrize(
