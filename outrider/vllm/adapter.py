@@ -41,6 +41,7 @@ _PARAMETERS: Final = {
     "vllm.v1.engine.async_llm:AsyncLLM.generate": (
         *("self", "prompt", "sampling_params", "request_id"),
     ),
+    "vllm.v1.engine.async_llm:AsyncLLM.add_lora": ("self", "lora_request"),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args"),
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("self", "timeout"),
     "vllm.v1.metrics.loggers:StatLoggerBase.record": (
@@ -90,6 +91,7 @@ _FIELDS: Final = {
 """Fields of dataclasses that are read."""
 
 _SOURCE_WORDS: Final = {
+    "vllm.v1.engine.async_llm": ("self.output_handler = asyncio.create_task(",),
     "vllm.outputs": ("self.prompt_logprobs =", "self.num_cached_tokens =", "self.metrics ="),
     "vllm.v1.worker.gpu_model_runner": (
         *("self.drafter.load_model(self.model)", "self.input_batch.token_ids_cpu"),

@@ -5,6 +5,7 @@ Importing this module imports vLLM, which takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ try:  # vLLM 0.23 raises ValueError
 except ImportError:
     from vllm.exceptions import VLLMValidationError as ClientError
 
-__all__ = ["ClientError", "EngineDeadError", "Facts", "build", "facts", "stream"]
+__all__ = ["ClientError", "EngineDeadError", "Facts", "build", "end_outputs", "facts", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +125,10 @@ def stream(
         prompt, params, request_id=request_id, lora_request=adapter
     )
     return outputs
+
+
+def end_outputs(llm: AsyncLLM) -> None:
+    """End the task that reads the engine's outputs: it takes the engine's end for a failure."""
+    if (task := getattr(llm, "output_handler", None)) is not None:
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            task.get_loop().call_soon_threadsafe(task.cancel)

@@ -182,6 +182,11 @@ class VllmEngine:
             verification = next((each["verification"] for each in told if each), "")
             coupled = verification == VerificationRule.COUPLED.value
             self._can = replace(self._can, coupled=coupled, takes_proposers=True)
+        for name, lora in self._adapters.items():  # else a request would, and end the engine
+            try:
+                await self._llm.add_lora(lora)
+            except Exception as error:
+                raise ConfigError(f"--lora-modules {name}: {_first_line(error)}") from error
         for sampling, top_logprobs in _WARM_UP:
             request = Request(
                 session_id=0,  # the hub's begin at 1
@@ -198,6 +203,9 @@ class VllmEngine:
         """End vLLM's processes, and wait for them; those of a start that goes on are killed."""
         self.running = False
         if self._llm is not None:
+            from outrider.vllm.async_llm import end_outputs
+
+            end_outputs(self._llm)
             self._llm.shutdown(timeout=timeout_s)
         if self._reaper is not None and self._llm is not None:
             self._reaper.dismiss()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -85,3 +88,14 @@ async def test_request_that_names_an_adapter_is_answered_by_it(tmp_path: Path) -
     assert texts["mine"] == [_merged(added, prompt, 12)]
     assert texts[""] == [_merged({}, prompt, 12)] * 2
     assert texts["mine"][0] != texts[""][0]
+
+
+def test_adapter_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    """A request for it would end vLLM's engine."""
+    command = [sys.executable, "-m", "scorer_service", "--engine", "vllm", "--port", "0"]
+    command += ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-memory", "64"]
+    command += ["--data-port", "0", "--", "--enforce-eager", "--enable-lora"]
+    command += ["--lora-modules", f"mine={tmp_path / 'nothing'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350)
+    assert done.returncode == 2
+    assert re.match("scorer: --lora-modules mine: .*nothing", done.stderr.splitlines()[-1])
