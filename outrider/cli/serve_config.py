@@ -61,8 +61,8 @@ def take_config(
     methods, draft = _drafting(args, name, models)
     draft_device = args.draft_device
     if engine == VLLM:
-        if gives_speculation(vllm_flags):
-            methods, draft = (), None
+        if gives_speculation(vllm_flags) or args.num_speculative_tokens == 0:
+            methods, draft = (), None  # no request could ask for more, either
         draft_device = draft_device or _beside_vllm(methods, device, num_gpus, devices)
     _check_tokenizers(name, draft, methods, models)
     config = ServeConfig(

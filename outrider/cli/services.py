@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from outrider.aux_layers import states_read
 from outrider.child_process import ServiceSpec
@@ -21,6 +22,7 @@ from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS, resolve_model
 from outrider.vllm.flags import OWN_METHODS, OWN_SETTINGS, num_devices
 
 _DEFAULT_MAX_DRAFT_TOKENS = 16  # of proposers
+_IN_VLLMS_WORDS: Final = "give vLLM's own --speculative-config after --"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,10 @@ class ServeConfig:
         if self.drafted_by_vllm and self.methods:
             self.own_speculation()  # raises
         if self.engine == VLLM and self.head and self.draft_device is not None:
+            instead = "leave --draft-device out, and vLLM drafts itself"
             raise ConfigError(
-                f"--method {self.head} reads hidden states, which vLLM does not give out: leave "
-                "--draft-device out, and vLLM drafts itself."
+                f"--method {self.head} reads hidden states, which vLLM does not give out: "
+                f"{instead if self.head in OWN_METHODS else _IN_VLLMS_WORDS}."
             )
         if self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus:
             raise ConfigError(
@@ -115,9 +118,10 @@ class ServeConfig:
         """Return vLLM's `speculative_config` for methods that vLLM has. Raises `ConfigError`."""
         method, *others = self.methods
         if others or method not in OWN_METHODS:
+            beside = "draft beside it, as --draft-device cpu"
             raise ConfigError(
                 f"--method {','.join(self.methods)} is not vLLM's own: name one of "
-                f"{', '.join(OWN_METHODS)}, or draft beside it, as --draft-device cpu."
+                f"{', '.join(OWN_METHODS)}, or {_IN_VLLMS_WORDS if self.head else beside}."
             )
         config: dict[str, object] = {"method": method, "num_speculative_tokens": 4}
         if method == "mtp":

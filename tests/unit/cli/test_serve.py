@@ -260,11 +260,18 @@ def test_methods_of_vllm_become_its_own_speculation(tmp_path: Path) -> None:
 
     read = speculation("--draft-model", head, "--num-speculative-tokens", 3)
     assert read == {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head)}
-    none = services(config(folder, "--engine", "vllm", "--method", "none"), "/run")[0].argv
-    assert none[-1] == "--"
+    for off in (("--method", "none"), ("--num-speculative-tokens", 0)):
+        scorer, *others = services(config(folder, "--engine", "vllm", *off), "/run")
+        assert scorer.argv[-1] == "--"
+        assert [each.name for each in others] == ["gateway"], "no proposer would be taken"
     for flags, said in (
         (("--draft-model", head, "--tree-width", 2), "--tree-width is not for vLLM's own eagle3"),
-        (("--draft-model", head, "--draft-device", "cpu"), "reads hidden states"),
+        (("--draft-model", head, "--draft-device", "cpu"), "out: leave --draft-device out, and"),
+        (("--method", "dspark", "--draft-model", head), "not vLLM's own: .* --speculative-config"),
+        (
+            ("--method", "dspark", "--draft-model", head, "--draft-device", "cpu"),
+            "reads hidden states, .*: give vLLM's own --speculative-config after --",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             config(folder, "--engine", "vllm", *flags)
