@@ -143,6 +143,7 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
     rounding = {"quantization": given.quantization, "kv_cache_dtype": given.kv_cache_dtype}
     if engine == VLLM:
         own = {**others, "speculative_config": given.speculative_config or None, **rounding}
+        own["attention_backend"] = flags.pop("attention_backend")
         if given.kv_cache_dtype == KV_CACHE_DTYPES[0]:
             del own["kv_cache_dtype"]
         return _options(flags, own)

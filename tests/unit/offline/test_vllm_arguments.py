@@ -60,6 +60,11 @@ def test_dtype_of_the_cache_is_passed_to_vllm(asked: str, passed: tuple[str, ...
     assert scorer_options(Arguments(model="embedded", kv_cache_dtype="fp8")).kv_cache_dtype == "fp8"
 
 
+def test_kernels_of_attention_are_vllms_own() -> None:
+    given = Arguments(model="embedded", device="cpu", engine="vllm", attention_backend="FLASH_ATTN")
+    assert scorer_options(given).vllm_flags == ("--attention-backend", "FLASH_ATTN")
+
+
 def test_engine_of_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="engine='sglang' must be one of auto, native, vllm"):
         scorer_options(Arguments(model="embedded", engine="sglang"))
