@@ -47,7 +47,7 @@ class Up:
 
     @property
     def scorer(self) -> str:
-        """The scorer's gRPC address."""
+        """The scorer's gRPC address: its Unix socket, since its port is any free one."""
         argv = command_line(self.services["scorer_service"])
         return f"unix:{argv[argv.index('--listen-unix') + 1]}"
 
