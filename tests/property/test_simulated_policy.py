@@ -144,7 +144,7 @@ def test_proposer_keeps_pace_with_steps_of_all_rows(rows: int, least: float) -> 
     world.rate(3.0)
     rate = world.rate(2.0)
     rounds = sum([stats.rounds for stats in world.stats])
-    assert world.policy.mode is DraftMode.AHEAD
+    assert world.policy._modes.current.incumbent is DraftMode.AHEAD, "but for a trial"
     assert sum([stats.misses_late for stats in world.stats]) < 0.1 * rounds
     assert sum([stats.hits for stats in world.stats]) > 0.75 * rounds
     assert rate > least
