@@ -127,12 +127,15 @@ class ConstraintCompiler:
                 self._slow.popitem(last=False)
 
     def recompiled(self, constraint: Constraint) -> LLMatcher | None:
-        """Return the successor of a forgotten matcher; None if the compilation takes too long."""
+        """Return the successor of a forgotten matcher; None if it or its masks take too long."""
         with self._lock:
             known, slow = constraint in self._cached, constraint in self._slow
         if slow or (not known and len(constraint.source) > _MAX_RENEWED_CHARS):
             return None
-        return self.compiled(constraint)
+        try:
+            return self.compiled(constraint)
+        except InvalidRequestError:  # its masks are slower than when it was new
+            return None
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         param = constraint.kind.value
@@ -149,26 +152,24 @@ class ConstraintCompiler:
             raise InvalidRequestError(f"{param} cannot be used: {message}.", param=param)
         if not (mask & ~_bits(self.ends, len(mask))).any():
             raise InvalidRequestError(f"{param} allows no text but the empty one.", param=param)
-        if self._mask_s(matcher.deep_copy()) > _MASK_S:
+        if all(self._mask_s(matcher.deep_copy()) > _MASK_S for _ in range(2)):
             self.forbid(constraint)
             raise _too_slow(constraint)
         return matcher
 
     def _mask_s(self, matcher: LLMatcher) -> float:
-        """Return the CPU time of a mask after the first, and of the token before it."""
-        began, tried = 0.0, 0
-        while tried < _TRIED and not matcher.is_stopped():
-            if tried == 1:
-                began = time.thread_time()
+        """Return the median CPU time of a mask after the first, and of the token before it."""
+        ends: list[float] = []
+        while len(ends) < _TRIED and not matcher.is_stopped():
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             text = np.flatnonzero(
                 np.unpackbits(mask & ~_bits(self.ends, len(mask)), bitorder="little")
             )
             if matcher.is_error() or not len(text):
                 break
+            ends.append(time.thread_time())
             matcher.consume_tokens([int(text[-1])])  # the last tokens are the longest, as usual
-            tried += 1
-        return (time.thread_time() - began) / (tried - 1) if tried > 1 else 0.0
+        return float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
 
 
 class ConstraintEditor:
@@ -211,6 +212,7 @@ class ConstraintEditor:
         masks = np.full((len(logits), self._num_bytes), 0xFF, np.uint8)
         row, taken = self._walk(masks, draft)
         if self._renew():
+            began = time.thread_time()  # its compilation is no mask's
             masks.fill(0xFF)
             self._walk(masks[:1], ())  # the draft may have filled the lexer
             if self.end is None and draft:

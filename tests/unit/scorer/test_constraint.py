@@ -311,6 +311,33 @@ def test_constraint_lexer_that_compiles_slowly_is_left_to_the_next_request() -> 
     assert following.error is None
 
 
+def test_constraint_whose_new_lexer_is_slower_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's thread, which other requests share, must not raise."""
+    rng = random.Random(1)
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    slower = Constraint(REGEX, "[ab]*a[ab]{18}")
+    edited = compiler.editor(slower, StopParams())
+    monkeypatch.setattr(compiler, "_mask_s", lambda _: 1.0)
+    while edited.error is None:
+        masked(edited, ids("".join(rng.choices("ab", k=8))))
+        edited.commit(ids(rng.choice("ab")))
+        assert edited.finish(None) is None
+    with pytest.raises(InvalidRequestError, match="takes too long"):
+        compiler.editor(slower, StopParams())
+
+
+def test_constraint_that_is_measured_slow_once_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    seconds = iter([1.0, 0.001])
+    monkeypatch.setattr(compiler, "_mask_s", lambda _: next(seconds))
+    assert masked(compiler.editor(Constraint(REGEX, "b{1,9}"), StopParams())).isfinite().any()
+    assert next(seconds, None) is None
+
+
 def test_constraint_with_tokenizers_of_other_kinds_works() -> None:
     pieces = sentencepiece_bpe()
     compiler = ConstraintCompiler(pieces.to_str(), pieces.get_vocab_size(), frozenset({2}))
