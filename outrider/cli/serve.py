@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 from outrider.child_process import Relay
 from outrider.cli.ports import check_port, memory_folder
@@ -15,8 +17,11 @@ from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
 from outrider.cli.services import ServeConfig, services
 from outrider.cli.stack import Stack
-from outrider.errors import say
+from outrider.errors import ConfigError, say
 from outrider.temporary import temporary_folder
+
+_PREFIX: Final = "outrider-"
+_MAX_FOLDER_BYTES: Final = 85  # with the socket's name, and what is appended to it, 107 at most
 
 tell = partial(relay, "outrider")
 """Shows a line of the command's own on stderr."""
@@ -42,15 +47,31 @@ def run_serve(args: argparse.Namespace) -> int:
     return run_until_signal(_serve(config))
 
 
-@contextmanager
+@contextlib.contextmanager
 def stack_of(config: ServeConfig, say: Relay = relay) -> Iterator[Stack]:
     """Yield the stack that serves this, to be entered; its socket's folder goes with it.
 
-    Raises `ConfigError` where no folder can be made.
+    Raises `ConfigError` where no folder can be made, or its path is too long for sockets.
     """
-    parent = memory_folder() or temporary_folder()
-    with tempfile.TemporaryDirectory(prefix="outrider-", dir=parent) as folder:
+    with _folder() as folder:
+        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+            raise ConfigError(
+                f"the path of sockets in {folder} is too long: let TMPDIR name a folder of at most "
+                f"{_MAX_FOLDER_BYTES - 18} bytes."
+            )
         yield Stack(services(config, folder), say)
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for sockets, in memory if that works."""
+    if (in_memory := memory_folder()) is not None:
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=in_memory)
+    parent = temporary_folder()
+    try:
+        return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
+    except OSError as error:
+        raise ConfigError(f"no folder can be made in {parent}: {error.strerror}.") from error
 
 
 async def _serve(config: ServeConfig) -> int:

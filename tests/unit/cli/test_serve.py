@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from outrider import engines
 from outrider.child_process import ServiceSpec
-from outrider.cli import serve_config
+from outrider.cli import serve, serve_config
 from outrider.cli.command_line import build_parser, main
 from outrider.cli.serve import ready_line
 from outrider.cli.serve_config import count_gpus, take_config
@@ -453,3 +453,24 @@ def test_threads_of_embedded_model_are_two_and_of_others_the_cores(tmp_path: Pat
     other = services(config(checkpoint(tmp_path / "m")), "/run")[0]
     assert value(services(config("embedded"), "/run")[0], "--threads") == "2"
     assert value(other, "--threads") == str(cores if cores <= 4 else cores // 2)
+
+
+@pytest.mark.parametrize("in_memory", [None, "/proc/no/such", "/proc"])
+def test_folder_of_sockets_that_cannot_be_made_is_refused(
+    in_memory: str | None, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "memory_folder", lambda: in_memory)
+    monkeypatch.setattr(serve, "temporary_folder", lambda: str(socket_folder))
+    with serve.stack_of(config("embedded")):
+        (folder,) = socket_folder.iterdir()
+    assert not folder.exists()
+    long = socket_folder / ("x" * 90)
+    long.mkdir()
+    for parent, told in (
+        (long, "TMPDIR .* at most 67 bytes"),
+        ("/proc", "/proc"),
+    ):
+        monkeypatch.setattr(serve, "temporary_folder", lambda parent=parent: str(parent))
+        with pytest.raises(ConfigError, match=told), serve.stack_of(config("embedded")):
+            pass
+    assert not list(long.iterdir())
