@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -31,6 +32,21 @@ class _Cache(FunctionCache):
             self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp()
         )
 
+    def load_overload(self, *signature):
+        """Return the compiled code of a signature; None if there is none that can be read."""
+        try:
+            return super().load_overload(*signature)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            logger.warning("Could not read compiled code in %s: %s", self._cache_path, error)
+            return None
+
+    def save_overload(self, *compiled):
+        """Keep compiled code if that is possible."""
+        try:
+            super().save_overload(*compiled)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:  # a full disk, say
+            logger.warning("Could not keep compiled code in %s: %s", self._cache_path, error)
+
 
 class _Files(IndexDataCacheFile):
     """Gives each signature a data file of its own, and an index entry only after it is written.
@@ -42,8 +58,5 @@ class _Files(IndexDataCacheFile):
 
     def save(self, key, data):
         name = self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:16], 16))
-        try:
-            self._save_data(name, data)
-            self._save_index({**self._load_index(), key: name})
-        except OSError as error:  # a full disk, say
-            logger.warning("Could not keep compiled code in %s: %s", self._cache_path, error)
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
