@@ -21,7 +21,7 @@ from scorer_service.sessions import Session, SessionListener
 
 EXPLORE: Final = 64  # sessions, of which one goes to a proposer that was worse: that may change
 AS_GOOD: Final = 0.8  # of the best worth: less may be the texts
-ON_TRIAL: Final = 2  # sessions of a proposer of unknown worth, where others' is known
+ON_TRIAL: Final = 2  # sessions of unknown worth on one proposer, where others' is known
 _log = logging.getLogger(__name__)
 
 
@@ -311,7 +311,8 @@ def _ranks(candidates: list[AttachedProposer], session: Session) -> dict[str, _R
         if best is None or (its is not None and its >= AS_GOOD * best):
             ranks[proposer.id] = _Rank.GOOD
         else:
-            on_trial = its is None and len(proposer.sessions) < ON_TRIAL
+            alike = sum([each.sampled is session.sampled for each in proposer.sessions.values()])
+            on_trial = its is None and alike < ON_TRIAL
             ranks[proposer.id] = _Rank.TRY if on_trial else _Rank.WORSE
     worse = [proposer_id for proposer_id, rank in ranks.items() if rank is _Rank.WORSE]
     if worse and session.id % EXPLORE == 0:
