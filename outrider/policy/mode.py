@@ -80,7 +80,9 @@ class ModeTrials:
             seconds = min(seconds, OUTLIER * typical_s)
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
-        self.catching_up = self.catching_up and 2 * step.answered <= step.draftable
+        if self.catching_up:  # the rows of the step stand for all
+            draftable = step.draftable * step.num_running
+            self.catching_up = 2 * step.answered * step.num_rows <= draftable
         if self.settling > 0.0:
             # Settling ends in any case, though no proposer catches up, or nothing is drafted.
             if self.catching_up:

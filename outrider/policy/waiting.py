@@ -13,7 +13,7 @@ t(n / 2) + max(t(n / 2), D(n / 2)), but none shorter than the drafts or the step
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from functools import reduce
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -84,24 +84,28 @@ class Waiting:
 
             max(wait + t(ready + j), D) + t(m - j)
 
-        with D the time until the last draft is there, later where a step shares its device: as
-        measured, or else by the step's time, as if device time were shared out. For j = m there is
-        no second step.
+        with D the time until the last draft is there. One that is still expected comes later where
+        a step shares its device: as measured, or else by the step's time, as if device time were
+        shared out. For j = m there is no second step.
         """
-        awaited = [(row.drafting, self._measured.draft_times(row.drafting)) for row in waiting]
-        due = np.sort([self.due(d, now) for d, _ in awaited]) - now
+        awaited = sorted(
+            [(self.due(row.drafting, now), row.drafting) for row in waiting], key=itemgetter(0)
+        )
+        due = np.array([due_at for due_at, _ in awaited]) - now
         per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
-        drafters = {d.drafter: (d, times) for d, times in awaited if not d.runs_ahead}.values()
-        shared_s = steps_s[going + joining[:-1]]
-        late_s: list[Any] = [
-            times.contention_s(per_row - 1, shared_s * (not d.proposer.own_device))
-            for d, times in drafters
+        to_come = [
+            (due_at, d) for due_at, d in awaited if due_at < d.round.deadline and not d.runs_ahead
         ]
+        all_there_s: Any = due[-1]
+        for due_at, d in {d.drafter: (due_at, d) for due_at, d in to_come}.values():
+            shared_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
+            late_s = self._measured.draft_times(d).contention_s(per_row - 1, shared_s)
+            all_there_s = np.maximum(all_there_s, due_at - now + late_s)
         first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]
-        first_s[:-1] = np.maximum(first_s[:-1], due[-1] + reduce(np.maximum, late_s, 0.0))
+        first_s[:-1] = np.maximum(first_s[:-1], all_there_s)
         best = int((first_s + steps_s[len(due) - joining]).argmin())
         return now + float(due[best - 1]) if best else now
 
