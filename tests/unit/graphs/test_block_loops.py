@@ -17,7 +17,7 @@ from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
+from outrider.drafting.hidden_states.heads.dspark import DSparkHead, load_dspark
 from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import Capture
@@ -80,21 +80,38 @@ def proposer_of(head: BlockHead, tree_width: int, capture: Capture | None) -> Ca
     return CachedHeadProposer(drafter, method="dflash", name="tiny")
 
 
-@pytest.mark.parametrize("tree_width", [1, 4])
+@pytest.mark.parametrize(("tree_width", "seed"), [(1, 1), (4, 4), (4, 5), (4, 6), (4, 8)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_block_drafts_for_any_rows_equal_eager_drafts(
-    kind: str, tree_width: int, tmp_path: Path
+    kind: str, tree_width: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With causal layers, in which slots that a row does not want change nothing."""
+    """With causal layers, in which slots that a row does not want change nothing.
+
+    Without the text, which captured loops do not have.
+    """
+    monkeypatch.setattr(DSparkHead, "follows_paths", False)
     counted = Counted()
     eager, captured = (
-        Said(proposer_of(head, tree_width, record), head.features.width, seed=tree_width)
+        Said(proposer_of(head, tree_width, record), head.features.width, seed=seed)
         for record in (None, counted)
         for head in [load(kind, tmp_path / "files", CPU, causal=True)]
     )
     assert captured.drafts == eager.drafts
     assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
     assert counted.repeated > 10
+
+
+def test_trees_of_dspark_follow_the_text_where_they_are_not_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drafts(record: Capture | None) -> list[Any]:
+        head = load("dspark", tmp_path / "files", CPU, causal=True)
+        return Said(proposer_of(head, 4, record), head.features.width, seed=6).drafts
+
+    with_text, captured = drafts(None), drafts(Counted())
+    monkeypatch.setattr(DSparkHead, "follows_paths", False)
+    assert drafts(None) == captured
+    assert with_text != captured
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])
