@@ -59,4 +59,8 @@ class _Files(IndexDataCacheFile):
     def save(self, key, data):
         name = self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:16], 16))
         self._save_data(name, data)
-        self._save_index({**self._load_index(), key: name})
+        try:
+            known = self._load_index()
+        except (EOFError, pickle.UnpicklingError):  # damaged: what it named is compiled again
+            known = {}
+        self._save_index({**known, key: name})
