@@ -27,7 +27,7 @@ class DraftInput:
     sampling: SamplingParams
     mask: ConstraintEditor | None = None  # stands after the committed text; used up
     features: Tensor | None = None  # of the tokens: bfloat16 [tokens, width], mostly on the host
-    text: Sequence[int] = ()  # its latest tokens up to the last one fed, if a tree is wanted
+    text: Sequence[int] = ()  # its latest tokens up to the last one fed, if its tree follows them
 
     @property
     def end(self) -> int:

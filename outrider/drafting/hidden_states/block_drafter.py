@@ -64,6 +64,12 @@ class BlockDrafter(CachedDrafter):
         assert outputs is not None
         return list(self._drawn(rows, outputs, Lane.DRAFT))
 
+    @property
+    def follows_text(self) -> bool:
+        # Captured loops have no text, and eager drafts beside them are to be the same.
+        follows = self.limits.tree_width > 1 and self.head.follows_paths
+        return follows and self.head.device.type == "cpu" and not self.captured
+
     @torch.inference_mode()
     def _eager(self, rows: Sequence[DraftInput]) -> list[Guess]:
         outputs = self._run(rows)
@@ -89,15 +95,13 @@ class BlockDrafter(CachedDrafter):
 
     def _guesses(self, rows: Sequence[DraftInput], outputs: Tensor) -> Iterator[Guess]:
         """Yield the drafts of rows that no mask restricts."""
-        device, wide = self.head.device, self.limits.tree_width > 1
-        # Captured loops have no text, and eager drafts beside them are to be the same.
-        with_text = wide and self.head.follows_paths and device.type == "cpu" and not self.captured
+        device = self.head.device
         for start in range(0, len(rows), self._at_once):
             part = rows[start : start + self._at_once]
             states, sizes = outputs[start : start + len(part)], [row.wanted for row in part]
             lengths = [row.end + LEAD - 1 for row in part]
             depth, width = self._depth(max(sizes)), min(self.limits.tree_width, max(sizes))
-            texts = EarlierText([row.text for row in part], device) if with_text else None
+            texts = EarlierText([row.text for row in part], device) if self.follows_text else None
             sampling = [row.sampling for row in part]
             draws = TargetDraws.of(sampling, lengths, device, texts)
             guesses = self.head.guess(states, self._anchors(part), draws, depth, width)

@@ -78,6 +78,11 @@ class CachedDrafter:
         chains = self._chains if self.limits.tree_width == 1 else None
         return self._loops.launch_after_verify(rows, verify_output, self._read, chains)
 
+    @property
+    def follows_text(self) -> bool:
+        """Return whether rows that want trees are to bring their texts' latest tokens."""
+        return False
+
     def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:
         """Return the most slots past the true rows that a draft of `num_tokens` takes.
 

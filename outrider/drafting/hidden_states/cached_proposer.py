@@ -73,7 +73,7 @@ class _HeadRow:
     def length(self) -> int:
         return self.state.follower.length
 
-    def input(self) -> DraftInput:
+    def input(self, *, with_text: bool = False) -> DraftInput:
         cache, follower = self.state.cache, self.state.follower
         start = cache.computed
         tokens = follower.tokens[start + 1 : self.end + 1]
@@ -84,7 +84,7 @@ class _HeadRow:
             follower.draft_sampling,
             self.mask,
             self.state.rows(start, self.end),
-            follower.tokens[-WINDOW:] if is_tree else (),
+            follower.tokens[-WINDOW:] if with_text and is_tree else (),
         )
 
 
@@ -185,8 +185,10 @@ class CachedHeadProposer(FeatureMethod):
         chains = [row for row in rows if row.chain and not row.sampled]
         sampled = [row for row in rows if row.sampled]
         parts = [trees[i : i + self._at_once] for i in range(0, len(trees), self._at_once)]
+        with_text = self._drafter.follows_text
         for part in (*parts, chains):
-            guesses = self._drafter.drafts([row.input() for row in part]) if part else []
+            inputs = [row.input(with_text=with_text) for row in part]
+            guesses = self._drafter.drafts(inputs) if part else []
             for row, guess in zip(part, guesses, strict=False):
                 done.drafts.append((row.state.key, guess.tree(row.length)))
         if sampled:

@@ -204,7 +204,8 @@ def guess_paths(
         ends = best + num_nodes
         num_nodes += scores.shape[1]
         last = found.gather(1, best).flatten()
-        before = ends_with.gather(1, best // count)
+        if before is not None:
+            before = ends_with.gather(1, best // count)
         rows = torch.arange(n, device=tokens.device)[:, None] * (scores.shape[1] // count)
         states = states[(rows + best // count).flatten()]
     return torch.cat(nodes, dim=2)
