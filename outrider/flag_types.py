@@ -11,6 +11,8 @@ from outrider.methods import parse_methods
 
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
+MAX_SOCKET_PATH = 97
+"""Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 _MOST = 2**31 - 1
 
 

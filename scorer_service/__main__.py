@@ -41,8 +41,6 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
 }
 _VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
 _NATIVE_ONLY = ("in_process_proposer", "hidden_features", "attention_backend")
-_MAX_SOCKET_PATH = 97
-"""Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 
 
 def parser() -> flag_types.RaisingParser:
@@ -325,10 +323,10 @@ def _engine(args: dict[str, Any]) -> str:
 
 
 def _socket_path(text: str) -> str:
-    if len(os.fsencode(text)) > _MAX_SOCKET_PATH:
+    if len(os.fsencode(text)) > flag_types.MAX_SOCKET_PATH:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is longer than {_MAX_SOCKET_PATH} bytes: the system allows 107, and the "
-            "sockets for data connections, which lie beside it, add .data or .vllm.data"
+            f"{text!r} is longer than {flag_types.MAX_SOCKET_PATH} bytes: the system allows 107, "
+            "and the sockets for data connections, which lie beside it, add .data or .vllm.data"
         )
     return text
 

@@ -15,13 +15,13 @@ from outrider.child_process import Relay
 from outrider.cli.ports import check_port, memory_folder
 from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
-from outrider.cli.services import ServeConfig, services
+from outrider.cli.services import SOCKET, ServeConfig, services
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, say
+from outrider.flag_types import MAX_SOCKET_PATH
 from outrider.temporary import temporary_folder
 
 _PREFIX: Final = "outrider-"
-_MAX_FOLDER_BYTES: Final = 85  # with the socket's name, and what is appended to it, 107 at most
 
 tell = partial(relay, "outrider")
 """Shows a line of the command's own on stderr."""
@@ -54,10 +54,12 @@ def stack_of(config: ServeConfig, say: Relay = relay) -> Iterator[Stack]:
     Raises `ConfigError` where no folder can be made, or its path is too long for sockets.
     """
     with _folder() as folder:
-        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        surplus = len(os.fsencode(f"{folder}/{SOCKET}")) - MAX_SOCKET_PATH
+        if surplus > 0:
+            most = len(os.fsencode(os.path.dirname(folder))) - surplus
             raise ConfigError(
                 f"the path of sockets in {folder} is too long: let TMPDIR name a folder of at most "
-                f"{_MAX_FOLDER_BYTES - 18} bytes."
+                f"{most} bytes."
             )
         yield Stack(services(config, folder), say)
 

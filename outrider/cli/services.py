@@ -22,6 +22,8 @@ from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS, resolve_model
 from outrider.vllm.flags import OWN_METHODS, OWN_SETTINGS, num_devices
 
 _DEFAULT_MAX_DRAFT_TOKENS = 16  # of proposers
+SOCKET: Final = "scorer.sock"
+"""Name of the scorer's socket in its folder."""
 _IN_VLLMS_WORDS: Final = "give vLLM's own --speculative-config after --"
 
 
@@ -143,7 +145,7 @@ class ServeConfig:
 
 def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
     """Return the processes; proposer and gateway dial the scorer's Unix socket in `folder`."""
-    socket_path = f"{folder}/scorer.sock"
+    socket_path = f"{folder}/{SOCKET}"
     scorer_address = f"unix:{socket_path}"
     scorer = ServiceSpec("scorer", _argv("scorer_service", *_scorer(config, socket_path)))
     proposer: tuple[ServiceSpec, ...] = ()
