@@ -294,10 +294,9 @@ class VllmEngine:
             failure: OutriderError = error
         except (ClientError, ValueError) as error:
             param = None if constraint is None else constraint.kind.value
-            reason = " ".join(str(error).split())[
-                :_REASON_CHARS
-            ]  # a constraint's has several lines
-            failure = InvalidRequestError(f"vLLM refuses this: {reason}", param=param)
+            reason = " ".join(str(error).split())  # a constraint's has several lines
+            refusal = f"vLLM refuses this: {reason[:_REASON_CHARS]}"
+            failure = InvalidRequestError(refusal, param=param)
         except Exception as error:
             _log.exception("a request failed")
             failure = InternalError(f"The engine failed: {type(error).__name__}.")

@@ -146,7 +146,7 @@ def commit(
 
 
 def taken(hub: Hub, proposer: AttachedProposer) -> SessionMessage | None:
-    """What waits to be sent to a proposer, taken without an event loop."""
+    """Take what waits to be sent to a proposer, without an event loop."""
     assert isinstance(proposer.outbox, Outbox)
     if not proposer.outbox._wake.is_set():
         return None

@@ -51,7 +51,7 @@ class Scorer:
         self.bench.step(*commits)
 
     def take(self) -> SessionMessage | None:
-        """What waits to be sent to the proposer."""
+        """Return what waits to be sent to the proposer."""
         message = taken(self.bench.hub, self.proposer)
         if message is not None:
             self.opened += [opened.session for opened in message.batch.opens]

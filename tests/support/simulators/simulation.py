@@ -171,7 +171,7 @@ class Network:
         heapq.heappush(self._events, (when, next(self._order), what))
 
     def step(self) -> None:
-        """What happens next."""
+        """Do what happens next."""
         assert self._events, "nothing will ever happen again"
         when, _, what = heapq.heappop(self._events)
         self.now = max(self.now, when)
@@ -244,7 +244,7 @@ class Network:
     # The way between them.
 
     def _send(self, player: Player, message: SessionMessage) -> None:
-        """What waited for a proposer, as of all that a step committed."""
+        """Send what waited for a proposer, as of all that a step committed."""
         batch, link = draft_pb2.DraftResponse.FromString(response_to_bytes(message)).sessions, 0
 
         def arrive() -> None:
@@ -395,7 +395,7 @@ class World(Network):
             self.engine.check_invariants()
 
     def _request(self, max_tokens: int) -> Request:
-        """What subclasses have of their own: requests that follow others."""
+        """Make the request that follows those so far; subclasses have requests of their own."""
         raise NotImplementedError
 
     # What the hub sees of the engine.

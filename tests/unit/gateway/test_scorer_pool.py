@@ -16,7 +16,7 @@ KEYS = [f"conversation {n}".encode() for n in range(400)]
 
 @dataclass(eq=False)
 class Idle:
-    """What a pool asks of a scorer."""
+    """Has the facts that a pool asks of a scorer."""
 
     target: str
     in_flight: int = 0

@@ -19,7 +19,7 @@ KNOWN = [(0.004, None), (None, 0.006), (0.004, 0.0039), (0.004, 0.0041)]
 
 @dataclass
 class Decoding:
-    """What waiting asks of a row."""
+    """Has the fact that waiting asks of a row."""
 
     drafting: Drafting = field(
         default_factory=lambda: Drafting(
