@@ -6,7 +6,7 @@ The parts are `.part1/`, `.part2/`, ... , each at most `--part-mib` large. On th
 `unpack.sh DEST` of every part, in any order, keeps the part, and unpacks a bundle into
 DEST/<bundle> once all its parts are there. `DEST/env.sh` then sets PYTHONPATH. A packed bundle is
 kept in the cache and used again until it is deleted there. It needs `uv` (to resolve for another
-Python), `pip` and `xz`.
+Python) and `pip`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.lib.processes import REPO
 from benchmarks.lib.program import arguments
 
 _UNPACK = REPO / "benchmarks" / "unpack.sh"
+_SUFFIX = ".tar.gz"
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -60,6 +61,11 @@ WHEELS = {
         constraints=True,
         always=frozenset({"grpcio", "protobuf", "typing-extensions"}),
         skip=("nvidia-*",),  # a newer torch wants them; that machine keeps its own
+    ),
+    # What tests/gpu needs beside it.
+    "tests": Wheels(
+        ("pytest>=9", "pytest-asyncio", "pytest-timeout"),
+        always=frozenset({"pytest", "pluggy", "iniconfig"}),
     ),
     # The peer, as far as plain decoding and draft models on Hopper need it.
     "vllm": Wheels(
@@ -95,7 +101,7 @@ def main() -> int:
     args.cache.mkdir(parents=True, exist_ok=True)
     archives = []
     for name in args.bundle:
-        archives.append(args.cache / f"{name}.tar.xz")
+        archives.append(args.cache / f"{name}{_SUFFIX}")
         if archives[-1].exists():
             continue
         with tempfile.TemporaryDirectory(prefix="bundle-") as work:
@@ -182,14 +188,10 @@ def _copy_weights(tree: Path) -> None:
 
 
 def _pack(tree: Path) -> Path:
-    plain = tree.with_suffix(".tar")
-    with tarfile.open(plain, "w") as tar:
+    packed = tree.with_suffix(_SUFFIX)
+    with tarfile.open(packed, "w:gz", compresslevel=3) as tar:
         tar.add(tree, arcname=".")
-    # xz unpacks blocks with several threads; weights are numbers of two bytes.
-    tuned = "preset=6,lp=1,lc=3,pb=1" if tree.name == WEIGHTS else "preset=6"
-    command = ["xz", "--threads=0", "--block-size=32MiB", f"--lzma2={tuned}", str(plain)]
-    subprocess.run(command, check=True)
-    return plain.with_suffix(".tar.xz")
+    return packed
 
 
 def _cut(archives: Sequence[Path], part_bytes: int, out: Path) -> None:

@@ -6,10 +6,10 @@ dest=${1:?usage: unpack.sh DEST}
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$dest/parts"
 dest=$(cd "$dest" && pwd)
-cp "$here"/*.tar.xz.* "$dest/parts/"
+cp "$here"/*.tar.gz.* "$dest/parts/"
 cd "$dest/parts"
 for sums in *.sums; do
-    name=${sums%.tar.xz.sums}
+    name=${sums%.tar.gz.sums}
     if cmp -s "$sums" "../$name.unpacked"; then
         echo "$name: unpacked already"
     elif ! sha256sum --check --status "$sums" 2>/dev/null; then
@@ -17,17 +17,14 @@ for sums in *.sums; do
     else
         rm -rf "../$name" "../$name.unpacked"
         mkdir "../$name"
-        if command -v xz >/dev/null; then unxz="xz -dc --threads=0"; else
-            unxz="python3 -c 'import lzma,shutil,sys; shutil.copyfileobj(lzma.open(sys.stdin.buffer), sys.stdout.buffer, 2**20)'"
-        fi
         # The sums are in the order in which the chunks belong together.
-        awk '{print $2}' "$sums" | xargs cat | eval "$unxz" | tar -xf - -C "../$name"
+        awk '{print $2}' "$sums" | xargs cat | tar -xzf - -C "../$name"
         cp "$sums" "../$name.unpacked"
         echo "$name: unpacked"
     fi
 done
 cat >"$dest/env.sh" <<EOF
-export PYTHONPATH=$dest/attention:$dest/attention/nvidia_cutlass_dsl/dsl_packages:$dest/stack
+export PYTHONPATH=$dest/tests:$dest/attention:$dest/attention/nvidia_cutlass_dsl/dsl_packages:$dest/stack
 export VLLM_PYTHONPATH=$dest/vllm
 export OUTRIDER_WEIGHTS=$dest/weights
 # Else each process compiles the sources that it imports, for 10 s and more.
