@@ -146,10 +146,10 @@ def publish(
 
 
 def write(found: dict[str, Any], text: str, out: Path) -> None:
-    """Write `out`.json and `out`.md."""
+    """Write `out`.json and `out`.md, also where `out` has dots."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    out.with_suffix(".md").write_text(text)
+    out.with_name(f"{out.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    out.with_name(f"{out.name}.md").write_text(text)
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib import stats
+from benchmarks.lib import report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import ProcessError
 from benchmarks.lib.prompts import Prompts
@@ -115,3 +115,10 @@ def test_load_without_the_file_raises_prompts_error(tmp_path: Path) -> None:
 
     with pytest.raises(PromptsError, match="does not exist"):
         load(tmp_path / "none.jsonl", tmp_path, count=1, max_prompt_tokens=8)
+
+
+def test_write_results_to_a_name_with_dots_keeps_the_name(tmp_path: Path) -> None:
+    for temperature in (0.0, 0.5):
+        report.write({}, "text", tmp_path / f"load-{temperature}")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["load-0.0.json", "load-0.0.md", "load-0.5.json", "load-0.5.md"]
