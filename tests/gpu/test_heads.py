@@ -19,11 +19,6 @@ from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.dflash import load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
-from outrider.drafting.hidden_states.heads.eagle import load_eagle
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import CudaGraphs, Work
@@ -33,6 +28,13 @@ from outrider.params import SamplingParams
 from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as made
 from tests.support.checkpoints import one_shot_drafts
+from tests.support.checkpoints.loading import (
+    load_dflash,
+    load_dspark,
+    load_eagle,
+    load_eagle3,
+    load_peagle,
+)
 
 pytestmark = pytest.mark.gpu
 

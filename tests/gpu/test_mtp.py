@@ -15,7 +15,6 @@ if not torch.cuda.is_available():
 from outrider.drafting.building.loops import recurrent_shapes
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.batch import RowSlice, pack
@@ -24,6 +23,7 @@ from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
 from tests.support.checkpoints import mtp_checkpoints as made
+from tests.support.checkpoints.loading import load_mtp
 
 pytestmark = pytest.mark.gpu
 

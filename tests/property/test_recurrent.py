@@ -18,11 +18,7 @@ from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
-from outrider.drafting.hidden_states.heads.eagle import load_eagle
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.heads.peagle import load_peagle
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
@@ -30,6 +26,13 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as made
+from tests.support.checkpoints.loading import (
+    load_dflash,
+    load_dspark,
+    load_eagle,
+    load_eagle3,
+    load_peagle,
+)
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

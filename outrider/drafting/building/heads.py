@@ -21,16 +21,21 @@ from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
-from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
+from outrider.drafting.hidden_states.heads.base import (
+    HeadSetup,
+    OneShotHead,
+    RecurrentHead,
+    load_head,
+)
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.dflash import load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
-from outrider.drafting.hidden_states.heads.eagle import load_eagle
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.heads.medusa import load_medusa
-from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.drafting.hidden_states.heads.peagle import load_peagle
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead
+from outrider.drafting.hidden_states.heads.dspark import DSparkHead
+from outrider.drafting.hidden_states.heads.eagle import EagleHead
+from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head
+from outrider.drafting.hidden_states.heads.medusa import read_medusa
+from outrider.drafting.hidden_states.heads.mlp_speculator import read_mlp_speculator
+from outrider.drafting.hidden_states.heads.mtp_loader import read_mtp
+from outrider.drafting.hidden_states.heads.peagle import read_peagle
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
@@ -44,17 +49,17 @@ from outrider.errors import ConfigError
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
 
-_ONE_SHOT: Mapping[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
-    "medusa": load_medusa,
-    "mlp_speculator": load_mlp_speculator,
+_ONE_SHOT: Mapping[str, Callable[[Path, HeadSetup], OneShotHead]] = {
+    "medusa": read_medusa,
+    "mlp_speculator": read_mlp_speculator,
 }
-_CACHED: Mapping[str, Callable[..., RecurrentHead | BlockHead]] = {
-    "dflash": load_dflash,
-    "dspark": load_dspark,
-    "peagle": load_peagle,
-    "mtp": load_mtp,
-    "eagle": load_eagle,
-    "eagle3": load_eagle3,
+_CACHED: Mapping[str, Callable[[Path, HeadSetup], RecurrentHead | BlockHead]] = {
+    "dflash": DFlashHead.read,
+    "dspark": DSparkHead.read,
+    "peagle": read_peagle,
+    "mtp": read_mtp,
+    "eagle": EagleHead.read,
+    "eagle3": Eagle3Head.read,
 }
 
 
@@ -96,7 +101,7 @@ def _build(
             raise ConfigError("--quantization int8: this CPU has no AVX-512 VNNI. Leave it out.")
     ops = choose_llama_ops(device, dtype, int8_weights=method.int8_weights)
     if method.name in _ONE_SHOT:
-        head = _ONE_SHOT[method.name](folder, target, dtype, device)
+        head = load_head(_ONE_SHOT[method.name], folder, target, dtype, device)
         ops.tune(head.uses)
         with _one_shot_capture(head, limits, say) as capture:
             return OneShotProposer(
@@ -107,9 +112,11 @@ def _build(
                 masks=load_masks(target, head.vocab_size, say),
                 capture=capture,
             )
-    project = {"project": True} if method.projects_features else {}
-    load, longest = _CACHED[method.name], method.max_model_len
-    module = load(folder, target, dtype, device, max_model_len=longest, **project)
+    module = load_head(
+        *(_CACHED[method.name], folder, target, dtype, device),
+        max_model_len=method.max_model_len,
+        project=method.projects_features,
+    )
     ops.tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)

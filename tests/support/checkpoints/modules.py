@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
-from outrider.drafting.hidden_states.heads.dflash import load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
-from outrider.drafting.hidden_states.heads.eagle import load_eagle
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.heads.medusa import load_medusa
-from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.drafting.hidden_states.heads.peagle import load_peagle
 from tests.support.checkpoints import block_checkpoints as block
 from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.checkpoints import mtp_checkpoints as mtp
 from tests.support.checkpoints import one_shot_checkpoints as one_shot
+from tests.support.checkpoints.loading import (
+    load_dflash,
+    load_dspark,
+    load_eagle,
+    load_eagle3,
+    load_medusa,
+    load_mlp_speculator,
+    load_mtp,
+    load_peagle,
+)
 
 LOADERS: Mapping[str, Callable[..., Any]] = {
     "eagle": load_eagle,

@@ -13,13 +13,13 @@ from torch import Tensor
 from benchmarks.inflate import ShapeError
 from benchmarks.inflate_head import DSPARK_LAYERS, inflate
 from outrider.drafting.hidden_states.forward import HeadForward
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from tests.support.checkpoints import block_checkpoints as block
 from tests.support.checkpoints import eagle_checkpoints as made
 from tests.support.checkpoints.block_reference import dflash
+from tests.support.checkpoints.loading import load_eagle3
 
 CPU = torch.device("cpu")
 SHAPE = {

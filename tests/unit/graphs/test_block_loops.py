@@ -16,15 +16,14 @@ from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.dflash import load_dflash
-from outrider.drafting.hidden_states.heads.dspark import DSparkHead, load_dspark
-from outrider.drafting.hidden_states.heads.peagle import load_peagle
+from outrider.drafting.hidden_states.heads.dspark import DSparkHead
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import Capture
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as eagle
+from tests.support.checkpoints.loading import load_dflash, load_dspark, load_peagle
 from tests.support.models.recordable import (
     Counted,
     MetaAttention,

@@ -18,9 +18,6 @@ from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
-from outrider.drafting.hidden_states.heads.eagle import load_eagle
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import Capture
@@ -30,6 +27,7 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.checkpoints import eagle_checkpoints, mtp_checkpoints
+from tests.support.checkpoints.loading import load_eagle, load_eagle3, load_mtp
 from tests.support.models.recordable import (
     Counted,
     MetaAttention,

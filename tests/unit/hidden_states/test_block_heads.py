@@ -16,9 +16,7 @@ from outrider.aux_layers import states_read
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
-from outrider.drafting.hidden_states.heads.peagle import load_peagle
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.sdpa import SdpaAttention
@@ -36,6 +34,7 @@ from tests.support.checkpoints import block_checkpoints as made
 from tests.support.checkpoints import block_reference as reference
 from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.checkpoints.eagle_reference import eagle3 as eagle3_formula
+from tests.support.checkpoints.loading import load_dflash, load_dspark, load_peagle
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

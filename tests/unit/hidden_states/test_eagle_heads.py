@@ -19,8 +19,7 @@ from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.forward import HeadForward
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
-from outrider.drafting.hidden_states.heads.eagle import load_eagle
-from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, load_eagle3
+from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import RowSlice, pack
@@ -31,6 +30,7 @@ from outrider.models.modules import shared_files
 from outrider.params import SamplingParams
 from tests.support.checkpoints import eagle_checkpoints as made
 from tests.support.checkpoints import eagle_reference as reference
+from tests.support.checkpoints.loading import load_eagle, load_eagle3
 
 CPU = torch.device("cpu")
 TOKENS = [5, 90, 17, 3, 88, 41, 2, 60, 33]

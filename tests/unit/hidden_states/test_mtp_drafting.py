@@ -13,13 +13,13 @@ from torch import Tensor
 from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
 from tests.support.checkpoints import mtp_reference as reference
+from tests.support.checkpoints.loading import load_mtp
 from tests.support.checkpoints.mtp_checkpoints import (
     HIDDEN_SIZE,
     VOCAB_SIZE,

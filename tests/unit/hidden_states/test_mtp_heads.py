@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.quantized import QuantizedWeight
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from tests.support.checkpoints import mtp_reference as reference
+from tests.support.checkpoints.loading import load_mtp
 from tests.support.checkpoints.mtp_checkpoints import (
     HIDDEN_SIZE,
     VOCAB_SIZE,

@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.drafting.hidden_states.heads.medusa import MedusaHead, load_medusa
-from outrider.drafting.hidden_states.heads.mlp_speculator import (
-    MlpSpeculatorHead,
-    load_mlp_speculator,
-)
+from outrider.drafting.hidden_states.heads.medusa import MedusaHead
+from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead
 from outrider.errors import ConfigError
+from tests.support.checkpoints.loading import load_medusa, load_mlp_speculator
 from tests.support.checkpoints.one_shot_checkpoints import (
     HIDDEN,
     VOCAB,

@@ -21,12 +21,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.lib.replay import record
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
-from outrider.drafting.hidden_states.heads.dflash import DFlashHead, load_dflash
-from outrider.drafting.hidden_states.heads.dspark import load_dspark
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.drafting.hidden_states.heads.medusa import load_medusa
-from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
-from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.drafting.hidden_states.trees import TargetDraws
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
@@ -41,6 +36,14 @@ from outrider.train.processes import Processes
 from outrider.train.run import BYTES_PER_LOGIT, build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
+from tests.support.checkpoints.loading import (
+    load_dflash,
+    load_dspark,
+    load_eagle3,
+    load_medusa,
+    load_mlp_speculator,
+    load_mtp,
+)
 from tests.support.checkpoints.train import (
     OTHERS,
     process_environment,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.drafting.hidden_states.checkpoints import TargetTensors
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.batch import PackedBatch
@@ -24,6 +27,7 @@ from outrider.engine.model.loader import choose_llama_ops
 from outrider.engine.model.pack import pack_linear
 from outrider.features import FeatureSpec
 
+T = TypeVar("T")
 _MAX_POSITIONS = 2**17
 """Beyond those of its own, a module gets so many: the table of their rotations takes memory."""
 
@@ -47,13 +51,46 @@ class Place:
         return pack_linear(self.put(weight), None if bias is None else self.put(bias))
 
 
-def num_positions(own: int, of_target: int, asked: int | None) -> int:
-    """Return how many positions a module drafts at.
+@dataclass(frozen=True)
+class HeadSetup:
+    """The target that a module drafts for, where it computes, and what the operator asks for."""
 
-    Unless the operator `asked` for another number these are all of its target's, also where it was
-    trained for fewer; `of_target` is 0 where the target does not say.
+    target_folder: Path
+    place: Place
+    max_model_len: int | None = None
+    project: bool = False
+    """The scorer is to apply fc, where nothing comes before it: one state is sent for several."""
+
+    @cached_property
+    def target(self) -> TargetTensors:
+        """The target's tensors, read once they are asked for: after the module's own."""
+        return TargetTensors(self.target_folder)
+
+    def num_positions(self, own: int) -> int:
+        """Return how many positions a module drafts at that was trained for its `own`.
+
+        Unless the operator asks for another number these are all of its target's.
+        """
+        return self.max_model_len or max(own, min(self.target.max_positions, _MAX_POSITIONS))
+
+
+def load_head(
+    read: Callable[[Path, HeadSetup], T],
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
+    project: bool = False,
+) -> T:
+    """Read the module in `folder`, and the tensors that it shares with its target.
+
+    Raises `ConfigError`, naming the tensor or setting, for one that is missing, unknown, of another
+    shape or does not fit the others.
     """
-    return asked or max(own, min(of_target, _MAX_POSITIONS))
+    place = Place.of(dtype, device)
+    return read(folder, HeadSetup(target_folder, place, max_model_len, project))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from torch import Tensor
 from outrider.drafting.drafters import DraftInput, features_of
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.block_attention import BlockAttention
-from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.heads.base import HeadShape, Place, spread
+from outrider.drafting.hidden_states.checkpoints import Checkpoint
+from outrider.drafting.hidden_states.heads.base import HeadSetup, HeadShape, Place, spread
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
-from outrider.drafting.hidden_states.heads.llama import LlamaStack, read_stack
+from outrider.drafting.hidden_states.heads.llama import read_stack
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.kv_cache.pools import LayerPool
@@ -35,62 +35,22 @@ if TYPE_CHECKING:
     from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
 
 
-def load_dflash(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-    project: bool = False,
-) -> DFlashHead:
-    """Read a checkpoint of z-lab or of `speculators`, and the rest of its target.
-
-    With `project` the scorer is to apply fc: one state is sent instead of several. Raises
-    `ConfigError` for tensors that are missing, of a wrong shape or unknown, and settings that do
-    not fit them.
-    """
-    return read_block_head(
-        DFlashHead,
-        DFlashFormat(folder),
-        TargetTensors(target_folder),
-        Place.of(dtype, device),
-        max_model_len=max_model_len,
-        project=project,
-    )
-
-
-B = TypeVar("B", bound="DFlashHead")
-
-
-def read_block_head(
-    kind: type[B],
-    found: DFlashFormat,
-    target: TargetTensors,
-    place: Place,
-    *,
-    max_model_len: int | None,
-    project: bool,
-) -> B:
-    """Read all of a checkpoint. Raises `ConfigError`."""
-    stack = read_stack(found, target, place, max_model_len, windows=found.windows)
-    head = kind(found, target, stack, place, project=project)
-    found.checkpoint.check_all_taken()
-    return head
-
-
 class DFlashHead(BlockHead):
-    """A module of DFlash; `project` as of `load_dflash`."""
+    """A module of DFlash."""
 
-    def __init__(
-        self,
-        found: DFlashFormat,
-        target: TargetTensors,
-        stack: LlamaStack,
-        place: Place,
-        *,
-        project: bool,
-    ) -> None:
+    format: ClassVar[type[DFlashFormat]] = DFlashFormat
+
+    @classmethod
+    def read(cls, folder: Path, setup: HeadSetup) -> Self:
+        """Read a checkpoint of the class's `format`. Raises `ConfigError`."""
+        found = cls.format(folder)
+        head = cls(found, setup)
+        found.checkpoint.check_all_taken()
+        return head
+
+    def __init__(self, found: DFlashFormat, setup: HeadSetup) -> None:
+        target, place = setup.target, setup.place
+        stack = read_stack(found, setup, windows=found.windows)
         hidden, checkpoint = stack.shape.hidden_size, found.checkpoint
         embedding = found.shared("embed_tokens.weight", target, hidden)
         super().__init__(stack.shape, place, stack.layers, embedding)
@@ -118,7 +78,7 @@ class DFlashHead(BlockHead):
         name = found.name("fc.weight")
         weight = checkpoint.tensor(name, hidden, len(layers) * target.hidden_size)
         self._fc: Linear | None = None
-        if project:
+        if setup.project:
             self._project(weight)
         else:
             self._fc = place.linear(weight)

@@ -8,7 +8,6 @@ own slot guesses the first token, unless config.json says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -18,11 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.confidence import confidences_of_log_probs
-from outrider.drafting.hidden_states.checkpoints import TargetTensors
-from outrider.drafting.hidden_states.heads.base import Place, spread
-from outrider.drafting.hidden_states.heads.dflash import DFlashHead, read_block_head
+from outrider.drafting.hidden_states.heads.base import HeadSetup, Place, spread
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
-from outrider.drafting.hidden_states.heads.llama import LlamaStack
 from outrider.drafting.hidden_states.trees import (
     Nodes,
     TargetDraws,
@@ -40,26 +37,6 @@ if TYPE_CHECKING:
 _TYPES = ("vanilla", "gated", "rnn")
 
 
-def load_dspark(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-    project: bool = False,
-) -> DSparkHead:
-    """Read a checkpoint of DeepSpec or of `speculators`, as `load_dflash`."""
-    return read_block_head(
-        DSparkHead,
-        DSparkFormat(folder),
-        TargetTensors(target_folder),
-        Place.of(dtype, device),
-        max_model_len=max_model_len,
-        project=project,
-    )
-
-
 class DSparkFormat(DFlashFormat):
     """A checkpoint of a DSpark module. Raises `ConfigError`, naming what does not fit."""
 
@@ -68,25 +45,19 @@ class DSparkFormat(DFlashFormat):
 
 
 class DSparkHead(DFlashHead):
-    """A module of DSpark; `project` as of `load_dflash`."""
+    """A module of DSpark."""
 
+    format = DSparkFormat
     follows_paths: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        found: DFlashFormat,
-        target: TargetTensors,
-        stack: LlamaStack,
-        place: Place,
-        *,
-        project: bool,
-    ) -> None:
-        super().__init__(found, target, stack, place, project=project)
+    def __init__(self, found: DFlashFormat, setup: HeadSetup) -> None:
+        super().__init__(found, setup)
+        place = setup.place
         self._before = _markov(found, place, self.vocab_size, self._num_known, self._target_ids)
         self._confidence: tuple[Tensor, Tensor] | None = None
         name = found.name("confidence_head.proj.weight")
         if name in found.checkpoint:
-            hidden, rank = stack.shape.hidden_size, self._before.rank if self._before else 0
+            hidden, rank = self.state_size, self._before.rank if self._before else 0
             width = found.checkpoint.stored(name).shape[-1]
             if width != hidden:  # else it reads the token before as well, or is refused
                 width = hidden + rank

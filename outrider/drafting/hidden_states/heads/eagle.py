@@ -8,49 +8,36 @@ final norm: the target's head reads it, and it is the next row's state.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.heads.base import Place, spread
+from outrider.drafting.hidden_states.checkpoints import Checkpoint
+from outrider.drafting.hidden_states.heads.base import HeadSetup, spread
 from outrider.drafting.hidden_states.heads.llama import LlamaHead, LlamaStack
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.layers.ops import Use
 from outrider.features import FeatureSpec
 
 
-def load_eagle(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-) -> EagleHead:
-    """Read a checkpoint like `yuhuili/EAGLE-*`, with the embedding and the head of its target.
-
-    Raises `ConfigError` for tensors that are missing, of a wrong shape or unknown.
-    """
-    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
-    target.check_trained_for(folder, checkpoint.number("hidden_size", 4096))  # Llama's default
-    place = Place.of(dtype, device)
-    prefixes = [f"layers.{i}." for i in range(checkpoint.number("num_hidden_layers", 1))]
-    positions = target.max_positions
-    stack = LlamaStack(
-        checkpoint, checkpoint.config, prefixes, place, max_model_len, target_len=positions
-    )
-    head = EagleHead(checkpoint, target, stack, place)
-    checkpoint.check_all_taken(ignored=("embed_tokens.weight",))  # a copy of the target's
-    return head
-
-
 class EagleHead(LlamaHead):
     """A module of EAGLE-1 or EAGLE-2."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, target: TargetTensors, stack: LlamaStack, place: Place
-    ) -> None:
+    @classmethod
+    def read(cls, folder: Path, setup: HeadSetup) -> Self:
+        """Read a checkpoint like `yuhuili/EAGLE-*`. Raises `ConfigError`."""
+        checkpoint = Checkpoint(folder)
+        head = cls(checkpoint, setup)
+        checkpoint.check_all_taken(ignored=("embed_tokens.weight",))  # a copy of the target's
+        return head
+
+    def __init__(self, checkpoint: Checkpoint, setup: HeadSetup) -> None:
+        target, place = setup.target, setup.place
+        width = checkpoint.number("hidden_size", 4096)  # Llama's default
+        target.check_trained_for(checkpoint.folder, width)
+        prefixes = [f"layers.{i}." for i in range(checkpoint.number("num_hidden_layers", 1))]
+        stack = LlamaStack(checkpoint, checkpoint.config, prefixes, setup)
         super().__init__(stack, place, target.embedding())
         hidden = stack.shape.hidden_size
         self.features = FeatureSpec(hidden_size=hidden, final_norm=True)

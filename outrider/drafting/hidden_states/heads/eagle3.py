@@ -7,75 +7,33 @@ the residual. The output before the last norm is the next row's state.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafting.hidden_states.checkpoints import TargetTensors
-from outrider.drafting.hidden_states.heads.base import Place, spread
+from outrider.drafting.hidden_states.heads.base import HeadSetup, spread
 from outrider.drafting.hidden_states.heads.eagle3_format import Eagle3Format
-from outrider.drafting.hidden_states.heads.llama import LlamaHead, LlamaStack, read_stack
+from outrider.drafting.hidden_states.heads.llama import LlamaHead, read_stack
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.features import FeatureSpec
 
 
-def load_eagle3(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-    project: bool = False,
-) -> Eagle3Head:
-    """Read a checkpoint like `yuhuili/EAGLE3-*` or of `speculators`, and the rest of its target.
-
-    With `project` the scorer is to apply fc, where nothing comes before it: one state is sent
-    instead of three. Raises `ConfigError` for tensors that are missing, of a wrong shape or
-    unknown, and settings that do not fit them.
-    """
-    return read_eagle3(
-        Eagle3Format(folder),
-        target_folder,
-        dtype,
-        device,
-        max_model_len=max_model_len,
-        project=project,
-    )
-
-
-def read_eagle3(
-    found: Eagle3Format,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None,
-    project: bool,
-) -> Eagle3Head:
-    """Read all of a checkpoint. Raises `ConfigError`."""
-    target, place = TargetTensors(target_folder), Place.of(dtype, device)
-    stack = read_stack(found, target, place, max_model_len, input_states=2)
-    head = Eagle3Head(found, target, stack, place, project=project)
-    found.checkpoint.check_all_taken()
-    return head
-
-
 class Eagle3Head(LlamaHead):
-    """A module of EAGLE-3; `project` as of `load_eagle3`."""
+    """A module of EAGLE-3."""
 
-    def __init__(
-        self,
-        found: Eagle3Format,
-        target: TargetTensors,
-        stack: LlamaStack,
-        place: Place,
-        *,
-        project: bool,
-    ) -> None:
+    @classmethod
+    def read(cls, folder: Path, setup: HeadSetup) -> Self:
+        """Read a checkpoint like `yuhuili/EAGLE3-*`, or of `speculators`. Raises `ConfigError`."""
+        return cls(Eagle3Format(folder), setup)
+
+    def __init__(self, found: Eagle3Format, setup: HeadSetup) -> None:
+        """Read all of a checkpoint. Raises `ConfigError`."""
+        target, place = setup.target, setup.place
+        stack = read_stack(found, setup, input_states=2)
         hidden, checkpoint = stack.shape.hidden_size, found.checkpoint
         super().__init__(stack, place, found.shared("embed_tokens.weight", target, hidden))
 
@@ -102,7 +60,7 @@ class Eagle3Head(LlamaHead):
         bias = checkpoint.tensor(name, hidden) if name in checkpoint else None
         self._fc_bias = None if bias is None else place.put(bias)
         self._fc: Linear | None = None
-        if project and self._whole_norm is None and self._part_norms is None:
+        if setup.project and self._whole_norm is None and self._part_norms is None:
             self._project(weight)
         else:
             self._fc = place.linear(weight, bias)
@@ -115,6 +73,7 @@ class Eagle3Head(LlamaHead):
             *self._layer_uses,
             Use(self._head, None if self._norm_output else self._norm, alone=self._norm_output),
         )
+        checkpoint.check_all_taken()
 
     def begin(self, features: Tensor) -> Tensor:
         eps = self._shape.eps

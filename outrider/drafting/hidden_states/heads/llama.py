@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors, TensorSource
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TensorSource
 from outrider.drafting.hidden_states.heads.base import (
+    HeadSetup,
     HeadShape,
     Place,
     RecurrentHead,
-    num_positions,
     wanted_rows,
 )
 from outrider.drafting.hidden_states.heads.format import HeadFormat
@@ -139,26 +139,25 @@ class LlamaStack:
         checkpoint: Checkpoint,
         settings: dict[str, Any],
         prefixes: Sequence[str],
-        place: Place,
-        max_model_len: int | None,
+        setup: HeadSetup,
         *,
-        target_len: int = 0,
         input_states: int = 1,
         windows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Read one layer per prefix; the first one's input is `input_states` states wide.
 
-        `max_model_len` and `target_len` give the `num_positions`. `windows` are the keys that
-        queries of sliding layers see, by layer. `settings` are those of a Llama config: where they
-        are silent, Llama's defaults hold, also of `rope_theta`. Raises `ConfigError`.
+        `windows` are the keys that queries of sliding layers see, by layer. `settings` are those of
+        a Llama config: where they are silent, Llama's defaults hold, also of `rope_theta`. Raises
+        `ConfigError`.
         """
+        place = setup.place
         config = _llama_config(settings, str(checkpoint.folder))
         self.shape = HeadShape(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            max_model_len=num_positions(config.max_position_embeddings, target_len, max_model_len),
+            max_model_len=setup.num_positions(config.max_position_embeddings),
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
         )
@@ -186,9 +185,7 @@ class LlamaStack:
 
 def read_stack(
     found: HeadFormat,
-    target: TargetTensors,
-    place: Place,
-    max_model_len: int | None,
+    setup: HeadSetup,
     *,
     input_states: int = 1,
     windows: Mapping[int, int] = MappingProxyType({}),
@@ -202,14 +199,12 @@ def read_stack(
         checkpoint,
         found.layer_config,
         found.layer_prefixes,
-        place,
-        max_model_len,
-        target_len=target.max_positions,
+        setup,
         input_states=input_states,
         windows=windows,
     )
     expected = checkpoint.config.get("target_hidden_size") or stack.shape.hidden_size
-    target.check_trained_for(checkpoint.folder, expected)
+    setup.target.check_trained_for(checkpoint.folder, expected)
     return stack
 
 

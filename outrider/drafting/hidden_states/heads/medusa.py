@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.heads.base import spread
+from outrider.drafting.hidden_states.checkpoints import Checkpoint
+from outrider.drafting.hidden_states.heads.base import HeadSetup, spread
 from outrider.drafting.hidden_states.trees import (
     Nodes,
     TargetDraws,
@@ -123,15 +123,13 @@ _FILE = "medusa_lm_head"  # as published, which may lie beside the whole model's
 _PREFIXES = ("", "medusa_head.", "medusa_heads.")  # with one: inside the whole model's file
 
 
-def load_medusa(
-    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
-) -> MedusaHead:
+def read_medusa(folder: Path, setup: HeadSetup) -> MedusaHead:
     """Read Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
 
     Heads and layers are counted, since published configurations have wrong numbers. Raises
     `ConfigError`, naming the tensor that does not fit the format or the target.
     """
-    checkpoint, target = Checkpoint(folder, preferred=_FILE), TargetTensors(target_folder)
+    checkpoint, target, place = Checkpoint(folder, preferred=_FILE), setup.target, setup.place
     config = checkpoint.config
     layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
     needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
@@ -148,10 +146,10 @@ def load_medusa(
     def layer(i: int, j: int) -> tuple[Tensor, Tensor | None]:
         name = prefix + layout.layer.format(i=i, j=j)
         size = target.hidden_size
-        weight = checkpoint.tensor(f"{name}.weight", size, size).to(device, dtype)
+        weight = place.put(checkpoint.tensor(f"{name}.weight", size, size))
         if not needs_bias:
             return weight, None
-        return weight, checkpoint.tensor(f"{name}.bias", size).to(device, dtype)
+        return weight, place.put(checkpoint.tensor(f"{name}.bias", size))
 
     def lm_head(stored: Tensor, name: str) -> Tensor:
         """Rows for the known tokens; a file may hold them for all."""
@@ -163,7 +161,7 @@ def load_medusa(
                 f"{name} in {folder} is of shape {list(stored.shape)}; "
                 f"{[rows, target.hidden_size]} follows from the target."
             )
-        return stored.to(device, dtype) if scale == 1.0 else (stored * scale).to(device, dtype)
+        return place.put(stored if scale == 1.0 else stored * scale)
 
     blocks = [tuple([layer(i, j) for j in range(num_layers)]) for i in range(num_heads)]
     names = [prefix + layout.lm_head.format(i=i, n=num_layers) for i in range(num_heads)]
@@ -179,7 +177,7 @@ def load_medusa(
             tuple(blocks),
             tuple(lm_heads),
             target.vocab_size,
-            None if token_map is None else token_map.to(device),
+            None if token_map is None else token_map.to(place.device),
         )
     )
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.hidden_states.checkpoints import Checkpoint
+from outrider.drafting.hidden_states.heads.base import HeadSetup
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, guess_paths
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
@@ -99,15 +100,13 @@ def _normed(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
-def load_mlp_speculator(
-    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
-) -> MlpSpeculatorHead:
+def read_mlp_speculator(folder: Path, setup: HeadSetup) -> MlpSpeculatorHead:
     """Read a checkpoint in the format of ibm-fms (`model_type` mlp_speculator).
 
     Raises `ConfigError`, naming the setting or the tensor that does not fit the format or the
     target.
     """
-    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    checkpoint, target = Checkpoint(folder), setup.target
     config = checkpoint.config
     if config.get("model_type") != "mlp_speculator":
         raise ConfigError(
@@ -132,7 +131,7 @@ def load_mlp_speculator(
             stage = min(stage, 1) if kind == "proj" else 0
         name = f"{prefix}{kind}.{stage}.{leaf}"
         if name not in loaded:
-            loaded[name] = checkpoint.tensor(name, *shape).to(device, dtype)
+            loaded[name] = setup.place.put(checkpoint.tensor(name, *shape))
         return loaded[name]
 
     stages = [

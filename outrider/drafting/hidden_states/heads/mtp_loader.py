@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.hidden_states.heads.base import HeadShape, Place, num_positions
+from outrider.drafting.hidden_states.heads.base import HeadSetup, HeadShape, Place
 from outrider.drafting.hidden_states.heads.llama import rope_table
 from outrider.drafting.hidden_states.heads.mtp import (
     LayerModule,
@@ -32,20 +32,12 @@ _BAD_SETTINGS = (
 """Errors that `transformers` raises for settings that are missing or make no sense."""
 
 
-def load_mtp(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-) -> MtpHead:
-    """Load the head in `folder`: a checkpoint of its own, or the target's with the head in it.
+def read_mtp(folder: Path, setup: HeadSetup) -> MtpHead:
+    """Read a checkpoint of the head's own, or the target's with the head in it.
 
-    config.json may say "feed_back": "raw" (see `MtpHead`). Raises `ConfigError`, which names the
-    tensor or setting, for one that is missing, of another shape, or not of a known format.
+    config.json may say "feed_back": "raw" (see `MtpHead`). Raises `ConfigError`.
     """
-    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    checkpoint, target, place = Checkpoint(folder), setup.target, setup.place
     values: dict[str, Any] = {**checkpoint.config, **checkpoint.group("text_config")}
     feed_back = checkpoint.config.get("feed_back", "post_norm")
     if feed_back not in ("post_norm", "raw"):
@@ -59,19 +51,19 @@ def load_mtp(
             f"{folder} holds {len(numbers)} of the {wanted} prediction modules that its "
             "config.json counts: download the others."
         )
-    family, place = family_of(stored, values), Place.of(dtype, device)
+    family = family_of(stored, values)
     try:
         config = family.config(values, len(numbers))
         weights = [family.weights(config, i) for i in range(len(numbers))]
-        rotary = family.rotary(config, device)
+        rotary = family.rotary(config, place.device)
     except _BAD_SETTINGS as error:
         raise ConfigError(f"config.json in {folder} makes no {family.package}: {error}") from error
     if config.hidden_size != target.hidden_size:
         raise ConfigError(
             f"hidden_size is {config.hidden_size} in {folder} and {target.hidden_size} in "
-            f"{target_folder}: the head was made for another target."
+            f"{target.folder}: the head was made for another target."
         )
-    shape = _shape(config, target.max_positions, max_model_len)
+    shape = _shape(config, setup)
     readers = [ModuleTensors(checkpoint, stored, number, place) for number in numbers]
     modules: list[LlamaModule] | list[LayerModule]
     if family.llama:
@@ -203,7 +195,7 @@ def _filled(weights: ModuleWeights, tensors: ModuleTensors, place: Place) -> Mod
     return weights
 
 
-def _shape(config: Any, target_len: int, max_model_len: int | None) -> HeadShape:
+def _shape(config: Any, setup: HeadSetup) -> HeadShape:
     longest = int(config.max_position_embeddings)
     if longest < 1:
         raise ConfigError(f"max_position_embeddings is {longest} in the config.json of the head.")
@@ -215,7 +207,7 @@ def _shape(config: Any, target_len: int, max_model_len: int | None) -> HeadShape
         num_heads=int(config.num_attention_heads),
         num_kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
-        max_model_len=num_positions(longest, target_len, max_model_len),
+        max_model_len=setup.num_positions(longest),
         intermediate_size=int(getattr(config, "intermediate_size", 0)),
         eps=float(config.rms_norm_eps),
         latents=latents,

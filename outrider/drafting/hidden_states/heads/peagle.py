@@ -18,8 +18,9 @@ from torch import Tensor
 from outrider.drafting.drafters import DraftInput, features_of
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
+from outrider.drafting.hidden_states.heads.base import HeadSetup
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, read_eagle3
+from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head
 from outrider.drafting.hidden_states.heads.eagle3_format import Eagle3Format
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import RowSlice, pack
@@ -30,31 +31,22 @@ from outrider.errors import ConfigError
 _DEFAULT_DEPTH = 8
 
 
-def load_peagle(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-    project: bool = False,
-) -> PEagleHead:
-    """Read a checkpoint of `speculators`, as `load_eagle3`."""
-    found = PEagleFormat(folder)
+def read_peagle(folder: Path, setup: HeadSetup) -> PEagleHead:
+    """Read a checkpoint of `speculators`. Raises `ConfigError`."""
+    found, place = PEagleFormat(folder), setup.place
     name = found.name("mask_hidden")
     width = found.checkpoint.stored(name).shape[-1]
     mask_state = found.checkpoint.tensor(name, 1, 1, width)[0]
-    where = (target_folder, dtype, device)
-    module = read_eagle3(found, *where, max_model_len=max_model_len, project=project)
+    module = Eagle3Head(found, setup)
     if width != module.features.captured_width:
         raise ConfigError(
             f"{name} in {folder} has {width} values; {module.features.captured_width} follow from "
             "the layers that the module reads."
         )
-    mask = mask_state.to(device, dtype)
+    mask = place.put(mask_state)
     if module.projection:
         weight = found.checkpoint.tensor(found.name("fc.weight"), module.state_size, width)
-        mask = F.linear(mask, weight.to(device, dtype))
+        mask = F.linear(mask, place.put(weight))
     with torch.inference_mode():
         state = module.begin(mask)
     token = _number(found.checkpoint, "mask_token_id", "ptd_token_id")
