@@ -23,9 +23,9 @@ from typing import Any, Final
 import uvloop
 
 from benchmarks.lib import report
-from benchmarks.lib.load.steady import Holding, grpc_streams, http_streams
 from benchmarks.lib.processes import cpu_seconds, module_child, process_tree, stopping
 from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.steady import Holding, grpc_streams, http_streams
 
 _START_S: Final = 240.0
 _SETTLE_S: Final = 2.0
