@@ -59,21 +59,6 @@ def compiled(function: _Kernel) -> _Kernel:
     return base.compiled(function, fastmath=fast, error_model="numpy")
 
 
-def _widen(weight: Any) -> Any:
-    """Return the float32 that a matrix element stands for."""
-
-
-@overload(_widen, inline="always")  # type: ignore[untyped-decorator]
-def _widen_typed(weight: Any) -> Any:
-    def from_bits(weight: Any) -> Any:
-        return np.uint32(np.uint32(weight) << 16).view(np.float32)
-
-    def as_is(weight: Any) -> Any:
-        return weight
-
-    return from_bits if weight == types.uint16 else as_is
-
-
 @compiled
 def draft(
     weights: Weights,
@@ -246,7 +231,7 @@ def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
     for t in range(num_tokens):
         row = weights.embedding[fed.tokens[t]]
         for i in range(len(row)):
-            x[t, i] = _widen(row[i])
+            x[t, i] = widen(row[i])
     normed = np.empty_like(x)
     added = np.empty_like(x)
     qkv = np.empty((num_tokens, weights.qkv.shape[1]), np.float32)
@@ -297,10 +282,10 @@ def _product(x: Floats, matrix: Matrix, out: Floats) -> None:
             sum_0 = sum_1 = sum_2 = sum_3 = np.float32(0.0)
             for j in range(len(vector)):
                 value = vector[j]
-                sum_0 += _widen(row_0[j]) * value
-                sum_1 += _widen(row_1[j]) * value
-                sum_2 += _widen(row_2[j]) * value
-                sum_3 += _widen(row_3[j]) * value
+                sum_0 += widen(row_0[j]) * value
+                sum_1 += widen(row_1[j]) * value
+                sum_2 += widen(row_2[j]) * value
+                sum_3 += widen(row_3[j]) * value
             out[t, i] = sum_0
             out[t, start_1 + i] = sum_1
             out[t, start_2 + i] = sum_2
