@@ -46,6 +46,27 @@ class DraftInput:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FedRows:
+    """Rows to feed, and the parameters by which the tokens after each are drawn."""
+
+    slices: Sequence[RowSlice]
+    sampling: Sequence[SamplingParams]
+
+    @staticmethod
+    def of(rows: Sequence[DraftInput]) -> FedRows:
+        return FedRows([row.slice for row in rows], [row.sampling for row in rows])
+
+    def some(self, numbers: Sequence[int]) -> FedRows:
+        """Return the rows of these numbers."""
+        return FedRows([self.slices[i] for i in numbers], [self.sampling[i] for i in numbers])
+
+    @property
+    def cut(self) -> bool:
+        """Return whether some row has top_k, top_p or min_p."""
+        return any(each.top_k or each.top_p < 1.0 or each.min_p for each in self.sampling)
+
+
 def features_of(rows: Sequence[DraftInput]) -> list[Tensor]:
     """Return the features of rows that have any."""
     return [row.features for row in rows if row.features is not None]
@@ -97,14 +118,9 @@ class ForkDrafter(Protocol):
     def page_size(self) -> int: ...
 
     def forks(
-        self,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        fanout: int,
-        copies: Sequence[tuple[int, int]] = (),
+        self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
     ) -> Forks:
-        """Copy pages (source, target), feed `slices`, draft `num_tokens` after each.
+        """Copy pages (source, target), feed rows, draft `num_tokens` after each.
 
         Page tables cover `num_tokens` more than the slices. Sources are read before any target is
         written. Raises what the model raises.

@@ -16,7 +16,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
 from outrider.drafting.draft_model.loops import DraftModelLoops  # noqa: E402
-from outrider.drafting.drafters import DraftInput  # noqa: E402
+from outrider.drafting.drafters import DraftInput, FedRows  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
 from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.graphs.loop_inputs import make_shapes  # noqa: E402
@@ -123,8 +123,8 @@ def test_captured_chains_on_gpu_equal_eager_chains() -> None:
             for rows in (short, whole)
         ]
         assert drafter.draft(pairs[0]) == draft_chains(model, pairs[1])
-        forks = drafter.forks(short, sampling, 4, 3)
-        eager = draft_forks(model, whole, sampling, 4, 3)
+        forks = drafter.forks(FedRows(short, sampling), 4, 3)
+        eager = draft_forks(model, FedRows(whole, sampling), 4, 3)
         assert forks.candidates.tolist() == eager.candidates.tolist()
 
 
@@ -139,10 +139,10 @@ def test_captured_forks_with_copied_pages_copy_them_first() -> None:
     sampling = [SAMPLINGS[0]] * 2
     tables = [[5, 40], [5, 41]]  # the second page is copied for each
     rows = [RowSlice([token], 20, table, 1) for token, table in zip((7, 8), tables, strict=True)]
-    forks = drafter.forks(rows, sampling, 4, 2, copies=[(9, 40), (9, 41)])
+    forks = drafter.forks(FedRows(rows, sampling), 4, 2, copies=[(9, 40), (9, 41)])
     for i, token in enumerate((7, 8)):
         whole = RowSlice([*text[:20], token], 0, [100, 101], 1)
-        eager = draft_forks(model, [whole], sampling[:1], 4, 2)
+        eager = draft_forks(model, FedRows([whole], sampling[:1]), 4, 2)
         assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
 
 
@@ -169,6 +169,6 @@ def test_captured_branches_with_shared_pages_equal_each_alone(
             alone = [free.pop() for _ in range(8)]
             whole.append(RowSlice([*text[:start], token], 0, alone, 1))
     sampling = [SAMPLINGS[i % 2] for i in range(len(slices))]
-    forks = drafter.forks(slices, sampling, k, 2, copies)
-    eager = draft_forks(model, whole, sampling, k, 2)
+    forks = drafter.forks(FedRows(slices, sampling), k, 2, copies)
+    eager = draft_forks(model, FedRows(whole, sampling), k, 2)
     assert forks.candidates.tolist() == eager.candidates.tolist()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.drafting.confidence import confidences_of
-from outrider.drafting.drafters import ForkDrafter, Forks
+from outrider.drafting.drafters import FedRows, ForkDrafter, Forks
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
@@ -100,7 +100,7 @@ def draft_branches(
     slices = [*(row for row, _ in joined), *(row for _, row, _ in rows)]
     sampling = [*(params for _, params in joined), *(trunks[b.trunk].sampling for b, _, _ in rows)]
     try:
-        forks = drafter.forks(slices, sampling, num_tokens, fanout, copies)
+        forks = drafter.forks(FedRows(slices, sampling), num_tokens, fanout, copies)
     except BaseException:
         for _, _, pages in rows:
             pool.release(pages)
@@ -135,7 +135,8 @@ def lengthen(
         table = array("i", trunk.block_table[: branch.first_page]) + branch.pages
         start = branch.length + len(branch.guess) - 1
         slices.append(RowSlice(branch.guess[-1:], start, table, 1))
-    return drafter.forks(slices, [trunk.sampling for trunk, _ in branches], 0, fanout)
+    sampling = [trunk.sampling for trunk, _ in branches]
+    return drafter.forks(FedRows(slices, sampling), 0, fanout)
 
 
 def adopt(pool: BlockPool, block_table: MutableSequence[int], branch: DraftedBranch) -> None:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, Forks
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, Forks
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
@@ -27,7 +27,6 @@ from outrider.engine.graphs.capture import CapturableModel
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.coupled import SamplingBatch
-from outrider.params import SamplingParams
 
 
 class BranchingModel(Model, Protocol):
@@ -48,16 +47,11 @@ class EagerForks:
         self.page_size = model.page_size
 
     def forks(
-        self,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        fanout: int,
-        copies: Sequence[tuple[int, int]] = (),
+        self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
     ) -> Forks:
         """Implement `ForkDrafter`."""
         self.copy(copies)
-        return draft_forks(self._model, slices, sampling, num_tokens, fanout)
+        return draft_forks(self._model, rows, num_tokens, fanout)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, target)."""
@@ -104,29 +98,24 @@ class DraftModelLoops:
         )
 
     def forks(
-        self,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        fanout: int,
-        copies: Sequence[tuple[int, int]] = (),
+        self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
     ) -> Forks:
         """Implement `ForkDrafter`."""
-        shape = self._loops.find(slices, sampling, num_tokens, fanout)
+        shape = self._loops.find(rows, num_tokens, fanout)
         if shape is not None:
-            drafted = self._loops.run(shape, slices, sampling, copies)
+            drafted = self._loops.run(shape, rows, copies)
             return _to_forks(drafted, num_tokens, fanout)
         self._eager.copy(copies)
-        candidates = np.empty((len(slices), num_tokens + 1, fanout), np.int32)
+        count = len(rows.slices)
+        candidates = np.empty((count, num_tokens + 1, fanout), np.int32)
         gaps = np.empty(candidates.shape, np.float32)
-        pieces, eager = self._loops.divide(slices, [num_tokens] * len(slices), fanout)
-        for rows in (*pieces, eager):
-            if not rows:
+        pieces, eager = self._loops.divide(rows.slices, [num_tokens] * count, fanout)
+        for some in (*pieces, eager):
+            if not some:
                 continue
-            part = (self._eager if rows is eager else self).forks(
-                [slices[i] for i in rows], [sampling[i] for i in rows], num_tokens, fanout
-            )
-            candidates[rows], gaps[rows] = part.candidates, part.gaps
+            drafter = self._eager if some is eager else self
+            part = drafter.forks(rows.some(some), num_tokens, fanout)
+            candidates[some], gaps[some] = part.candidates, part.gaps
         return Forks(candidates, gaps)
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:

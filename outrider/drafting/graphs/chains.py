@@ -10,12 +10,11 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.confidence import confidences_of
-from outrider.drafting.drafters import Chain, DraftInput, Forks
+from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
 from outrider.drafting.graphs.batches import DraftForward, LoopBatches, eager_batches
 from outrider.drafting.likeliest import draw_of_likeliest, possible, top_candidates
-from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.batch import PackedBatch, pack
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
-from outrider.params import SamplingParams
 
 Forward = Callable[[PackedBatch], Tensor]
 Draw = Callable[[Tensor, SamplingBatch | None], tuple[Tensor, ...]]
@@ -101,28 +100,20 @@ def sample_chains(
     return chains
 
 
-def draft_forks(
-    model: DraftForward,
-    slices: Sequence[RowSlice],
-    sampling: Sequence[SamplingParams],
-    num_tokens: int,
-    fanout: int,
-) -> Forks:
-    """Feed `slices`, then draft `num_tokens` after each, with `fanout` candidates per place.
+def draft_forks(model: DraftForward, rows: FedRows, num_tokens: int, fanout: int) -> Forks:
+    """Feed rows, then draft `num_tokens` after each, with `fanout` candidates per place.
 
     The last token of a chain is fed, too: page tables must cover `num_tokens` more than the slices.
     """
-    rows = [
-        DraftInput(row, num_tokens + 1, params)
-        for row, params in zip(slices, sampling, strict=True)
-    ]
+    pairs = zip(rows.slices, rows.sampling, strict=True)
+    inputs = [DraftInput(row, num_tokens + 1, params) for row, params in pairs]
 
     def draw(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
         top, gaps = top_candidates(logits, batch, fanout)
         return top[:, 0], top, gaps
 
     with torch.inference_mode():
-        batches = eager_batches(rows, model)
+        batches = eager_batches(inputs, model)
         drawn = run_loop(model.forward, batches, num_tokens + 1, draw)
         _, tops, gaps = zip(*drawn, strict=True)
         candidates = torch.stack(tops, dim=1).to(torch.int32).cpu()

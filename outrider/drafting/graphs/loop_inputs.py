@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafting.drafters import FedRows
 from outrider.drafting.graphs.batches import LoopBatches, row_starts
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.staging import PageLayout, Staging
@@ -134,14 +135,9 @@ class LoopInputs:
         # By the parameters' id, valid while they are kept: a hash takes longer than a whole row.
         self._columns: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
 
-    def fill(
-        self,
-        shape: LoopShape,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        copies: Sequence[tuple[int, int]] = (),
-    ) -> None:
+    def fill(self, shape: LoopShape, fed: FedRows, copies: Sequence[tuple[int, int]] = ()) -> None:
         """Write the rows and enqueue their copy to the device; no copy may be in progress."""
+        slices = fed.slices
         scratch_page, page_size = self._layout.scratch_page, self._layout.page_size
         no_page = array("i", [scratch_page])
         longest = max([row.start + len(row.token_ids) for row in slices], default=1)
@@ -149,7 +145,7 @@ class LoopInputs:
         pairs = [*copies, *[(scratch_page,) * 2] * (shape.rows - len(copies))]
         rows, first = [num_pages], 0
         padding = [(0,) * (shape.query_len - count) for count in range(shape.query_len + 1)]
-        for row, params, pair in zip(slices, sampling, pairs, strict=False):
+        for row, params, pair in zip(slices, fed.sampling, pairs, strict=False):
             tokens = row.token_ids
             count = len(tokens)
             columns = self._sampling_columns(params)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, features_of
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, features_of
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest
 from outrider.engine.batch import RowSlice
@@ -28,7 +28,6 @@ from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Precompile, Work
 from outrider.engine.sampling.coupled import SamplingBatch
-from outrider.params import SamplingParams
 
 Draft = TypeVar("Draft")
 
@@ -96,7 +95,7 @@ class CapturedLoops:
 
         def captured(shape: LoopShape) -> Work:
             nonlocal done
-            inputs.fill(shape, (), ())
+            inputs.fill(shape, FedRows((), ()))
             work = capture.capture(self._work(shape, body))
             done += 1
             capture.on_progress(done, len(shapes))
@@ -139,13 +138,13 @@ class CapturedLoops:
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
     ) -> list[Draft] | None:
         """Draft in one loop; None if no loop holds all of the rows."""
-        slices, sampling = [row.slice for row in rows], [row.sampling for row in rows]
-        shape = self.find(slices, sampling, max(wanted), 0)
+        fed = FedRows.of(rows)
+        shape = self.find(fed, max(wanted), 0)
         if shape is None:
             return None
         if features := features_of(rows):
             self._inputs.fill_features(features)
-        return read(self.run(shape, slices, sampling), wanted)
+        return read(self.run(shape, fed), wanted)
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
@@ -162,29 +161,18 @@ class CapturedLoops:
         pieces = [held[i : i + limit] for i in range(0, len(held), limit)]
         return pieces, sorted(set(rows).difference(held))
 
-    def find(
-        self,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        fanout: int,
-    ) -> LoopShape | None:
+    def find(self, fed: FedRows, num_tokens: int, fanout: int) -> LoopShape | None:
         """Return the smallest loop that holds all of these rows, or None."""
-        longest = max([len(row.token_ids) for row in slices])
-        cut = any(params.top_k or params.top_p < 1.0 or params.min_p for params in sampling)
-        return self._find(len(slices), longest, num_tokens, fanout, cut)
+        longest = max([len(row.token_ids) for row in fed.slices])
+        return self._find(len(fed.slices), longest, num_tokens, fanout, fed.cut)
 
     def run(
-        self,
-        shape: LoopShape,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        copies: Sequence[tuple[int, int]] = (),
+        self, shape: LoopShape, fed: FedRows, copies: Sequence[tuple[int, int]] = ()
     ) -> NDArray[np.int32]:
         """Run a loop that holds these rows and return its output for them: int32 [rows, ...]."""
         with torch.inference_mode():
-            self._inputs.fill(shape, slices, sampling, copies)
-            return self._launch(shape, len(slices))()
+            self._inputs.fill(shape, fed, copies)
+            return self._launch(shape, len(fed.slices))()
 
     def launch_after_verify(
         self,
@@ -197,17 +185,16 @@ class CapturedLoops:
 
         `chains` picks the chains from a loop's output; None: the drafts are trees.
         """
-        slices, sampling = [row.slice for row in rows], [row.sampling for row in rows]
-        num_tokens = max([row.wanted for row in rows])
-        shape = self.find(slices, sampling, num_tokens, 0)
+        fed, num_tokens = FedRows.of(rows), max([row.wanted for row in rows])
+        shape = self.find(fed, num_tokens, 0)
         if shape is None:
             return None
         with torch.inference_mode():
             if features := features_of(rows):
                 self._inputs.take_features(features)
-            self._inputs.fill(shape, slices, sampling)
-            self._inputs.follow(shape, slices, verify_output)
-            fetch = self._launch(shape, len(slices))
+            self._inputs.fill(shape, fed)
+            self._inputs.follow(shape, fed.slices, verify_output)
+            fetch = self._launch(shape, len(rows))
         output = self._output.on_device(self._output_shapes[shape])
         tokens = None if chains is None else chains(output)[:, :num_tokens]
         return AsyncLoop(tokens, lambda wanted: read(fetch(), wanted))
@@ -267,7 +254,7 @@ class CapturedLoops:
     ) -> Callable[[LoopShape], tuple[int, ...]]:
         @torch.inference_mode()
         def output_shape(shape: LoopShape) -> tuple[int, ...]:
-            self._inputs.fill(shape, (), ())
+            self._inputs.fill(shape, FedRows((), ()))
             return tuple(body(shape).shape)
 
         return output_shape

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.drafters import DraftInput, features_of
+from outrider.drafting.drafters import DraftInput, FedRows, features_of
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.forward import LEAD
@@ -69,11 +69,11 @@ class OneShotLoops:
         guesses: list[NDArray[np.int32]] = []
         for start in range(0, len(rows), self._most):
             part = rows[start : start + self._most]
-            slices, sampling = [row.slice for row in part], [row.sampling for row in part]
-            shape = self._loops.find(slices, sampling, depth, 0)
+            fed = FedRows.of(part)
+            shape = self._loops.find(fed, depth, 0)
             assert shape is not None
             self._inputs.fill_features(features_of(part))
-            guesses.append(self._loops.run(shape, slices, sampling))
+            guesses.append(self._loops.run(shape, fed))
         return np.concatenate(guesses)
 
     def _loop(self, shape: LoopShape) -> Tensor:

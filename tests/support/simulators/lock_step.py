@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.drafting.drafters import Chain, DraftInput, Forks
+from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
 from outrider.engine.batch import RowSlice
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, RequestStats, StepEvents
@@ -69,14 +69,8 @@ class _Draft:
             for row in rows
         ]
 
-    def forks(
-        self,
-        slices: Sequence[RowSlice],
-        _sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        fanout: int,
-        *_copies: object,
-    ) -> Forks:
+    def forks(self, rows: FedRows, num_tokens: int, fanout: int, *_copies: object) -> Forks:
+        slices = rows.slices
         self._spend(len(slices), num_tokens + 1)
         found = [
             [self._candidates(row, row.start + len(row.token_ids) + i) for row in slices]

@@ -20,7 +20,7 @@ from outrider.drafting.ahead.branches import (
     lengthen,
 )
 from outrider.drafting.draft_model.loops import BranchingModel, EagerForks
-from outrider.drafting.drafters import DraftInput, Forks
+from outrider.drafting.drafters import DraftInput, FedRows, Forks
 from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
@@ -85,7 +85,7 @@ class Bench:
         text = [self.rng.randrange(60) for _ in range(num_tokens)]
         table = self.pages(num_tokens + self.k)
         rows = [RowSlice(text, 0, table, 1)]
-        forks = self.drafter.forks(rows, [sampling], self.k, self.fanout)
+        forks = self.drafter.forks(FedRows(rows, [sampling]), self.k, self.fanout)
         chain = forks.chains[0].tolist()
         assert chain == self.from_scratch(text, sampling)
         self.sessions.append(Session(text, table, sampling, chain, forks.candidates[0].tolist()))

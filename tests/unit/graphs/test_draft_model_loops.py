@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.drafters import Chain, DraftInput
+from outrider.drafting.drafters import Chain, DraftInput, FedRows
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture
@@ -196,9 +196,9 @@ def test_captured_forks_for_any_rows_equal_eager_forks(make: Callable[..., Recor
         sampling = [rng.choice(SAMPLINGS) for _ in range(rng.randint(1, 6))]
         for _ in sampling:
             rows.add(rng.randint(6, 30), rng.choice((1, 1, 2, 3, 5)), k)
-        forks = drafter.forks(rows.slices, sampling, k, fanout)
+        forks = drafter.forks(FedRows(rows.slices, sampling), k, fanout)
         for i, params in enumerate(sampling):
-            eager = draft_forks(model, [rows.whole(i, k)], [params], k, fanout)
+            eager = draft_forks(model, FedRows([rows.whole(i, k)], [params]), k, fanout)
             assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
             torch.testing.assert_close(
                 torch.from_numpy(forks.gaps[i]), torch.from_numpy(eager.gaps[0])
