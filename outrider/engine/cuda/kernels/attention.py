@@ -417,17 +417,9 @@ def paged_attention_kernel(
                 start + new,
                 new < num_new,
                 query_ptr + kv_heads * GROUP * DIM,
-                rope_ptr,
-                slots_ptr,
-                keys_ptr,
-                values_ptr,
-                scales_ptr,
-                query_stride,
-                kv_head,
-                kv_heads,
-                FLOAT8,
-                DIM,
-                BLOCK_DIM,
+                *(rope_ptr, slots_ptr, keys_ptr, values_ptr, scales_ptr),
+                *(query_stride, kv_head, kv_heads),
+                *(FLOAT8, DIM, BLOCK_DIM),
             )
     query_here = query_ptr + token * query_stride + head * DIM
     rope_here = rope_ptr + token * (2 * DIM)
@@ -457,6 +449,8 @@ def paged_attention_kernel(
         query_size = tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True)
         query = (query * _inverse(query_size)[:, None]).to(tl.float16)
         odd_query = (odd_query * _inverse(query_size)[:, None]).to(tl.float16)
+    tile_queries = (query, odd_query, query_size)
+    layer = (keys_ptr, values_ptr, scales_ptr, kv_head, kv_heads, scale, softcap)
     table = table_ptr + row * table_stride
     one_page: tl.constexpr = SHORT > 0 and PAGE_SIZE % BLOCK_N == 0
     unmasked: tl.constexpr = SHORT > 0 and not HAS_WINDOW
@@ -469,33 +463,13 @@ def paged_attention_kernel(
         from_masked = tl.maximum(first_end // BLOCK_N, from_block)
         for block in tl.range(from_block, from_masked, num_stages=STAGES):
             highest, total, sums, odd_sums, size = _attend(
-                query,
-                odd_query,
-                query_size,
+                *tile_queries,
                 _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
-                None,
-                None,
-                highest,
-                total,
-                sums,
-                odd_sums,
-                size,
-                keys_ptr,
-                values_ptr,
-                scales_ptr,
-                kv_head,
-                kv_heads,
-                scale,
-                softcap,
+                *(None, None),
+                *(highest, total, sums, odd_sums, size),
+                *layer,
                 False,
-                FLOAT8,
-                PAIRS,
-                ASM,
-                DIM,
-                VALUE_DIM,
-                HAS_SOFTCAP,
-                BLOCK_DIM,
-                BLOCK_VALUE_DIM,
+                *(FLOAT8, PAIRS, ASM, DIM, VALUE_DIM, HAS_SOFTCAP, BLOCK_DIM, BLOCK_VALUE_DIM),
             )
     for block in tl.range(from_masked, to_block, num_stages=1 if unmasked else STAGES):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -512,33 +486,13 @@ def paged_attention_kernel(
             within = (node >= 0)[None, :] & (key[None, :] <= place[:, None])
             seen = (seen & (node < 0)[None, :]) | (related & within)
         highest, total, sums, odd_sums, size = _attend(
-            query,
-            odd_query,
-            query_size,
+            *tile_queries,
             _slots_of_block(block, end, table, one_page, PAGE_SIZE, BLOCK_N),
-            key < end,
-            seen,
-            highest,
-            total,
-            sums,
-            odd_sums,
-            size,
-            keys_ptr,
-            values_ptr,
-            scales_ptr,
-            kv_head,
-            kv_heads,
-            scale,
-            softcap,
+            *(key < end, seen),
+            *(highest, total, sums, odd_sums, size),
+            *layer,
             True,
-            FLOAT8,
-            PAIRS,
-            ASM,
-            DIM,
-            VALUE_DIM,
-            HAS_SOFTCAP,
-            BLOCK_DIM,
-            BLOCK_VALUE_DIM,
+            *(FLOAT8, PAIRS, ASM, DIM, VALUE_DIM, HAS_SOFTCAP, BLOCK_DIM, BLOCK_VALUE_DIM),
         )
     if ROWS > 1:
         # The keys that rows do not share, row after row, each as long as the longest.
@@ -549,33 +503,13 @@ def paged_attention_kernel(
             length = tl.load(seq_lens_ptr + row + one, mask=one < rows, other=0)
             seen = (one[None, :] == owner[:, None]) & (key[None, :] <= place[:, None])
             highest, total, sums, odd_sums, size = _attend(
-                query,
-                odd_query,
-                query_size,
+                *tile_queries,
                 _slots_of(key, key < length, table + one * table_stride, PAGE_SIZE),
-                key < length,
-                seen,
-                highest,
-                total,
-                sums,
-                odd_sums,
-                size,
-                keys_ptr,
-                values_ptr,
-                scales_ptr,
-                kv_head,
-                kv_heads,
-                scale,
-                softcap,
+                *(key < length, seen),
+                *(highest, total, sums, odd_sums, size),
+                *layer,
                 True,
-                FLOAT8,
-                PAIRS,
-                ASM,
-                DIM,
-                VALUE_DIM,
-                HAS_SOFTCAP,
-                BLOCK_DIM,
-                BLOCK_VALUE_DIM,
+                *(FLOAT8, PAIRS, ASM, DIM, VALUE_DIM, HAS_SOFTCAP, BLOCK_DIM, BLOCK_VALUE_DIM),
             )
 
     at = (token * kv_heads * GROUP + head) * splits + split
