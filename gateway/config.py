@@ -2,44 +2,65 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from gateway.answers.formats import answer_format
-from gateway.processes import Worker, check_workers
+from gateway.processes import Worker, check_workers, default_workers
 from outrider.errors import ConfigError
+from outrider.flag_types import port, some_text
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
+from outrider.settings import seconds, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorConfig:
     """Settings of generation, wherever requests come from."""
 
-    served_model_name: str = "default"
-    """The name clients ask for."""
-    served_model_aliases: tuple[str, ...] = ()
-    """Further names that clients may ask for."""
-    max_in_flight: int = 256
-    """Completions at once; more are refused with CapacityError."""
-    request_timeout_s: float = 600.0
-    """Every request has its answer, or a DeadlineError, within this time."""
-    resume_timeout_s: float = 15.0
-    """Seconds that a request whose scorer died waits for another one."""
-    hold_timeout_s: float | None = None
-    """Seconds that a new request waits while no scorer serves, since they are scaled to zero; the
-    gateway then starts and stays healthy without any. None: `resume_timeout_s`, and it does not.
-    """
-    default_max_tokens: int | None = None
-    """For requests that set none; less where the context ends sooner. None: what it holds."""
+    served_model_name: str = setting(
+        "default",
+        "the names clients ask for; metrics and traces carry the first",
+        nargs="+",
+        metavar="NAME",
+        default=["default"],
+    )
+    served_model_aliases: tuple[str, ...] = setting(
+        (),
+        "another name of the served model; may be given several times; unset: none",
+        flag="served_model_alias",
+        action="append",
+        metavar="NAME",
+        default=[],
+    )
+    max_in_flight: int = setting(256, "completions at once; more get 429")
+    request_timeout_s: float = seconds(
+        600.0, "every request is answered within this time", "request_timeout"
+    )
+    resume_timeout_s: float = seconds(
+        15.0, "how long a request waits for a scorer to continue on", "resume_timeout"
+    )
+    hold_timeout_s: float | None = seconds(
+        None,
+        "how long a new request waits while no scorer serves, where scorers are scaled to zero: "
+        "health then needs none; unset: --resume-timeout, and it does",
+        "hold_timeout",
+    )
+    default_max_tokens: int | None = setting(
+        None, "for requests that set none; unset: what the context holds", type=int
+    )
     ends_at_context: bool = False
     """A request for more tokens than the context holds gets as many; otherwise it is refused."""
-    seed: int | None = None
-    """For requests that give none. None: a new one is drawn for each."""
-    tool_call_parser: str = "auto"
-    """The format of the model's tool calls; "auto": the one that its chat template shows."""
-    reasoning_parser: str = "auto"
-    """The format of its reasoning, likewise; "none": it has none."""
+    seed: int | None = setting(
+        None, "for requests that give none; unset: a new one for each", type=int
+    )
+    tool_call_parser: str = setting(
+        "auto", "format of tool calls; auto: as the chat template shows"
+    )
+    reasoning_parser: str = setting(
+        "auto", "format of reasoning; auto: likewise; none: there is none"
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -52,28 +73,50 @@ class GatewayConfig(GeneratorConfig):
 
     scorers: tuple[str, ...]
     """Addresses and names of scorers, all serving the same model, as `--scorer` lists them."""
-    model: str | None = None
-    """Source of the tokenizer: "embedded" (None), a folder or a Hugging Face id."""
-    host: str = "127.0.0.1"
-    http_port: int = 0
-    grpc_port: int = 0
-    metrics_port: int | None = None
-    """For metrics until the process ends, and there alone. None: `http_port` has them."""
-    vllm_metrics: bool = False
-    """True: `http_port` has the scorers' load under vLLM's names, for routers that read them."""
-    api_key_file: str | None = None
-    """One key per line. None: anyone may ask."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may call the HTTP API from a browser; "*": any. None by default."""
-    playground: bool = True
-    """True: `/` answers anyone with a page to try the model on."""
-    max_body_bytes: int = 8 * 2**20
-    start_timeout_s: float = 120.0
-    """Seconds that the start waits for the first scorer to serve."""
-    dns_refresh_s: float = DNS_REFRESH_S
-    """Seconds between two lookups of the names among `scorers`."""
-    workers: int = 1
-    """Processes that serve on the ports together."""
+    model: str | None = setting(None, "the scorers' --model, for its tokenizer; unset: embedded")
+    host: str = setting("127.0.0.1", "address to listen on", type=some_text)
+    http_port: int = setting(0, "0: any free port", type=port)
+    grpc_port: int = setting(0, "0: any free port", type=port)
+    metrics_port: int | None = setting(
+        None, "/metrics; 0: any free port; unset: on the HTTP port", type=port
+    )
+    vllm_metrics: bool = setting(
+        False,
+        "the scorers' load under vLLM's metric names, at /metrics of the HTTP port, too",
+        action="store_true",
+    )
+    api_key_file: str | None = setting(None, "one key per line; without it, anyone may ask")
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "a web page's origin that may call the HTTP API from a browser, such as "
+        "https://app.example.com, or * for any; may be given several times; unset: none",
+        flag="cors_origin",
+        action="append",
+        metavar="ORIGIN",
+        default=[],
+    )
+    playground: bool = setting(
+        True,
+        "answer / with 404 instead of a page to try the model on",
+        flag="no_playground",
+        action="store_false",
+        default=argparse.SUPPRESS,
+    )
+    max_body_bytes: int = setting(
+        8 * 2**20, "larger requests get 413, over gRPC RESOURCE_EXHAUSTED"
+    )
+    start_timeout_s: float = seconds(
+        120.0, "how long the start waits for a scorer", "start_timeout"
+    )
+    dns_refresh_s: float = seconds(
+        DNS_REFRESH_S, "how often the names in --scorer are looked up", "dns_refresh_seconds"
+    )
+    workers: int = setting(
+        1,
+        "processes that serve on the ports together, each with a core of its own; unset: one for "
+        "every four cores, at most four",
+        default=default_workers(),
+    )
     worker: Worker | None = None
     """Which of them this is. None: it is the only one, or their parent."""
     deployment: Deployment = field(default_factory=Deployment)

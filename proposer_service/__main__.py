@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from outrider.drafting.building.config import ModelConfig, check_files
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import OutriderError, refuse
-from outrider.flag_types import RaisingParser, port, some_text
+from outrider.flag_types import RaisingParser
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
-from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
+from outrider.rpc.targets import parse_entries
+from outrider.settings import add_flag, settings_of
 from outrider.signals import end_at_sigterm
 from outrider.temporary import temporary_folder
-from proposer_service.config import START_TIMEOUT_S, ProposerConfig
+from proposer_service.config import ProposerConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
@@ -31,44 +32,18 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         metavar="ADDRESS[,...]",
         help="scorers to dial: host:port, unix:/path, dns:host:port (all addresses of a name)",
     )
-    add(
-        "--dns-refresh-seconds",
-        type=float,
-        metavar="SECONDS",
-        default=DNS_REFRESH_S,
-        help="how often the names in --scorer are looked up",
-    )
-    add(
-        "--host", type=some_text, default="127.0.0.1", help="address of ProposerService and metrics"
-    )
-    add("--port", type=port, default=0, help="port of ProposerService; 0: a free one")
-    add("--metrics-port", type=port, help="port of /metrics; 0: a free one; unset: none")
-    add("--proposer-id", help="unique in the pool; unset: host name, method and port")
-    add("--pool", default="default", help="name of the pool, for metrics")
-    add("--max-sessions", type=int, default=256, help="sessions held at once")
+    settings = settings_of(ProposerConfig)
+    for each in settings:
+        add_flag(parser, each)
     add_method_flags(parser, device="cpu")
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=START_TIMEOUT_S,
-        help="how long loading and warming up may take",
-    )
     add_deployment_flags(parser)
     add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     args = parser.parse_args(argv)
     config = ProposerConfig(
         scorers=parse_entries(args.scorer),
         methods=take_methods(args),
-        proposer_id=args.proposer_id,
-        pool=args.pool,
-        host=args.host,
-        port=args.port,
-        metrics_port=args.metrics_port,
-        max_sessions=args.max_sessions,
-        dns_refresh_s=args.dns_refresh_seconds,
-        start_timeout_s=args.start_timeout,
         deployment=take_deployment(vars(args)),
+        **{each.name: getattr(args, each.name) for each in settings},
     )
     return config, args.exit_with_parent
 

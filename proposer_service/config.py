@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
 
+from outrider import flag_types
 from outrider.drafting.building.config import MethodConfig, check_methods, device_of
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
-
-START_TIMEOUT_S: Final = 600.0
+from outrider.settings import seconds, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +37,23 @@ class ProposerConfig:
     """The addresses and names of `--scorer`."""
     methods: tuple[MethodConfig, ...]
     """The first method that has a draft is used; a request may ask for another order."""
-    proposer_id: str | None = None
-    """None: made of host name, methods and port."""
-    pool: str = "default"
-    host: str = "127.0.0.1"
-    port: int = 0
-    metrics_port: int | None = None
-    """None: metrics are not served."""
-    max_sessions: int = 256
+    proposer_id: str | None = setting(None, "unique in the pool; unset: host name, method and port")
+    pool: str = setting("default", "name of the pool, for metrics")
+    host: str = setting(
+        "127.0.0.1", "address of ProposerService and metrics", type=flag_types.some_text
+    )
+    port: int = setting(0, "port of ProposerService; 0: a free one", type=flag_types.port)
+    metrics_port: int | None = setting(
+        None, "port of /metrics; 0: a free one; unset: none", type=flag_types.port
+    )
+    max_sessions: int = setting(256, "sessions held at once")
     link: LinkConfig = LinkConfig()
-    dns_refresh_s: float = DNS_REFRESH_S
-    """Interval of looking up the names among `scorers`."""
-    start_timeout_s: float = START_TIMEOUT_S
-    """Time for building the methods: download, load, compile, warm up."""
+    dns_refresh_s: float = seconds(
+        DNS_REFRESH_S, "how often the names in --scorer are looked up", "dns_refresh_seconds"
+    )
+    start_timeout_s: float = seconds(
+        600.0, "how long loading and warming up may take", "start_timeout"
+    )
     deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from outrider.aux_layers import LAYER_METHODS
 from outrider.drafting.copying.suffix_settings import SuffixSettings
@@ -14,18 +14,10 @@ from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.local_files import check_draft_model, check_module
 from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
 from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.settings import setting
 
 Say = Callable[[str], None]
 """Takes a line about the progress of building."""
-
-
-def setting(default: Any, about: str, *, unset: bool = False, **flag: Any) -> Any:
-    """Declare a setting with a flag of its name; `flag` are more arguments of `add_argument`.
-
-    With `unset` the flag has no default: the method's own holds.
-    """
-    flag |= {"help": about, "type": flag.get("type", str if default is None else type(default))}
-    return field(default=default, metadata={**flag, "default": None if unset else default})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

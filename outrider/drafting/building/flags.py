@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import Field, fields
-from typing import Any
+from dataclasses import fields
 
 from outrider.drafting.building.config import (
     CONFIGS,
@@ -16,10 +15,11 @@ from outrider.drafting.building.config import (
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.methods import METHODS, parse_methods
+from outrider.settings import add_flag, settings_of
 
 _BESIDE_OTHERS = 5  # draft tokens of a model beside methods that cost nothing
 _CUDA_KV_CACHE = 4096  # MiB of a device that the proposer may share with a scorer
-_SUFFIX = {each.metadata["flag"]: each for each in fields(SuffixSettings)}
+_SUFFIX = settings_of(SuffixSettings)
 
 
 def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
@@ -32,24 +32,10 @@ def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
         help=f"{', '.join(METHODS)}; inference_with_reference is another name for ngram; of "
         "several, the first that has a guess drafts",
     )
-    settings = {
-        each.name: each
-        for config in CONFIGS.values()
-        for each in fields(config)
-        if "help" in each.metadata
-    }
-    for name, each in (settings | _SUFFIX).items():
-        _add_flag(parser, name, each)
+    settings = {each.name: each for config in CONFIGS.values() for each in settings_of(config)}
+    for each in (*settings.values(), *_SUFFIX):
+        add_flag(parser, each)
     parser.set_defaults(device=device)
-
-
-def _add_flag(parser: argparse.ArgumentParser, name: str, each: Field[Any]) -> None:
-    options: dict[str, Any] = {"default": each.default, "type": type(each.default)}
-    options |= {key: value for key, value in each.metadata.items() if key != "flag"}
-    if options["type"] is bool:
-        del options["type"]
-        options["action"] = argparse.BooleanOptionalAction
-    parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def take_methods(args: argparse.Namespace) -> tuple[MethodConfig, ...]:
@@ -67,7 +53,7 @@ def _method(name: str, args: argparse.Namespace) -> MethodConfig:
     """Return one method; its settings are the flags of the same names that are set."""
     config, given = CONFIGS[name], {**vars(args), "name": name}
     if config is SuffixConfig:
-        settings = {each.name: given[flag] for flag, each in _SUFFIX.items()}
+        settings = {each.name: given[each.name] for each in _SUFFIX}
         given["settings"] = SuffixSettings(**settings)
     values = {
         each.name: given[each.name] for each in fields(config) if given.get(each.name) is not None

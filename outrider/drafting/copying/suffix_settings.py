@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.settings import setting
 
 
 def _setting(default: Any, flag: str, about: str) -> Any:
-    return field(default=default, metadata={"flag": flag, "help": f"suffix: {about}"})
+    return setting(default, f"suffix: {about}", flag=flag)
 
 
 @dataclass(frozen=True, slots=True)
