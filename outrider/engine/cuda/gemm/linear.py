@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class FewRowsLinear(PackedLinear):
 
     kind = ""
     """Name of the weight's use, which distinguishes it from others of its shape."""
+    _scale_rows = 0  # of a block of the weight with one scale; 0: each row has one
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
@@ -65,7 +67,8 @@ class FewRowsLinear(PackedLinear):
 
     def variant(self, tiling: HopperTiles, rows: int, *, gated: bool, add: bool) -> Variant:
         """Return the kernel that computes so many rows by a tiling."""
-        return tiling.variant(rows, self.out_features, self.in_features, gated=gated, add=add)
+        shape = (self.out_features, self.in_features)
+        return tiling.variant(rows, *shape, gated=gated, add=add, scale_rows=self._scale_rows)
 
     def quantize(self) -> None:
         """Allow tilings that read int8 from now on."""
@@ -100,7 +103,9 @@ class FewRowsLinear(PackedLinear):
         tiling = self.choice(len(x))
         if tiling is None:
             return super().add(x, residual)
-        tiling(Product(x.contiguous(), *self._read_by(tiling), residual, add=True))
+        if self._bias is not None:
+            residual += self._bias
+        tiling(self._product(tiling, x, residual, add=True))
         return residual
 
     def fused(
@@ -115,10 +120,18 @@ class FewRowsLinear(PackedLinear):
     ) -> Tensor:
         """Compute `out` [rows, outputs] of x [rows, in], normed and gated as asked.
 
-        The tiling must be one that `norms` if a norm is given.
+        The tiling must be one that `norms` if a norm is given. A gated layer has no bias.
         """
-        tiling(Product(x.contiguous(), *self._read_by(tiling), out, norm, eps, gated))
+        assert not (gated and self._bias is not None)
+        tiling(self._product(tiling, x, out, norm=norm, eps=eps, gated=gated))
+        if self._bias is not None:
+            out += self._bias
         return out
+
+    def _product(self, tiling: Tiling, x: Tensor, out: Tensor, **how: Any) -> Product:
+        """Return the product by a tiling; `how` are further fields."""
+        read = self._read_by(tiling)
+        return Product(x.contiguous(), *read, out, scale_rows=self._scale_rows, **how)
 
     def _read_by(self, tiling: Tiling) -> tuple[Tensor, Tensor]:
         """Return the weight and the scales."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 
 from outrider.engine.cuda.gemm.candidates import small_candidates
-from outrider.engine.cuda.gemm.hopper import INNER, Reads, Variant
+from outrider.engine.cuda.gemm.hopper import INNER, Reads
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
-from outrider.engine.cuda.gemm.tilings import OUTPUTS, HopperTiles, Product, Small, Tiling
+from outrider.engine.cuda.gemm.tilings import OUTPUTS, Small, Tiling
 from outrider.engine.cuda.kernels.gemm import dequantise_kernel
 from outrider.engine.layers.quantized import QuantizedWeight
 
@@ -33,7 +30,8 @@ class QuantizedLinear(FewRowsLinear):
         self.choices = {}
         self.quantized = weight
         self.reads = _READS[weight.numbers.dtype]
-        self.bias = None if bias is None else bias.detach().to(torch.bfloat16)
+        self._packed = False
+        self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
         rows, columns = weight.block
         self._scale_rows = 0 if weight.by_row else rows
         self._tiled = self.out_features % OUTPUTS == 0 and self.in_features % 8 == 0
@@ -43,7 +41,7 @@ class QuantizedLinear(FewRowsLinear):
         self.kind = f"{self.reads} " if weight.by_row else f"{self.reads} by {rows}x{columns} "
 
     @property
-    def weight(self) -> Tensor:
+    def _weight(self) -> Tensor:  # type: ignore[override]
         """The weight [out, in] dequantised to bfloat16, made at each call."""
         numbers, scales = self.quantized.numbers, self.quantized.scales
         out = torch.empty(numbers.shape, dtype=torch.bfloat16, device=numbers.device)
@@ -66,11 +64,6 @@ class QuantizedLinear(FewRowsLinear):
         """Bytes of the weight that one product reads."""
         return self.quantized.nbytes
 
-    def variant(self, tiling: HopperTiles, rows: int, *, gated: bool, add: bool) -> Variant:
-        """Return the kernel that computes so many rows by a tiling."""
-        shape = (self.out_features, self.in_features)
-        return tiling.variant(rows, *shape, gated=gated, add=add, scale_rows=self._scale_rows)
-
     def quantize(self) -> None:
         """Do nothing: the weight has 8 bits."""
 
@@ -83,25 +76,6 @@ class QuantizedLinear(FewRowsLinear):
             rows, self.reads, by_row=weight.by_row, rounds_inputs=weight.rounds_inputs
         )
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map x [..., in] to [..., out], in `out` if it is given."""
-        tiling = self.choice(len(x)) if x.dim() == 2 else None
-        if tiling is not None:
-            out = x.new_empty(len(x), self.out_features) if out is None else out
-            return self.fused(tiling, x, out)
-        y = F.linear(x, self.weight, self.bias)
-        return y if out is None else out.copy_(y)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add `self(x)` to `residual` and return it."""
-        if self.bias is not None:
-            residual += self.bias
-        tiling = self.choice(len(x))
-        if tiling is None:
-            return residual.addmm_(x, self.weight.t())
-        tiling(self._product(x, residual, add=True))
-        return residual
-
     def add_gated(self, gate_up: Tensor, residual: Tensor) -> Tensor:
         """Add `self(silu(gate) * up)` to `residual` [rows, out] and return it.
 
@@ -109,41 +83,10 @@ class QuantizedLinear(FewRowsLinear):
         """
         tiling = self.choice(len(gate_up))
         assert isinstance(tiling, Small)
-        if self.bias is not None:
-            residual += self.bias
-        tiling(replace(self._product(gate_up, residual, add=True), silu=True))
+        if self._bias is not None:
+            residual += self._bias
+        tiling(self._product(tiling, gate_up, residual, add=True, silu=True))
         return residual
 
-    def fused(
-        self,
-        tiling: Tiling,
-        x: Tensor,
-        out: Tensor,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        *,
-        gated: bool = False,
-    ) -> Tensor:
-        """Compute `out` [rows, outputs] of x [rows, in], normed and gated as asked.
-
-        A gated layer has no bias.
-        """
-        assert not (gated and self.bias is not None)
-        tiling(self._product(x, out, norm, eps, gated=gated))
-        if self.bias is not None:
-            out += self.bias
-        return out
-
-    def _product(
-        self,
-        x: Tensor,
-        out: Tensor,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        *,
-        gated: bool = False,
-        add: bool = False,
-    ) -> Product:
-        weight = self.quantized
-        given = (x.contiguous(), weight.numbers, weight.scales, out, norm, eps, gated, add)
-        return Product(*given, self._scale_rows)
+    def _read_by(self, tiling: Tiling) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return self.quantized.numbers, self.quantized.scales
