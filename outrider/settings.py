@@ -7,14 +7,17 @@ from dataclasses import Field, field, fields
 from typing import Any
 
 
-def setting(default: Any, about: str, /, *, unset: bool = False, **flag: Any) -> Any:
+def setting(
+    default: Any, about: str, /, *, unset: bool = False, resolved: bool = False, **flag: Any
+) -> Any:
     """Declare a field with a flag of its name; `flag` are more arguments of `add_argument`.
 
     The flag is called `flag`, if given, as the field otherwise. With `unset` it has no default: the
-    field's own holds.
+    field's own holds. With `resolved` the field has none, since the flag's is resolved first.
     """
     flag |= {"help": about, "type": flag.get("type", str if default is None else type(default))}
-    return field(default=default, metadata={"default": None if unset else default, **flag})
+    options = {"default": None if unset else default, **flag}
+    return field(metadata=options) if resolved else field(default=default, metadata=options)
 
 
 def seconds(default: float | None, about: str, flag: str) -> Any:
