@@ -24,19 +24,24 @@ _SILENT_TICKS: Final = 6
 """A scorer that is silent for so many ticks hangs or is gone, since its heartbeat takes 2 ticks.
 Ticks are counted on this event loop, so a delay of the gateway itself is not the scorer's."""
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
+_ROWS_A_TURN: Final = 64
+"""Requests that get their tokens in one turn of the event loop, in which their clients do, too."""
+_TOKENS_A_TURN: Final = 256
+"""Tokens of a request that become text in one turn of the event loop."""
 _log = logging.getLogger(__name__)
 
 
 class Mailbox:
     """The tokens of one request that have come and were not taken."""
 
-    __slots__ = ("_error", "_kinds", "_loop", "_response", "_token_ids", "_waiter")
+    __slots__ = ("_error", "_kinds", "_loop", "_more", "_response", "_token_ids", "_waiter")
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._kinds = b""
         self._response: scorer_pb2.ScorerServiceGenerateResponse | None = None
         self._error: OutriderError | None = None
+        self._more = False  # tokens were left for a later turn
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -64,18 +69,31 @@ class Mailbox:
         self._notify()
 
     async def take(self) -> Round:
-        """Return all since the last call, once there is any. Raises the error of `fail`."""
+        """Return what came since the last call, once there is any. Raises the error of `fail`.
+
+        Of more than `_TOKENS_A_TURN` tokens it returns the first, with their logprobs. The other
+        tokens follow in later turns of the event loop, the last of them with the other details.
+        """
+        if self._more:
+            await asyncio.sleep(0)
         while not self._token_ids and self._response is None:
             if self._error is not None:
                 raise self._error
             self._waiter = self._loop.create_future()
             await self._waiter
-        token_ids, self._token_ids = self._token_ids, []
-        kinds, self._kinds = kinds_from_bytes(self._kinds), b""
-        if self._response is None:
-            return Round(tuple(token_ids), kinds, None)
-        response, self._response = self._response, None
-        return round_from_proto(token_ids, kinds, response)
+        token_ids, kinds, response = self._token_ids, self._kinds, self._response
+        self._more = len(token_ids) > _TOKENS_A_TURN
+        self._token_ids, token_ids = token_ids[_TOKENS_A_TURN:], token_ids[:_TOKENS_A_TURN]
+        self._kinds, kinds = kinds[_TOKENS_A_TURN:], kinds[:_TOKENS_A_TURN]
+        if response is not None and self._more:
+            scores, response = response.logprobs, scorer_pb2.ScorerServiceGenerateResponse()
+            response.logprobs.extend(scores[:_TOKENS_A_TURN])
+            del scores[:_TOKENS_A_TURN]
+        else:
+            self._response = None
+        if response is None:
+            return Round(tuple(token_ids), kinds_from_bytes(kinds), None)
+        return round_from_proto(token_ids, kinds_from_bytes(kinds), response)
 
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -186,7 +204,10 @@ class StepsStream:
             rows = len(message.ids) == len(message.counts)
             if not (rows and sum(message.counts) == len(token_ids) == len(kinds)):
                 raise UnavailableError("the scorer sent rows that do not add up")
-            for call_id, count in zip(message.ids, message.counts, strict=True):
+            columns = zip(message.ids, message.counts, strict=True)
+            for row, (call_id, count) in enumerate(columns, 1):
+                if row % _ROWS_A_TURN == 0:
+                    await asyncio.sleep(0)
                 begin, at = at, at + count
                 answer = answers.get(call_id)
                 if answer is None:

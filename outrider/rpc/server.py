@@ -18,6 +18,7 @@ from outrider.rpc.reflection import Reflection
 from outrider.rpc.tls import server_credentials
 
 _MAX_INT: Final = 2**31 - 1  # of gRPC's options
+_MAX_PENDING: Final = 8192  # calls that have arrived, and that the event loop has not taken yet
 _TELL_S: Final = 1.0
 """For clients that watch `health_address`: the time to read that their watch ended."""
 
@@ -129,6 +130,9 @@ def _new_server(limits: ClientLimits | None = None, *, share_port: bool = False)
     options = dict((*LIMITS, *take_pings(), *for_clients))
     # Unless it is meant, refuse a second server on the port, which would share its connections.
     options["grpc.so_reuseport"] = int(share_port)
+    # Else gRPC cancels some of more than 1,000 that arrive together, and nothing says why.
+    options["grpc.server.max_pending_requests"] = _MAX_PENDING
+    options["grpc.server.max_pending_requests_hard_limit"] = _MAX_PENDING
     return grpc.aio.server(interceptors=(DecodingInterceptor(),), options=tuple(options.items()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -162,6 +163,23 @@ async def test_open_reflection_stream_is_ended_and_holds_up_no_stop() -> None:
             await server.stop(10 * DEADLINE_S)
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_calls_that_come_while_the_event_loop_is_busy_all_wait_for_it() -> None:
+    server = GrpcServer("127.0.0.1:0", lambda _: None, ["a.Service"])
+    port = await server.start()
+    await server.set_serving(True)
+    try:
+        # Its calls need no event loop to be sent.
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as client:
+            check = health_pb2_grpc.HealthStub(client).Check
+            request = health_pb2.HealthCheckRequest()
+            calls = [check.future(request, timeout=4 * DEADLINE_S) for _ in range(4000)]
+            time.sleep(1.0)  # noqa: ASYNC251
+            answers = await asyncio.to_thread(lambda: [call.result() for call in calls])
+    finally:
+        await server.stop(0)
+    assert {each.status for each in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
 async def test_watch_of_health_address_lasts_while_the_server_drains() -> None:

@@ -66,7 +66,7 @@ def test_choose_nodes_of_256_rows_takes_no_python_per_node() -> None:
         began = time.thread_time()
         choose_nodes(survivals, seconds, 256)
         times.append(time.thread_time() - began)
-    assert min(times) < 0.4e-3, "0.1 ms on an idle core"
+    assert min(times) < 0.1e-3
 
 
 # A draft of one or two tokens of 0 and 1 under rejection sampling. The draft model's second token
