@@ -42,6 +42,11 @@ class DraftOffer:
     features: FeatureOrder | None = None
     """Hidden states that the proposer is to be sent, from the first position on."""
 
+    @property
+    def reported_to(self) -> bool:
+        """Return whether the proposer hears of every round by the step's events."""
+        return self.proposer_id is not None and not self.colocated
+
 
 NO_DRAFTS: Final = DraftOffer(None, 0)
 

@@ -30,6 +30,7 @@ class Counters:
     iter_count: int = 0
     rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Rounds that emitted something, by (drafted, accepted) tokens, after trimming."""
+    undrafted: int = 0  # further rounds of (0, 0)
     fates: Counter[str] = field(default_factory=Counter)  # rounds by `DRAFT_FATES`
     waits: int = 0
     wait_s: float = 0.0

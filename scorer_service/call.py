@@ -58,7 +58,7 @@ class Call:
         self._serving: Serving | None = None
         self._session: Session | None = None
         self._rounds: RoundSpans | None = None
-        self._first_token_s: float | None = None
+        self.first_token_s: float | None = None
         self._open_span = telemetry.server_span(
             f"{SERVICE_NAME}/Generate", metadata, {"outrider.request_id": message.request_id}
         )
@@ -117,8 +117,8 @@ class Call:
 
     def note_tokens(self, commits: Sequence[Commit]) -> None:
         """Note the time of the first tokens."""
-        if self._first_token_s is None and any(commit.token_ids for commit in commits):
-            self._first_token_s = time.perf_counter() - self._started
+        if self.first_token_s is None and any(commit.token_ids for commit in commits):
+            self.first_token_s = time.perf_counter() - self._started
 
     def _account(
         self, response: scorer_pb2.ScorerServiceGenerateResponse, stats: RequestStats
@@ -131,7 +131,7 @@ class Call:
             codec.aux_info(stats, cost_time_ms=elapsed_s * 1e3, scorer_id=served.scorer_id)
         )
         if response.finish_reason:
-            times = RequestTimes(elapsed_s, self._first_token_s, stats.output_tokens)
+            times = RequestTimes(elapsed_s, self.first_token_s, stats.output_tokens)
             self._telemetry.latency.record("generate", served.served_model_name, times, self._span)
 
     def end(self, error: BaseException | None = None) -> None:

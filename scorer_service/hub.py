@@ -117,8 +117,9 @@ class Hub:
             self.registry.set_on_demand(on_demand=events.on_demand)
         if events.features is not None:
             self._send_features(events.features)
+        sessions = self._sessions
         for commit in events.commits:  # to proposers before clients, since the next step waits
-            session = self._sessions.get(commit.session_id)
+            session = sessions.get(commit.session_id)
             if session is not None:
                 self._advance(session, commit, step_us)
                 if session.rounds is not None:
@@ -164,9 +165,11 @@ class Hub:
         proposer = session.proposer
         if proposer is not None and session.drafted and session.num_draft_tokens:
             proposer.round_done(session, commit.kinds.count(TokenKind.ACCEPTED))
-        session.committed += commit.token_ids
-        session.num_draft_tokens = commit.num_draft_tokens
-        session.stats = commit.stats or session.stats
+        if session.num_speculative_tokens:
+            session.committed += commit.token_ids
+            session.num_draft_tokens = commit.num_draft_tokens
+        if commit.stats is not None:
+            session.stats = commit.stats
         if commit.finish_reason is not None:
             self._forget(session)
             self._metrics.count_request(commit.stats, commit.finish_reason)

@@ -23,14 +23,16 @@ class Mailbox:
         self.error: Exception | None = None
         """The stream ends with it, after the commits."""
         self.on_ready: Callable[[], None] | None = None
-        """Called once there is enough to take, for a stream that does not wait in `take`."""
+        """Called once there is enough to take, for a stream that never waits in `take`."""
 
     def put(self, commit: Commit) -> None:
         """Take a commit, and let the stream take all once they are enough."""
         self._commits.append(commit)
-        self._num_tokens += len(commit.token_ids)
-        if self._num_tokens >= self._wanted or commit.finish_reason is not None:
-            self._tell()
+        if self._wanted:
+            self._num_tokens += len(commit.token_ids)
+            if self._num_tokens < self._wanted and commit.finish_reason is None:
+                return
+        self._tell()
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, after the commits that came before."""
@@ -61,6 +63,7 @@ class Mailbox:
         return bool(self._commits)
 
     def _tell(self) -> None:
-        self._ready.set()
         if self.on_ready is not None:
             self.on_ready()
+        else:
+            self._ready.set()

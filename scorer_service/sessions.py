@@ -60,8 +60,8 @@ class Session:
     traceparent: str
     max_len: int  # committed tokens it can reach
     num_speculative_tokens: int  # K of this request; 0: not drafted for
-    committed: list[int]
-    num_draft_tokens: int  # the policy's latest advice
+    committed: list[int]  # only the prompt where it is not drafted for
+    num_draft_tokens: int  # the policy's latest advice, where it is drafted for
     mailbox: Mailbox = field(init=False)
     epoch: int = 0  # of the latest Open
     proposer: SessionProposer | None = None

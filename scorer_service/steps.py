@@ -35,12 +35,17 @@ _MAX_COMMITS: Final = 256  # of a request in a message
 class _Row:
     """A request of the stream."""
 
-    __slots__ = ("call", "ended", "error", "id", "mailbox", "queued", "task", "timer", "wake")
+    __slots__ = (
+        *("call", "ended", "error", "id", "mailbox", "queue", "queued", "task", "timer", "wake"),
+    )
 
-    def __init__(self, row_id: int, call: Call | None, wake: Callable[[_Row], None]) -> None:
+    def __init__(
+        self, row_id: int, call: Call | None, queue: deque[_Row], wake: Callable[[], object]
+    ) -> None:
         self.id = row_id
         self.call = call  # None: refused
-        self.wake = wake
+        self.queue = queue  # of rows with something to write,
+        self.wake = wake  # and who writes it
         self.mailbox: Mailbox | None = None  # None: not with the engine, or nothing is wanted of it
         self.error: OutriderError | None = None
         self.queued = False
@@ -52,7 +57,9 @@ class _Row:
         """Note that there is something to write."""
         if not self.queued:
             self.queued = True
-            self.wake(self)
+            if not self.queue:
+                self.wake()
+            self.queue.append(self)
 
     def end(self, error: BaseException | None = None) -> None:
         """Abort what still runs. What the mailbox holds may still be taken."""
@@ -83,7 +90,7 @@ class StepsStream:
         self._serving = ready
         self._rows: dict[int, _Row] = {}  # whose end was not written
         self._last_id = -1
-        self._queue: deque[_Row] = deque()  # with something to write
+        self._queue: deque[_Row] = deque()
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
         self._finishing = False
@@ -127,13 +134,13 @@ class StepsStream:
         elif len(self._rows) >= _MAX_REQUESTS:
             refusal = CapacityError("Too many requests on one stream.")
         if refusal is not None:
-            row = self._rows.get(begin.id) or _Row(begin.id, None, self._enqueue)
+            row = self._rows.get(begin.id) or self._row(begin.id, None)
             row.fail(refusal)
             return
         self._last_id = begin.id
         metadata = tuple(begin.metadata.items())
         call = Call(self._telemetry, begin.request, metadata)
-        row = self._rows[begin.id] = _Row(begin.id, call, self._enqueue)
+        row = self._rows[begin.id] = self._row(begin.id, call)
         loop = asyncio.get_running_loop()
         if begin.HasField("timeout_ms"):
             error = DeadlineError("the request's deadline passed")
@@ -149,11 +156,10 @@ class StepsStream:
         row.mailbox = session.mailbox
         row.mailbox.on_ready = row.ready
 
-    def _enqueue(self, row: _Row) -> None:
-        if not self._queue:
-            # Later than those whom the same step has woken: proposers come first.
-            asyncio.get_running_loop().call_soon(self._wake.set)
-        self._queue.append(row)
+    def _row(self, row_id: int, call: Call | None) -> _Row:
+        loop = asyncio.get_running_loop()
+        # Later than those whom the same step has woken: proposers come first.
+        return _Row(row_id, call, self._queue, lambda: loop.call_soon(self._wake.set))
 
     async def _write(self, write: Write) -> None:
         while self._rows or not self._finishing:
@@ -176,12 +182,13 @@ class StepsStream:
         for _ in range(len(self._queue)):
             row = self._queue.popleft()
             row.queued = False
-            before = len(token_ids)
+            count = 0
             commits = () if row.mailbox is None else row.mailbox.take_some(_MAX_COMMITS)
             for commit in commits:
                 token_ids += commit.token_ids
+                count += len(commit.token_ids)
                 kinds.append(codec.kinds_to_bytes(commit.kinds))
-            if count := len(token_ids) - before:
+            if count:
                 ids.append(row.id)
                 counts.append(count)
                 room -= count * _TOKEN_BYTES
@@ -212,13 +219,13 @@ class StepsStream:
             told = last.stats or last.finish_reason or last.logprobs or commits[0].prompt_logprobs
             if told or (row.call.tells_drafts and any(commit.draft for commit in commits)):
                 response = row.call.details(commits)
-            else:
+            elif row.call.first_token_s is None:
                 row.call.note_tokens(commits)
             if last.finish_reason is not None:
                 self._forget(row)
                 return scorer_pb2.StepsDetails(id=row.id, response=response)
         if mailbox is not None:
-            if mailbox.holds_commits:
+            if len(commits) == _MAX_COMMITS and mailbox.holds_commits:
                 row.ready()
                 error = None
             elif mailbox.error is not None and error is None:

@@ -6,6 +6,7 @@ No step's tokens follow from any of this, so it is done while the device works o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds
 from outrider.policy.base import StepDone
-from outrider.rounds import Counters, Round, token_kinds
+from outrider.rounds import Round, token_kinds
 from outrider.rows.tracker import DraftTracker
 from outrider.types import (
     Commit,
@@ -25,6 +26,8 @@ from outrider.types import (
     TokenLogprobs,
     VerifiedDraft,
 )
+
+_PLAIN = (TokenKind.PLAIN,)
 
 
 class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -46,7 +49,8 @@ class Committed:
     """Result of a step over all rows."""
 
     step: Step
-    emitted: tuple[Emitted, ...]
+    plain: Rows[Sequence]  # rows that got a token without a draft, and no more than that
+    emitted: tuple[Emitted, ...]  # of the other rows
     failures: tuple[Failure, ...]  # of requests whose constraint leads nowhere
     num_running: int  # rows that were admitted
     temperature: float  # their mean
@@ -59,15 +63,17 @@ class Committed:
 
         `drafting` says that the next round may have drafts.
         """
+        new = [(r.seq, r.base_len, r.output, r.finish_reason is not None) for r in self.emitted]
+        new += [(s, len(s.token_ids) - 1, (s.token_ids[-1],), False) for s in self.plain]
         return [
             NewTokens(
-                row.seq.session_id,
-                row.base_len,
-                row.output,
-                row.seq.drafting.num_draft_tokens if drafting else 0,
-                row.finish_reason is not None,
+                seq.session_id,
+                base_len,
+                tokens,
+                seq.drafting.num_draft_tokens if drafting else 0,
+                finished,
             )
-            for row in self.emitted
+            for seq, base_len, tokens, finished in new
         ]
 
 
@@ -75,14 +81,20 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     """Count a step's rounds, and let the policy learn from them."""
     rows, emitted, seconds = committed.step.rows, committed.emitted, committed.seconds
     _count_rounds(tracker, emitted, seconds)
-    commits = tuple([_finalize_row(tracker, row) for row in emitted if not _waits(row)])
-    prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
+    tracker.account.undrafted_rounds([seq.counters for seq in committed.plain], seconds)
+    commits = [_finalize_row(tracker, row) for row in emitted if not _waits(row)]
+    commits += [commit for seq in committed.plain if (commit := _plain_commit(seq)) is not None]
+    if emitted and committed.plain:
+        places = {row.seq.session_id: place for place, row in enumerate(rows)}
+        commits.sort(key=lambda commit: places[commit.session_id])
+    others = () if len(committed.plain) == len(rows) else rows
+    prompts = [len(r.slice.token_ids) for r in others if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
-        tokens=sum([len(row.output) for row in emitted]),
+        tokens=len(committed.plain) + sum([len(row.output) for row in emitted]),
         at=committed.now,
-        drafted=sum([bool(row.draft) for row in rows]),
+        drafted=sum([bool(row.draft) for row in others]),
         # Rows' first steps, however short, may follow on any time without work.
         comparable=len(prompts) < len(rows),
         prompt_s=tracker.policy.measured.steps.prompts_s(
@@ -92,21 +104,27 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
         temperature=committed.temperature,
     )
     tracker.step_done([row.seq.drafting for row in rows], step, decoded=committed.decoding)
-    return commits
+    return tuple(commits)
+
+
+def _plain_commit(seq: Sequence) -> Commit | None:
+    """Return what `_finalize_row` does of a row that got a token and no more; None if it waits."""
+    base_len, token_ids = seq.num_reported, seq.token_ids
+    number = len(token_ids) - base_len
+    if number < seq.report_interval and not seq.drafting.proposer.reported_to:
+        return None
+    seq.num_reported = base_len + number
+    tokens = (token_ids[-1],) if number == 1 else tuple(token_ids[base_len:])
+    return Commit(seq.session_id, base_len, tokens, _PLAIN * number, seq.drafting.num_draft_tokens)
 
 
 def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: float) -> None:
-    """Count the rounds of a step, those of one token without a draft together."""
-    undrafted: list[Counters] = []
+    """Count the rounds of a step."""
     for row in emitted:
         seq, round_, num_output = row.seq, row.round, len(row.output)
         first = row.base_len == seq.num_prompt_tokens
-        if num_output and not (round_.drafted or first):  # as most where nobody drafts
-            undrafted.append(seq.counters)
-            continue
         by, verified_s = (row.proposer_id, row.method), None if first else step_s
         tracker.account.round(seq.counters, round_, num_output, by, verified_s, row.base_len)
-    tracker.account.undrafted_rounds(undrafted, step_s)
 
 
 def _waits(row: Emitted) -> bool:
@@ -115,8 +133,7 @@ def _waits(row: Emitted) -> bool:
     Never those of a row whose proposer must hear of each round by these reports.
     """
     seq, length = row.seq, row.base_len + len(row.output)
-    reported_to = row.proposer_id and not seq.drafting.offered.proposer.colocated
-    if row.finish_reason or reported_to or row.round.drafted:
+    if row.finish_reason or seq.drafting.proposer.reported_to or row.round.drafted:
         return False
     return length - seq.num_reported < seq.report_interval and row.base_len > seq.num_prompt_tokens
 
@@ -126,7 +143,7 @@ def _finalize_row(tracker: DraftTracker, row: Emitted) -> Commit:
     first = row.base_len == seq.num_prompt_tokens
     base_len, kinds = row.base_len, token_kinds(round_.tried, round_.accepted, len(output))
     if (waited := base_len - seq.num_reported) > 0:
-        base_len, kinds = seq.num_reported, (TokenKind.PLAIN,) * waited + kinds
+        base_len, kinds = seq.num_reported, _PLAIN * waited + kinds
         output = (*seq.token_ids[base_len : row.base_len], *output)
     seq.num_reported = base_len + len(output)
     if row.finish_reason:

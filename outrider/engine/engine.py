@@ -154,8 +154,7 @@ class Engine:
         flight = self._in_flight
         if flight is None or self._behind is not None:
             return False
-        drafts = any(row.draft for row in flight.step.rows)
-        return not drafts and flight.pending.verified is not None
+        return not flight.step.has_drafts and flight.pending.verified is not None
 
     def _launch(self, step: Step, began: float, *, behind: bool = False) -> InFlight:
         scheduled = self._clock.now()

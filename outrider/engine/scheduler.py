@@ -8,6 +8,7 @@ known + draft. Chunked prefill, decode and verification are the same case, in on
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 from torch import Tensor
@@ -112,11 +113,14 @@ class Scheduler:
         None unless all but the tokens themselves is known: nobody drafts, and no row's choice
         depends on the token before. A row that turns out to have ended runs in vain.
         """
+        if step.has_drafts:
+            return None
+        for seq in self.running:
+            if seq.draft is not None or seq.drafting.num_draft_tokens:
+                return None
         rows = [row for row in step.rows if row.seq.admitted]
         drawing = [row.seq for row in rows if row.slice.num_logits]
-        if any(seq.draft is not None or seq.drafting.num_draft_tokens for seq in self.running):
-            return None
-        if any(row.draft for row in rows) or any(seq.edits_logits for seq in drawing):
+        if any(seq.edits_logits for seq in drawing):
             return None
         for seq in drawing:
             seq.token_ids.append(_TO_BE_DRAWN)
@@ -136,9 +140,11 @@ class Scheduler:
                 seq.token_ids.pop()
         if following is None:
             return None
-        with_logits = (row.seq for row in step.rows if row.slice.num_logits)
-        drawn_at = {seq: place for place, seq in enumerate(with_logits)}
-        sources = tuple([drawn_at.get(row.seq, -1) for row in following.rows])
+        with_logits = [row.seq for row in step.rows if row.slice.num_logits]
+        sources: Rows[int] = range(len(with_logits))
+        if with_logits != (sequences := [row.seq for row in following.rows]):
+            drawn_at = dict(zip(with_logits, sources, strict=True))
+            sources = [drawn_at.get(seq, -1) for seq in sequences]
         if max(sources) < 0:
             return following
         return replace(following, drawn=DrawnTokens(verified, sources))
@@ -164,9 +170,10 @@ class Scheduler:
                 len(step.rows), step.num_tokens, seconds
             )
         num_running, page_size = max(1, len(self.running)), self.config.page_size
-        temperatures = [seq.request.sampling.temperature for seq in self.running]
+        temperatures = [seq.temperature for seq in self.running]
         num_requests = min(len(self.by_session), self.config.max_num_seqs)
         drafting = self.tracker.policy.mode_at(num_requests.bit_length()).drafts
+        plain: list[Sequence] = []
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         all_logprobs = result.logprobs or ((),) * len(step.rows)
@@ -176,6 +183,13 @@ class Scheduler:
         for row, choices, accepted, logprobs in results:
             seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
             if not seq.admitted:  # it ended while the step was in flight
+                continue
+            if seq.plain and choices and not row.draft and seq.goes_on(choices[0], drafting):
+                seq.token_ids.append(choices[0])
+                seq.num_computed = base_len
+                if base_len // page_size > seq.num_published:
+                    self._publish(seq)
+                plain.append(seq)
                 continue
             # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
             # this row's own, and are written again by the tokens that follow. What was accepted of
@@ -210,8 +224,10 @@ class Scheduler:
             elif seq.constraint is not None and seq.constraint.error is not None:
                 self.remove(seq.session_id)
                 failures.append(Failure(seq.session_id, seq.constraint.error))
+        self.tracker.undrafted_done(plain, now)
         return Committed(
             step=step,
+            plain=plain,
             emitted=tuple(emitted),
             failures=tuple(failures),
             num_running=num_running,
@@ -286,7 +302,7 @@ class Scheduler:
                 row = self._place(seq, budget - reserve, most, rows)
             if row is not None:
                 rows[seq.session_id] = row
-                budget -= len(row.slice.token_ids)
+                budget -= 1 + len(row.draft)
         prompt_logits = self.config.max_prompt_logits
         for seq in prefilling:
             left = min(budget, prompt_logits) if seq.wants_prompt_logits else budget
@@ -303,6 +319,8 @@ class Scheduler:
         Drafts with confidences are cut to what these make worth verifying, over all rows at once.
         """
         drafted = [seq for seq in decoding if seq.draft is not None]
+        if not drafted:
+            return {}
         counts = {seq.session_id: seq.drafting.num_draft_tokens for seq in drafted}
         sized = [
             (seq, confidences)

@@ -18,6 +18,12 @@ class Sequence(DraftedRow):
     that has caught up lacks exactly one: its last token, whose forward yields the next.
     """
 
+    __slots__ = (
+        *("adjuster", "admitted", "block_table", "constraint", "editors", "edits_logits"),
+        *("num_computed", "num_published", "num_reported", "page_hashes", "plain"),
+        *("prompt_logprobs", "queued_at", "report_interval", "submitted_at", "temperature"),
+    )
+
     def __init__(
         self,
         request: Request,
@@ -35,13 +41,16 @@ class Sequence(DraftedRow):
         self.editors = (*masks, *make_editors(request, stop_ids))
         self.adjuster = make_adjuster(request)
         self.edits_logits = bool(self.editors) or self.adjuster is not None
+        shown = request.draft_trees or request.top_logprobs is not None
+        self.plain = not (shown or self.edits_logits or constraint or request.running_stats)
+        """A token without a draft needs no more than its place in the text."""
+        self.temperature = request.sampling.temperature
         self.num_computed = 0
         self.block_table: list[int] = []
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
         self.prompt_logprobs: list[list[float]] = []  # of computed tokens, until they are reported
         self.num_reported = len(self.token_ids)  # tokens that a `Commit` has told of
-        shown = request.draft_trees or request.top_logprobs is not None
         self.report_interval = 0 if shown else request.stream_interval
         """A `Commit` has as many plain tokens at least, but for the first and the last."""
         self.submitted_at = submitted_at
@@ -70,6 +79,19 @@ class Sequence(DraftedRow):
         """Tell whether sampling takes more than is captured: edits, another rule or logprobs."""
         captured = self.request.verification_rule.captured
         return self.edits_logits or not captured or self.request.top_logprobs is not None
+
+    def goes_on(self, token: int, drafting: bool) -> bool:
+        """Tell whether a `plain` text only grows by `token`, with no draft at hand before it.
+
+        `drafting` says that drafts are of use at present.
+        """
+        length = len(self.token_ids)
+        return (
+            self.draft is None
+            and self.num_prompt_tokens < length < self.max_len - 1
+            and token not in self.stop_ids
+            and (drafting or not self.drafting.num_draft_tokens)
+        )
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Append tokens and `walk` the draft by them."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts
@@ -68,15 +69,17 @@ class DrawnTokens(NamedTuple):
     """Tokens that the step in flight draws: the last known ones of rows of the step behind it."""
 
     verified: Tensor  # on the device: `Verified.tokens` of the step in flight
-    sources: tuple[int, ...]  # per row of the step behind: its row of `verified`, or -1 for none
+    sources: Rows[int]  # per row of the step behind: its row of `verified`, or -1 for none
 
-    def fill_in(self, input_ids: Tensor, last: Rows[int]) -> None:
+    def fill_in(self, input_ids: Tensor, last: Rows[int] | NDArray[np.int32]) -> None:
         """Enqueue their copy to `input_ids` int64 [num_tokens].
 
         `last` are the places of the rows' last known tokens.
         """
-        pairs = [(place, row) for place, row in zip(last, self.sources, strict=True) if row >= 0]
-        places, rows = torch.tensor(pairs).T.to(input_ids.device, non_blocking=True)
+        pairs = np.stack((last, self.sources))
+        places, rows = torch.from_numpy(pairs[:, pairs[1] >= 0]).to(
+            input_ids.device, non_blocking=True
+        )
         drawn = self.verified[:, 1].index_select(0, rows)
         input_ids.index_copy_(0, places, drawn.to(input_ids.dtype))
 
@@ -109,6 +112,11 @@ class Step:
     """Drafts for which rows have placeholders."""
     drawn: DrawnTokens | None = None
     """Tokens for which rows have placeholders; not with device drafts."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Tell whether some row has a draft to verify."""
+        return self.num_tokens > len(self.rows) and any(row.draft for row in self.rows)
 
     @property
     def has_prompts(self) -> bool:

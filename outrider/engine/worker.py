@@ -296,12 +296,13 @@ class EngineWorker:
     def _publish(self, engine: Engine, events: StepEvents | None) -> None:
         if events is None:
             return
-        ended = [c.session_id for c in events.commits if c.finish_reason is not None]
-        ended += [failure.session_id for failure in events.failures]
+        commits, failures = events.commits, events.failures
+        ended = [c.session_id for c in commits if c.finish_reason is not None]
+        ended += [failure.session_id for failure in failures]
         with self._wakeup:
             # An abort may have come during the step: its session gets no further event.
-            commits = tuple(c for c in events.commits if c.session_id in self._sessions)
-            failures = tuple(f for f in events.failures if f.session_id in self._sessions)
+            commits = tuple([c for c in commits if c.session_id in self._sessions])
+            failures = tuple([f for f in failures if f.session_id in self._sessions])
             self._sessions.difference_update(ended)
             for session_id in ended:
                 self._blocks.pop(session_id, None)

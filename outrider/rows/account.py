@@ -42,10 +42,9 @@ class DraftAccount:
 
     def launched_at_rest(self, row: Row) -> None:
         """Count a row that `rests`, and goes into a step."""
-        c, d = row.counters, row.drafting
-        c.iter_count += 1
-        if d.offered.limit and d.round.looked_at is not None:
-            c.fallback_rounds += 1
+        row.counters.iter_count += 1
+        if row.drafting.offered.limit and row.drafting.round.looked_at is not None:
+            row.counters.fallback_rounds += 1
 
     def arrived(self, row: Row, proposer_id: str, propose_s: float, network_s: float) -> None:
         """Count the time of a draft."""
@@ -63,7 +62,7 @@ class DraftAccount:
     def undrafted_rounds(self, rows: Rows[Counters], verified_s: float) -> None:
         """Count rounds without drafts, each with one token; the step took `verified_s`."""
         for counters in rows:
-            counters.rounds[0, 0] += 1
+            counters.undrafted += 1
             counters.score_s += verified_s
         self.counts.rounds[0, 0] += len(rows)
         self.counts.score_s += verified_s * len(rows)

@@ -18,6 +18,11 @@ class DraftedRow:
     `token_ids` is prompt plus committed output.
     """
 
+    __slots__ = (
+        *("counters", "draft", "draft_base", "draft_method", "draft_node", "drafting", "max_len"),
+        *("num_prompt_tokens", "request", "session_id", "stop_ids", "stop_token_id", "token_ids"),
+    )
+
     def __init__(
         self, request: Request, *, max_len: int, stop_ids: frozenset[int], drafting: Drafting
     ) -> None:
@@ -103,12 +108,13 @@ class DraftedRow:
     def stats(self) -> RequestStats:
         """Return the request's account so far."""
         c = self.counters
-        sums = sum_rounds(c.rounds)
+        rounds = c.rounds + Counter({(0, 0): c.undrafted})
+        sums = sum_rounds(rounds)
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens,
             output_tokens=self.num_output_tokens,
             iter_count=c.iter_count,
-            rounds=c.rounds.total(),
+            rounds=rounds.total(),
             drafted=sums.drafted,
             accepted=sums.accepted,
             accepted_per_pos=_as_list(sums.by_position),

@@ -26,7 +26,7 @@ from outrider.policy.row import (
     PastCommit,
 )
 from outrider.policy.waiting import MAX_PATIENCE_S
-from outrider.rounds import USEFUL, BlockFate, Round
+from outrider.rounds import UNDRAFTED, USEFUL, BlockFate, Round
 from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
@@ -163,7 +163,8 @@ class DraftTracker:
         for row in rows:
             current = row.drafting.round
             if rests(row, drafting=drafting):
-                current.looked_at = now
+                if row.drafting.offered.limit:
+                    current.looked_at = now
                 ready.append(row)
                 continue
             lacks_draft = row.draft is None and _is_awaited(row)
@@ -180,7 +181,8 @@ class DraftTracker:
     def looked_at(self, rows: Rows[Row], now: float) -> None:
         """Note that rows without drafts were chosen before their last round had ended."""
         for row in rows:
-            row.drafting.round.looked_at = now
+            if row.drafting.offered.limit:
+                row.drafting.round.looked_at = now
 
     def cut(self, drafts: Rows[tuple[Row, bytes]], other_tokens: int) -> list[int]:
         """Return how many tokens of each draft at hand the next step verifies; see `Policy.cut`."""
@@ -274,6 +276,16 @@ class DraftTracker:
         awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
         d.unlearned = round_, confidences
 
+    def undrafted_done(self, rows: Rows[Row], now: float) -> None:
+        """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
+        drafting = self.policy.mode.drafts
+        for row in rows:
+            if rests(row, drafting=drafting):
+                if row.drafting.offered.limit:
+                    row.drafting.round = CurrentRound(now)
+            else:
+                self.round_done(row, UNDRAFTED, wrong=False, now=now)
+
     def step_done(self, rows: Rows[Drafting], step: StepDone, *, decoded: bool) -> None:
         """Count a step of `rows`, and let the policy learn from it.
 
@@ -281,7 +293,7 @@ class DraftTracker:
         prompts.
         """
         self.account.step(step.tokens, step.num_rows, decoded=decoded)
-        draftable = [d for d in rows if d.proposer_id and d.offered.limit]
+        draftable = [d for d in rows if d.offered.limit and d.proposer_id]
         ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
         self.policy.step_done(
             replace(
@@ -290,7 +302,7 @@ class DraftTracker:
                 proposer_ids=ids,
                 draftable=len(draftable),
                 answered=sum([d.awaited.blocks > 0 for d in draftable]),
-                may_run_ahead=any(d.proposer.runs_ahead for d in rows),
+                may_run_ahead=any(d.proposer.runs_ahead for d in draftable),
             )
         )
 

@@ -140,21 +140,20 @@ class DecodeGraphs:
 
     def _fit(self, step: Step) -> Bucket | None:
         """Return the smallest bucket for a step, or None."""
-        lengths = [len(row.slice.token_ids) for row in step.rows]
-        if lengths != [row.slice.num_logits for row in step.rows]:
+        counts = [row.slice.num_logits for row in step.rows]
+        if sum(counts) < step.num_tokens:
             return None
-        longest, total = max(lengths), sum(lengths)
-        ends = [
-            row.slice.start + len(row.slice.token_ids) for row in step.rows if row.slice.parents
-        ]
-        if max(ends, default=0) > self._model.max_model_len:
-            return None  # some nodes lie where a bucket has no slots
-        trees = bool(ends)
+        longest, rows, trees = max(counts), len(counts), False
+        if step.has_drafts:
+            slices = [row.slice for row in step.rows if row.slice.parents]
+            trees = bool(slices)
+            if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
+                return None  # some nodes lie where a bucket has no slots
         return self._buckets.find(
             lambda b: (
                 b.query_len >= longest
-                and b.rows >= len(lengths)
-                and b.tokens >= total
+                and b.rows >= rows
+                and b.tokens >= step.num_tokens
                 and b.trees == trees
             )
         )
@@ -220,4 +219,5 @@ class _InFlight:
         verified = self.on_host[: len(self.step.rows)].numpy()
         accepted = verified[:, 0].tolist()
         logprobs = to_logprobs(self.step, self.logprobs, accepted)
-        return StepResult(verified[:, 1:].tolist(), accepted, forward_s, verify_s, logprobs)
+        choices = [*zip(*verified[:, 1:].T.tolist(), strict=True)]
+        return StepResult(choices, accepted, forward_s, verify_s, logprobs)

@@ -104,6 +104,8 @@ class _BucketViews:
     seq_lens: NDArray[Any]  # int32 [rows]
     first_pages: NDArray[Any]  # int64 [rows]: where each row's page table starts
     rows: NDArray[Any]  # int64 [rows]: 0, 1, ...
+    ones: NDArray[Any]  # int64 [rows]
+    zeros: NDArray[Any]  # int64 [rows]
     places: NDArray[Any]  # int64 [tokens]: likewise
     trees: TreeViews | None
 
@@ -232,8 +234,7 @@ class DecodeInputs:
         self._staging.await_copy()
         slices = [row.slice for row in rows]
         tokens, starts, tables, *_ = zip(*slices, strict=True) if rows else ((),) * 3
-        for i, table in enumerate(tables):
-            constants = self._at[i]
+        for i, (table, constants) in enumerate(zip(tables, self._at, strict=False)):
             if constants.table is not table:
                 constants = self._known.get(rows[i].seq, self._padding)
                 if constants.table is not table:
@@ -241,7 +242,8 @@ class DecodeInputs:
                 self._place(i, constants)
             if self._lengths[i] < len(table):
                 self._grow(i, constants)
-            eager_sampling = eager_sampling or constants.needs_eager_sampling
+            if constants.needs_eager_sampling:
+                eager_sampling = True
         for i in range(len(rows), bucket.rows):
             if self._at[i] is not self._padding:
                 self._place(i, self._padding)
@@ -253,15 +255,18 @@ class DecodeInputs:
         counts = np.array([*map(len, tokens), *padding])
         first = np.array(starts + padding)
         num_tokens = int(counts.sum())
-        # The last rows take the padding first, each as much as it can.
-        free = bucket.query_len - counts
-        after = free[::-1].cumsum()[::-1] - free
-        lens = counts + np.clip(bucket.tokens - num_tokens - after, 0, free)
+        if bucket.query_len == 1:  # each row has one token, also those of padding
+            lens, row_of, steps = to.ones, to.rows, to.zeros
+        else:
+            # The last rows take the padding first, each as much as it can.
+            free = bucket.query_len - counts
+            after = free[::-1].cumsum()[::-1] - free
+            lens = counts + np.clip(bucket.tokens - num_tokens - after, 0, free)
+            row_of = np.repeat(to.rows, lens)  # of each token
+            steps = to.places - (lens.cumsum() - lens)[row_of]  # 0, 1, ... in each row
         np.cumsum(lens, out=to.cu_seqlens[1:])
         np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
         np.add(first, lens, out=to.seq_lens, casting="same_kind")
-        row_of = np.repeat(to.rows, lens)  # of each token
-        steps = to.places - to.cu_seqlens[row_of]  # 0, 1, ... in each row
         for by_row, by_token in to.sampling:
             np.take(by_row, row_of, axis=0, out=by_token, mode="clip")
         np.add(first[row_of], steps, out=to.positions)
@@ -297,7 +302,7 @@ class DecodeInputs:
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""
-        firsts = self.row_starts(bucket)[: len(drawn.sources)]
+        firsts = self._views[bucket].cu_seqlens[: len(drawn.sources)]
         drawn.fill_in(self._staging.device("input_ids"), firsts)
 
     def row_starts(self, bucket: Bucket) -> list[int]:
@@ -329,6 +334,8 @@ class DecodeInputs:
             seq_lens=self._staging.array("seq_lens")[:rows],
             first_pages=np.arange(rows) * self._table_width,
             rows=np.arange(rows),
+            ones=np.ones(rows, np.int64),
+            zeros=np.zeros(rows, np.int64),
             places=np.arange(tokens),
             trees=trees,
         )

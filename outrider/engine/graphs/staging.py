@@ -38,10 +38,12 @@ class Staging:
             end = self._starts[name] + dtype.itemsize * math.prod(shape)
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._on_host = {name: self._view(self._host, name) for name in columns}
+        self._on_device = {name: self._view(self._device, name) for name in columns}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def host(self, name: str) -> Tensor:
-        return self._view(self._host, name)
+        return self._on_host[name]
 
     def array(self, name: str) -> NDArray[Any]:
         """Return the host's column as an array."""
@@ -49,7 +51,7 @@ class Staging:
         return array
 
     def device(self, name: str) -> Tensor:
-        return self._view(self._device, name)
+        return self._on_device[name]
 
     def send(self, last: str, num_rows: int) -> None:
         """Enqueue the copy of all columns before `last` and of the first rows of `last`."""
