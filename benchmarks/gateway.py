@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway [--workers 1 2]
 
-A message is what one round of one request becomes on its way to the client. A scorer without a
-model makes a token of every stream each `--step-ms`. CPU time is the kernel's account of all the
+A message is what one round of one request becomes on its way to the client. A scorer whose device
+is simulated takes `--step-ms` for each step. CPU time is the kernel's account of all the
 gateway's processes while every stream is under way; the scorer's and this generator's are told
 apart. Gateways with another number of workers are measured in turns.
 """
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--workers", type=int, nargs="+", default=[1])
+    p.add_argument("--draft-tokens", type=int, default=0, help="K of an ngram proposer; 0: none")
     p.add_argument("--faces", nargs="+", choices=tuple(_FACES), default=list(_FACES))
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/gateway"))
     return p
@@ -78,8 +79,15 @@ def _measure(args: argparse.Namespace, face: str, workers: int) -> dict[str, flo
     """Return the numbers of one gateway. Raises `ProcessError`."""
     with TemporaryDirectory() as logs, stopping([]) as children:
         command = ["benchmarks.lib.streaming_scorer", "--step-ms", args.step_ms]
+        command += ["--max-num-seqs", args.streams, "--max-num-batched-tokens", 16 * args.streams]
+        command += ["--num-speculative-tokens", args.draft_tokens]
         scorer = module_child("scorer", command, Path(logs), children)
-        command = ["gateway", "--scorer", scorer.ready(_START_S)["grpc"], "--workers", workers]
+        address = scorer.ready(_START_S)["grpc"]
+        if args.draft_tokens:
+            command = ["proposer_service", "--scorer", address, "--method", "ngram"]
+            command += ["--max-sessions", args.streams, "--max-branches", 0]
+            module_child("proposer", command, Path(logs), children).ready(_START_S)
+        command = ["gateway", "--scorer", address, "--workers", workers]
         command += ["--max-in-flight", 2 * args.streams]
         command += ["--resume-timeout", 60]  # where the machine does other things, too
         gateway = module_child("gateway", command, Path(logs), children)
