@@ -68,6 +68,7 @@ class Measured:
         self.accepted = Average()  # share of the draft tokens that were tried
         self.levels = Average(mean=1.0)  # depth of a draft per token; 1 for a chain
         self.free_hits = Average(mean=0.0)  # share of drafts there at no cost
+        self.free_after_miss = Average(mean=0.0)  # the same, where the draft before was not at hand
         self.hit: bool | None = None  # the last round that wanted a draft had it at once
         self.gain = 0.0  # tokens that the next draft is expected to bring
         self.worth_waiting = True  # the proposer has drafts soon and often enough

@@ -1,8 +1,13 @@
 """Decide how long a row waits for its own draft, and ready rows for those of others.
 
-Waiting `d` for a draft brings `gain` more tokens, and costs what the row would commit meanwhile:
-one token per step. So it pays if `d <= gain * step_time`, and a row does not wait at all if its
-proposer's mean delay is beyond that. The draft that comes later is used as far as it is still true.
+Waiting `d` for a draft brings `gain` more tokens, and costs what the row would commit meanwhile. A
+step without the draft commits one token, and steps after it `gain` more where the next draft is at
+hand at no cost, which is so for a share `free` of them. So waiting pays if
+
+    d <= gain * step_time / (1 + free * gain)
+
+and a row does not wait at all if its proposer's mean delay is beyond that. The draft that comes
+later is used as far as it is still true.
 
 Where rows draft on demand on another device, one half of them is verified while that device drafts
 for the other half. With t(n) the seconds of a step of n rows and D(n) those until they have their
@@ -46,7 +51,8 @@ class Waiting:
             prefill_s = row.counters.prefill_s / num_running  # the step took all prompts
             allowed_s = min(MAX_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
             return max(0.0, d.awaited.since + allowed_s - d.round.committed_at)
-        gain_s = d.measured.gain * step_s
+        gain, free = d.measured.gain, d.measured.free_after_miss.mean
+        gain_s = gain * step_s / (1.0 + free * gain)
         if unknown:
             return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
         k, times = d.num_draft_tokens, self._measured.draft_times(d)

@@ -252,7 +252,10 @@ class DraftTracker:
             return
         if before is not None:
             (c.after_hit if before else c.after_miss)[hit] += 1
-        d.measured.free_hits.add(hit and not d.proposer.colocated)
+        free = hit and not d.proposer.colocated
+        d.measured.free_hits.add(free)
+        if before is False:
+            d.measured.free_after_miss.add(free)
 
     def preempted(self, row: Row) -> None:
         """Note that a row lost its pages: it waits for no draft until it has them again."""

@@ -30,9 +30,10 @@ def test_many_rows_draft_on_demand_and_few_ahead() -> None:
     assert world.steps_on_demand < 0.3 * world.steps, "the load has fallen"
 
 
-def test_drafts_that_do_not_pay_cost_little_and_greedy_texts_have_them_within_seconds() -> None:
+def test_rows_wait_no_longer_than_their_next_drafts_at_hand_are_worth() -> None:
+    """Sampled rows gain little by drafts, and greedy texts have them all within seconds."""
     world = TwoDevices(32, 1.0)
-    assert world.rate(6.0, after=2.0) > 0.97 * rate_without(32)
+    assert world.rate(4.0, after=2.0) > 1.05 * rate_without(32)
     world.temperature = 0.0
     assert world.rate(2.0, after=2.5) > 1.12 * rate_without(32)
 
