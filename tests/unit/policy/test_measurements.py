@@ -1,10 +1,12 @@
-"""What is learned of steps, drafts and confidences, and which draft tokens that makes worth it."""
+"""What is learned of steps, drafts and confidences, and which tokens and waits are worth it."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from outrider.bounded import MAX_NAMES
 from outrider.draft_port import DraftOffer
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.measurements import Acceptance, DraftTimes
-from outrider.policy.row import Drafting, Offered
+from outrider.policy.row import CurrentRound, Drafting, Offered
+from outrider.policy.waiting import Waiting
 from outrider.rounds import UNDRAFTED, Round, chain_round
 from outrider.step_times import StepSizes
 
@@ -40,13 +43,13 @@ def met(acceptance: Acceptance, times: int, *rounds: tuple[Drafting, Round]) -> 
 
 
 def policy_after(
-    *rounds: tuple[Drafting, Round], step_s: Mapping[int, float], times: int = 50, num_rows: int = 1
+    *rounds: tuple[Drafting, Round], step_s: Mapping[int, float] | None = None, num_rows: int = 1
 ) -> AdaptivePolicy:
     policy = AdaptivePolicy(16)
-    for _ in range(times):
+    for _ in range(50):
         for each in rounds:
             met(policy.measured.acceptance, 1, each)
-    for num_tokens, seconds in step_s.items():
+    for num_tokens, seconds in (step_s or {}).items():
         policy.measured.steps.observe_step(num_rows, num_tokens, seconds)
     return policy
 
@@ -90,7 +93,7 @@ def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for(
 def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expected: int) -> None:
     """A step waits for the drafts, which take that long."""
     each = row(12)
-    policy = policy_after((each, chain_round(2, 1)), step_s={1: 0.0048, 13: 0.0048}, times=100)
+    policy = policy_after((each, chain_round(2, 1)), step_s={1: 0.0048, 13: 0.0048})
     times = policy.measured.draft_times(each)
     times.observe(0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True)
     assert policy.choose_counts([each]) == [expected]
@@ -155,26 +158,30 @@ def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
         assert policy.choose_counts(rows(choosing)) == [0] * choosing
 
 
-def test_drafts_beside_steps_count_only_where_there_are_no_others() -> None:
-    times, at = DraftTimes(), itertools.count()
-    times.observe(next(at), 0.020, 0.001, 4, alone=False)
-    assert times.delays.mean_s(4) == pytest.approx(0.020)
-    times.observe(next(at), 0.004, 0.001, 4, alone=True)
-    for _ in range(100):
-        times.observe(next(at), 0.020, 0.001, 4, alone=False)
-    assert times.delays.mean_s(4) == pytest.approx(0.004)
-    assert times.contention_s(4, 0.5) == pytest.approx(0.016, rel=0.1)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_of_drafts_that_took_longer_without_a_step_the_last_ones_count(alone: bool) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "mean_s", "contention_s"),
+    [
+        ([(1, 0.020, 0.001, False)], 0.020, 0.5),
+        (
+            [(1, 0.020, 0.001, False), (1, 0.004, 0.001, True), (99, 0.02, 0.001, False)],
+            4e-3,
+            16e-3,
+        ),
+        ([(1, 1.0, 0.001, True), (20, 0.006, 0.002, False)], 0.006, 0.5),
+        ([(1, 0.005, 0.001, False), (20, 0.006, 0.002, True)], 0.006, 0.5),
+    ],
+    ids=["no others", "others alone", "faster beside steps", "slower alone"],
+)
+def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdated(
+    drafts: list[tuple[int, float, float, bool]], mean_s: float, contention_s: float
+) -> None:
     """Rows that do not wait have no others; 32 rows in one step have none beside steps again."""
     times, at = DraftTimes(), itertools.count()
-    times.observe(next(at), 0.005 if alone else 1.0, 0.001, 4, alone=not alone)
-    for _ in range(20):
-        times.observe(next(at), 0.006, 0.002, 4, alone=alone)
-    assert times.delays.mean_s(4) == pytest.approx(0.006)
-    assert times.contention_s(4, 0.5) == 0.5
+    for num, seconds, draft_s, alone in drafts:
+        for _ in range(num):
+            times.observe(next(at), seconds, draft_s, 4, alone=alone)
+    assert times.delays.mean_s(4) == pytest.approx(mean_s)
+    assert times.contention_s(4, 0.5) == pytest.approx(contention_s, rel=0.1)
 
 
 SECONDS = st.floats(0.0, 1e4)
@@ -215,3 +222,35 @@ def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
     acceptance = told_confidences(honest=False).measured.acceptance
     told = acceptance.told([(row(), bytes((SURE, UNSURE))), (row(), bytes((UNSURE, SURE)))], 2)
     np.testing.assert_allclose(told[:, 0], sum(TRUE_SHARE.values()) / 2, atol=0.12)
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "beside_s"), [(0.004, None), (None, 0.006), (0.004, 0.0039), (0.004, 0.0041)]
+)
+@pytest.mark.parametrize(
+    ("num_ready", "now", "least", "most"),
+    [(31, 0.05, 0.05, 0.05), (31, 0.001, 0.0035, 0.0065), (1, 0.001, 0.0035, 0.0065)],
+    ids=["for one that is overdue", "for one that comes soon", "for many"],
+)
+def test_ready_rows_wait_for_drafts_that_come_soon(
+    alone_s: float | None,
+    beside_s: float | None,
+    num_ready: int,
+    now: float,
+    least: float,
+    most: float,
+) -> None:
+    """Seconds of drafts, alone and beside steps, and when the ready ones of 32 rows start."""
+    policy, at = policy_after(), itertools.count()
+    for tokens, seconds in ((1, 0.010), (32, 0.012), (160, 0.020)):
+        policy.measured.steps.observe_step(min(tokens, 32), tokens, seconds)
+    each: list[Any] = [SimpleNamespace(drafting=row()) for _ in range(32)]
+    for one in each:
+        one.drafting.num_draft_tokens = 4
+        one.drafting.round = CurrentRound(deadline=0.110)
+    times = policy.measured.draft_times(row())
+    for delay_s in (alone_s, beside_s) * 20:
+        if delay_s is not None:
+            times.observe(next(at), delay_s, delay_s, 4, alone=delay_s == alone_s)
+    start_at = Waiting(policy.measured).start_at(each[:num_ready], each[num_ready:], 0, now)
+    assert least <= start_at <= most
