@@ -158,7 +158,8 @@ def check(schedule: Schedule) -> None:
         "adaptive": AdaptivePolicy(k),
         "changing": Changing(k, max_wait_s=max_wait_s),
     }
-    world = World(policies[schedule.policy], config, lambda n: schedule.step_s * (1 + n / 64), rng)
+    policy = policies[schedule.policy]
+    world = World(policy, config, lambda step: schedule.step_s * (1 + step.num_tokens / 64), rng)
     model = draft_model(
         schedule.eps,
         schedule.forward_s,

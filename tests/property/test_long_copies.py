@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from outrider.config import EngineConfig
 from outrider.drafting.copying.suffix import SuffixProposer
+from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.simulators.simulation import Clock, Net, World
-from tests.support.simulators.two_devices import ShortSighted
+from tests.support.simulators.two_devices import Numbers, ShortSighted, TokensAt
 
 VOCAB, PROMPT, ANSWER, ROWS, K, PAGES = 2048, 400, 1000, 8, 24, 4096
 STEP_TOKENS = (1, 8, 40, 160, 320, 640)
@@ -31,8 +32,8 @@ CONFIG = EngineConfig(
 )
 
 
-def step_s(num_tokens: int) -> float:
-    return float(np.interp(num_tokens, STEP_TOKENS, STEP_S))
+def step_s(step: Step) -> float:
+    return float(np.interp(step.num_tokens, STEP_TOKENS, STEP_S))
 
 
 class Scripted(ShortSighted):
@@ -42,12 +43,8 @@ class Scripted(ShortSighted):
         super().__init__(VOCAB, 16, PAGES, 2048)
         self.scripts: list[list[int]] = []
 
-    def _answers(
-        self,
-        _states: NDArray[np.uint64],
-        first_tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def logits_at(self, positions: Numbers, tokens_at: TokensAt) -> NDArray[np.float32]:
+        first_tokens = tokens_at(0 * positions)
         places = np.minimum(positions + 1, PROMPT + ANSWER - 1)
         scripts = [self.scripts[name] for name in first_tokens]
         following = [script[at] for script, at in zip(scripts, places, strict=True)]

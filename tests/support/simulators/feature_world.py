@@ -66,7 +66,9 @@ def feature_world(
     parts: dict[str, Any] = {"runner": Eager(model)} if max_ahead_bytes else {}
     parts["features"] = HiddenStateStreams(model.capture(), max_ahead_bytes=max_ahead_bytes)
     policy = FixedPolicy(k, max_wait_s=rng.choice(waits_s))
-    return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, **parts)
+    return World(
+        policy, config, lambda step: 0.001 * (1 + step.num_tokens / 64), rng, model, **parts
+    )
 
 
 def run_random_requests(world: World) -> None:

@@ -22,6 +22,8 @@ class InProcess(TwoDevices):
 
     def __init__(self, rows: int, temperature: float, **options: Any) -> None:
         super().__init__(rows, temperature, max_branches=0, ragged=True, **options)
+        step_s = self.step_s
+        self.step_s = lambda step: step_s(step) - self._hidden_s
 
     def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
         self._here = InProcessProposer(lambda: (method[0], ""), "here", method[1])
@@ -64,9 +66,6 @@ class InProcess(TwoDevices):
         self._here.draft_between_steps(self.engine)
         self._hidden_s = HOST_S * (self.now == clock.now)  # by the step before
         self.now = clock.now
-
-    def _seconds(self) -> float:
-        return super()._seconds() - self._hidden_s
 
     def _finalize(self, wake_at: float) -> None:
         super()._finalize(self.now + 1e-5 if self._here.busy else wake_at)

@@ -8,87 +8,23 @@ from __future__ import annotations
 
 import random
 import time
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
-from outrider.engine.batch import RowSlice
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, RequestStats, StepEvents
-from outrider.v1 import draft_pb2
 from outrider.vllm.draft_host import DraftHost, Listener
 from outrider.vllm.waiting import LockstepPolicy
-from tests.support.simulators.simulation import Clock, Net, Network, drafting_with
-from tests.support.simulators.two_devices import DRAFT_MS, DRAFT_ROWS
+from tests.support.simulators.simulation import VOCAB, Net, Network
+from tests.support.simulators.two_devices import AGREEMENT, ANSWER, K, ShortSighted, draft_1b
 
-K, PROMPT, ANSWER, CONTEXT, VOCAB = 4, 64, 256, 1024, 1 << 20
-_BY_RANK = (0.92, 0.96, 0.976, 0.984)  # of draft tokens: the truth is the first, or so far below
+PROMPT, CONTEXT = 64, 1024
 _ROWS, _PLAIN_MS, _VERIFYING_MS = (1, 8, 32), (4.5, 4.9, 6.4), (5.2, 5.7, 9.0)
 _HOST_S = 2e-3  # between steps
-_WAY_S = 1e-3  # from a commit to the proposer, and from its draft to the engine
-_SESSION_S, _TREE_S = 30e-6, 40e-6  # of the proposer's Python: a commit and its plan, and a tree
-
-
-def truth(session: int, position: int) -> int:
-    """The target's token, which names its session."""
-    return session << 8 | _chance(session, position, 1) & 127
-
-
-def _chance(*numbers: int) -> int:
-    found = 0
-    for number in numbers:
-        found = (found ^ number) * 0x2C1B3C6D & 0xFFFFFFFF
-        found ^= found >> 15
-    return found
-
-
-class _Draft:
-    """A model that mostly finds the truth; it is mostly unsure where it does not."""
-
-    page_size, num_pages, max_model_len, vocab_size = 16, 16_384, CONTEXT, VOCAB
-    max_tokens = 1 << 30
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def _spend(self, rows: int, forwards: int) -> None:
-        self._clock.now += 1e-3 * forwards * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS))
-
-    def feed(self, slices: Sequence[RowSlice]) -> bool:
-        self._spend(len(slices), 2)
-        return True
-
-    def draft(self, rows: Sequence[DraftInput]) -> list[Chain]:
-        self._spend(len(rows), rows[0].wanted)
-        return [
-            ([self._candidates(row.slice, row.end + i)[0][0] for i in range(row.wanted)], b"")
-            for row in rows
-        ]
-
-    def forks(self, rows: FedRows, num_tokens: int, fanout: int, *_copies: object) -> Forks:
-        slices = rows.slices
-        self._spend(len(slices), num_tokens + 1)
-        found = [
-            [self._candidates(row, row.start + len(row.token_ids) + i) for row in slices]
-            for i in range(num_tokens + 1)
-        ]
-        both = np.array(found).transpose(2, 1, 0, 3)  # [2, rows, places, 8]
-        tokens, gaps = both[0, ..., :fanout], both[1, ..., :fanout]
-        return Forks(tokens.astype(np.int32), gaps.astype(np.float32))
-
-    def _candidates(self, row: RowSlice, position: int) -> tuple[list[int], list[float]]:
-        session = row.token_ids[-1] >> 8
-        luck = _chance(session, position, 2) / 2**32
-        rank = bisect_right(_BY_RANK, luck)
-        tokens = [session << 8 | 128 + i for i in range(8)]
-        if rank < 4:  # else it is none of them
-            tokens[rank] = truth(session, position)
-        first = 0.4 if rank or _chance(session, position, 3) % 4 == 0 else 6.0
-        return tokens, [0.0, *(first + 0.5 * i for i in range(7))]
+_NET = Net(1e-3, commit_s=30e-6, chain_s=40e-6, tree_s=40e-6)
 
 
 class _Host(DraftHost):
@@ -117,10 +53,9 @@ class LockStep(Network, Listener):
         )
         self.host.world = self.host.listener = self
         super().__init__(self.host, random.Random(1), K, vocab_size=VOCAB, max_model_len=CONTEXT)
-        clock = Clock()
-        limits = {"max_sessions": 64, "prefill_budget": 1 << 16}
-        method = drafting_with(_Draft(clock), clock, own_loops=True, **limits)
-        self.add((method, clock), Net(_WAY_S), own_device=True)
+        method = draft_1b(16_384, max_sessions=64, prefill_budget=1 << 16)
+        self.add(method, _NET, own_device=True)
+        self._target = ShortSighted(VOCAB, 1, 1)
         self._texts: dict[str, list[int]] = {}
         self._ends: dict[str, int] = {}
         self._drafts: dict[str, list[int]] = {}
@@ -177,7 +112,7 @@ class LockStep(Network, Listener):
 
     def _open(self) -> Request:
         session = self.host.next_session_id()
-        prompt = [truth(session, i) for i in range(PROMPT)]
+        prompt = [len(AGREEMENT) - 1, *self.rng.choices(range(VOCAB), k=PROMPT - 1)]
         # The first ones end one after the other.
         answer = ANSWER if session > self._num_rows else ANSWER * session // self._num_rows
         self._texts[f"{session}"], self._ends[f"{session}"] = prompt, PROMPT + answer
@@ -186,16 +121,20 @@ class LockStep(Network, Listener):
         return Request(session, tuple(prompt), sampling, stop, SpeculationParams())
 
     def _verified(self, name: str) -> list[int]:
-        text, draft, session = self._texts[name], self._drafts.get(name, []), int(name)
-        emitted = [truth(session, len(text))]
+        text, draft = self._texts[name], self._drafts.get(name, [])
+        emitted = [self._next_token(text)]
         while len(emitted) <= len(draft) and draft[len(emitted) - 1] == emitted[-1]:
-            emitted.append(truth(session, len(text) + len(emitted)))
+            emitted.append(self._next_token([*text, *emitted]))
         emitted = emitted[: self._ends[name] - len(text)]
         text += emitted
         self.tokens += len(emitted)
         return emitted
 
-    # The host's listener, and the proposer's times.
+    def _next_token(self, text: list[int]) -> int:
+        logits = self._target.logits_at(np.array([len(text) - 1]), np.array(text).take)
+        return int(logits.argmax())
+
+    # The host's listener.
 
     def opened(self, request: Request, traceparent: str) -> None:
         self._tell(self.hub.submit, request, traceparent)
@@ -204,6 +143,3 @@ class LockStep(Network, Listener):
         began = time.thread_time()
         self._tell(self.hub.on_events, replace(events, counts=None))
         self._world_s += time.thread_time() - began
-
-    def _python_s(self, num_commits: int = 0, blocks: Sequence[draft_pb2.Block] = ()) -> float:
-        return _SESSION_S * num_commits + _TREE_S * len(blocks)

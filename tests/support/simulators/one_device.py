@@ -6,13 +6,12 @@ a GPU. Their Python is reckoned with what the device does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from outrider.v1 import draft_pb2
-from tests.support.simulators.two_devices import TwoDevices
+from tests.support.simulators.two_devices import NET, TwoDevices
 
 
 @dataclass
@@ -33,14 +32,11 @@ class OneDevice(TwoDevices):
         slow_s: float = 0.0,
         **options: Any,
     ) -> None:
-        self._slow, self._slow_s = slow, slow_s
         self._under_way: list[_Work] = []
         self._shared_at = 0.0
-        super().__init__(rows, temperature, max_branches=0, own_device=False, **options)
-
-    def _python_s(self, num_commits: int = 0, blocks: Sequence[draft_pb2.Block] = ()) -> float:
-        slowly = blocks and self._slow and self.rng.random() < self._slow
-        return super()._python_s(num_commits, blocks) + (self._slow_s if slowly else 0.0)
+        options |= {"max_branches": 0, "own_device": False}
+        self.net = replace(NET, slow_chance=slow, slow_s=slow_s)
+        super().__init__(rows, temperature, **options)
 
     def _takes(self, seconds: float, then: Callable[[], None]) -> None:
         self._share()

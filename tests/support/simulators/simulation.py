@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import Proposer, ProposerLimits
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.engine.step import Step
 from outrider.features import FeatureWindow
 from outrider.hello import make_hello
 from outrider.policy.base import DraftMode, Policy
@@ -39,21 +41,22 @@ from outrider.types import Commit, Request, StepEvents
 from outrider.v1 import draft_pb2
 from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item
 from proposer_service.metrics import ProposerMetrics
-from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.config import DraftLimits
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from tests.support.models.hash_model import HashModel
-from tests.support.services.hub import taken
+from tests.support.services.hub import SERVED, taken
 
 VOCAB, MAX_LEN = 32, 4096
 
 
 @dataclass(frozen=True)
 class Net:
-    """The way between a scorer and a proposer. Seconds, one way."""
+    """The way between a scorer and a proposer, one way, and the proposer's Python. Seconds."""
 
     delay_s: float = 0.0001
+    part_s: float = 0.0  # for each session of a message
     jitter_s: float = 0.0
     stall_chance: float = 0.0  # per message
     stall_s: float = 0.0
@@ -61,6 +64,12 @@ class Net:
     redial_s: float = 0.01
     repeat_chance: float = 0.0  # per block
     reorder_chance: float = 0.0  # per block: it comes later than those after it
+    commit_s: float = 0.0
+    chain_s: float = 0.0
+    tree_s: float = 0.0
+    node_s: float = 0.0  # of a tree
+    slow_chance: float = 0.0  # per message of blocks: it takes `slow_s` longer
+    slow_s: float = 0.0
 
 
 @dataclass
@@ -74,18 +83,23 @@ class Clock:
 
 
 class DraftHash(HashModel):
-    """Agrees with the target of the same vocabulary the more, the smaller `eps` is."""
+    """Agrees with the target of the same vocabulary the more, the smaller `eps` is.
 
-    def __init__(self, clock: Clock, eps: float, forward_s: float, **sizes: int):
-        super().__init__(VOCAB, **sizes)
+    `forward_s` says what so many rows and tokens take.
+    """
+
+    def __init__(
+        self, clock: Clock, eps: Any, forward_s: Callable[[int, int], float], *sizes: int
+    ) -> None:
+        super().__init__(VOCAB, *sizes)
         self._clock, self._eps, self._forward_s = clock, eps, forward_s
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        self._clock.now += self._forward_s
+        self._clock.now += self._forward_s(len(batch.query_lens), len(batch.input_ids))
         return super().forward(batch)
 
     def _logits(self, states):  # type: ignore[no-untyped-def]
-        other = super()._logits(states ^ 0x5BD1E995)
+        other = super()._logits(states ^ np.uint64(0x5BD1E995))
         return (1 - self._eps) * super()._logits(states) + self._eps * other
 
 
@@ -116,23 +130,13 @@ def draft_model(
     max_model_len: int = MAX_LEN,
 ) -> tuple[Proposer, Clock]:
     clock = Clock()
-    sizes = {"page_size": 4, "num_pages": num_pages, "max_model_len": max_model_len}
-    model = DraftHash(clock, eps, forward_s, **sizes)
-    return drafting_with(model, clock, max_branches=max_branches), clock
+    model = DraftHash(clock, eps, lambda *_: forward_s, 4, num_pages, max_model_len)
+    return drafting_with(model, clock, max_branches=max_branches)
 
 
-def drafting_with(
-    model: Any, clock: Callable[[], float], *, own_loops: bool = False, **limits: int
-) -> Proposer:
-    """`own_loops`: the model has the chains and forks itself."""
-    return DraftModelProposer(
-        model,
-        name="draft",
-        limits=ProposerLimits(**limits),
-        chain_drafter=model if own_loops else None,
-        fork_drafter=model if own_loops else EagerForks(model),
-        clock=clock,
-    )
+def drafting_with(model: HashModel, clock: Clock, **limits: int) -> tuple[Proposer, Clock]:
+    parts = {"fork_drafter": EagerForks(model), "clock": clock}
+    return DraftModelProposer(model, name="draft", limits=ProposerLimits(**limits), **parts), clock
 
 
 COPYING = {
@@ -159,9 +163,8 @@ class Network:
     def __init__(self, engine: Any, rng: random.Random, k: int, **served: Any) -> None:
         self.rng = rng
         self.players: list[Player] = []
-        known = {"tokenizer_hash": "", "dtype": "float32", "eos_token_ids": frozenset()}
-        names = {"scorer_id": "s", "model": "m", "served_model_name": "m", "device": "target"}
-        model = ServedModel(num_speculative_tokens=k, **names, **known, **served)
+        served = {**served, "tokenizer_hash": "", "device": "target", "num_speculative_tokens": k}
+        model = replace(SERVED, **served)
         metrics = ScorerMetrics(CollectorRegistry(), "m")
         self.hub = Hub(engine, model, DraftLimits(), metrics, clock=lambda: self.now)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -188,22 +191,16 @@ class Network:
         self._attach(player)
         return player
 
-    # What subclasses have of their own: times.
-
     def _takes(self, seconds: float, then: Callable[[], None]) -> None:
         """The engine's step or a proposer's work takes so long."""
         self.at(self.now + seconds, then)
 
-    def _way_s(self, player: Player, num_parts: int) -> float:  # noqa: ARG002
-        return player.net.delay_s
-
-    def _python_s(
-        self,
-        num_commits: int = 0,  # noqa: ARG002
-        blocks: Sequence[draft_pb2.Block] = (),  # noqa: ARG002
-    ) -> float:
-        """A proposer's Python takes so long for commits or for blocks."""
-        return 0.0
+    def _python_s(self, net: Net, blocks: Sequence[draft_pb2.Block]) -> float:
+        nodes = [len(block.parents) for block in blocks]  # 0 of a chain
+        trees = len(nodes) - nodes.count(0)
+        slow = bool(blocks and net.slow_chance) and self.rng.random() < net.slow_chance
+        python_s = net.chain_s * nodes.count(0) + net.tree_s * trees + net.node_s * sum(nodes)
+        return python_s + net.slow_s * slow
 
     # The event loop's turns.
 
@@ -215,18 +212,16 @@ class Network:
                 self._send(player, message)
 
     def _attach(self, player: Player) -> None:
-        async def attach() -> AttachedProposer:
+        async def attach() -> AttachedProposer:  # its future nobody awaits
             return self.hub.registry.attach(player.hello)
 
-        loop = asyncio.new_event_loop()  # of a future that nobody awaits
-        player.attached = attached = loop.run_until_complete(attach())
-        loop.close()
+        player.attached = attached = asyncio.run(attach())
         player.link += 1
 
         def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
             player.outbox += [(attached, message) for message in messages]
             blocks = [block for message in messages for block in message.blocks.blocks]
-            player.clock.now += self._python_s(blocks=blocks)
+            player.clock.now += self._python_s(player.net, blocks)
 
         player.inbox.append(Attach(player.link, send, 512))
         self._tell(lambda: None)
@@ -277,7 +272,7 @@ class Network:
         if rng.random() < net.break_chance:
             self._break(player)
             return
-        delay = self._way_s(player, num_parts) + rng.random() * net.jitter_s
+        delay = net.delay_s + net.part_s * num_parts + rng.random() * net.jitter_s
         if rng.random() < net.stall_chance:
             delay += rng.random() * net.stall_s
         player.arrival[way] = max(player.arrival[way], self.now + delay)
@@ -291,8 +286,8 @@ class Network:
         player.clock.now, cycle = self.now, player.cycle
         if items or cycle.has_work:
             cycle.apply(items)
-            batches = [item.message for item in items if isinstance(item, Batch)]
-            player.clock.now += self._python_s(sum([len(each.commits) for each in batches]))
+            commits = [len(item.message.commits) for item in items if isinstance(item, Batch)]
+            player.clock.now += player.net.commit_s * sum(commits)
             cycle.draft()
             player.spare = True
         elif player.spare:
@@ -325,7 +320,7 @@ class World(Network):
         self,
         policy: Policy,
         config: EngineConfig,
-        step_s: Callable[[int], float],
+        step_s: Callable[[Step], float],
         rng: random.Random,
         model: HashModel | None = None,
         **parts: Any,
@@ -334,6 +329,7 @@ class World(Network):
         sizes = config.page_size, config.num_pages, config.max_model_len
         self.model = model or HashModel(VOCAB, *sizes)
         self.policy, self.step_s = policy, step_s
+        self._step_now = 0.005  # seconds of the last step that was launched
         self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now, **parts)
         super().__init__(
             self,
@@ -346,11 +342,10 @@ class World(Network):
         self.requests: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}
         self.last: dict[int, Commit] = {}
-        self.rows_per_step: list[int] = []
         self.steps = self.steps_on_demand = 0  # since `rate` began
         self._commands: list[Callable[[], None]] = []
         self._in_flight = False
-        self._rows = 0
+        self.num_rows = 0
         self._most_rows = config.max_num_seqs
 
     def begin(self, request: Request) -> None:
@@ -364,11 +359,11 @@ class World(Network):
         self.at(until, lambda: None)
         while len(self.last) < len(self.requests) and self.now < until:
             self.step()
-            self.set_rows(self._rows)
+            self.set_rows(self.num_rows)
 
     def set_rows(self, rows: int, *, apart: bool = False) -> None:
         """Keep `rows` requests in flight. `apart`: the first answers end one after the other."""
-        self._rows = rows
+        self.num_rows = rows
         for i in range(len(self.requests) - len(self.last), rows):
             self.begin(
                 self._request(self.answer_len * (i + 1) // rows if apart else self.answer_len)
@@ -445,8 +440,8 @@ class World(Network):
         if self._in_flight:
             flight = self.engine._in_flight
             assert flight is not None
-            self.rows_per_step.append(len(flight.step.rows))
-            self._takes(self.step_s(flight.step.num_tokens), self._collect)
+            self._step_now = self.step_s(flight.step)
+            self._takes(self._step_now, self._collect)
         self._finalize(self.engine.wake_at)
 
     def _carry_out(self) -> None:
@@ -476,6 +471,5 @@ class World(Network):
             if commit.finish_reason is not None:
                 self.last[session] = commit
         if (timings := events.timings) is not None:
-            forward_ms = 1e3 * self.step_s(timings.num_tokens)
-            timings = replace(timings, forward_ms=forward_ms, verify_ms=0.0)
+            timings = replace(timings, forward_ms=1e3 * self._step_now, verify_ms=0.0)
         self._tell(self.hub.on_events, replace(events, timings=timings, counts=None))

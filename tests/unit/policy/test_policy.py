@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tests.support.simulators.simulation import (
     draft_model,
 )
 
-CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048, num_speculative_tokens=4)
+CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
 # Seconds of a step by its tokens: a 62 M model's on a CPU, and an 8B's on an H200.
 CPU_STEP_S = {1: 0.0075, 4: 0.0078, 8: 0.0089, 16: 0.0110, 64: 0.0260, 640: 0.2}
 GPU_STEP_S = {1: 0.0046, 8: 0.0048, 40: 0.0052, 160: 0.0063, 320: 0.0097, 640: 0.016}
@@ -39,10 +39,6 @@ PAGE = Path(__file__).parents[3] / "docs/another-policy.md"
 PLAIN_S = CPU_STEP_S[1]  # of a token without drafts
 NEAR = Net(0.0003)
 NEVER = Net(1e6)  # the way to a silent proposer
-
-
-def step_s(times: dict[int, float]) -> Callable[[int], float]:
-    return lambda num_tokens: float(np.interp(num_tokens, list(times), list(times.values())))
 
 
 class Bench(World):
@@ -54,12 +50,17 @@ class Bench(World):
         net: Net = NEAR,
         *,
         eps: float = 0.0,
-        times: Callable[[int], float] | None = None,
+        times: dict[int, float] = CPU_STEP_S,
         method: tuple[Any, Any] | None = None,
     ) -> None:
-        times = times or step_s(CPU_STEP_S)
-        super().__init__(policy or AdaptivePolicy(4), CONFIG, times, random.Random(1))
+        policy, self._times = policy or AdaptivePolicy(4), times
+        config = replace(CONFIG, num_speculative_tokens=policy.num_speculative_tokens)
+        super().__init__(policy, config, lambda s: self.plain_s(s.num_tokens), random.Random(1))
         self.proposer = self.add(method or draft_model(eps, max_branches=0), net)
+
+    def plain_s(self, num_tokens: int) -> float:
+        """Seconds of a step of so many tokens, as of as many rows without drafts."""
+        return float(np.interp(num_tokens, list(self._times), list(self._times.values())))
 
     def ask(
         self,
@@ -79,30 +80,31 @@ class Bench(World):
         return [each for each in stats if each is not None]
 
 
-def test_a_good_proposer_is_waited_for_and_used() -> None:
-    bench = Bench()
-    (stats,) = bench.ask()
-    assert stats.accepted / stats.drafted == 1.0
-    assert stats.output_tokens / stats.rounds > 4.0
-    assert stats.misses_late <= 2
-    assert bench.now < 0.6 * stats.output_tokens * PLAIN_S
+SLOW = {"net": Net(0.0022), "eps": 0.01, "times": GPU_STEP_S}
 
 
-@pytest.mark.parametrize("requests", [1, 8, 32])
-def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(requests: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "requests", "tokens_per_round", "of_plain_time"),
+    [({}, 1, 4.0, 0.6), (SLOW, 1, 2.8, 0.7), (SLOW, 8, 2.8, 0.7), (SLOW, 32, 2.8, 0.7)],
+    ids=["right drafts", "drafts slower than a step", "of 8 rows", "of 32 rows"],
+)
+def test_good_drafts_are_awaited_and_used(
+    world: dict[str, Any], requests: int, tokens_per_round: float, of_plain_time: float
+) -> None:
     """Rows that go on without their drafts have them late: that must not look as if useless."""
-    bench = Bench(net=Net(0.0022), eps=0.01, times=step_s(GPU_STEP_S))
+    bench = Bench(**world)
     stats = bench.ask(requests)
-    assert sum(s.output_tokens for s in stats) / sum(s.rounds for s in stats) > 2.8
-    assert bench.now < 0.7 * 200 * step_s(GPU_STEP_S)(requests)
+    rounds = sum(s.rounds for s in stats)
+    assert sum(s.output_tokens for s in stats) > tokens_per_round * rounds
+    assert sum(s.misses_late for s in stats) < 0.05 * rounds
+    assert bench.now < of_plain_time * 200 * bench.plain_s(requests)
 
 
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
     slow = 0.4, 1.2
-    bench = Bench(
-        eps=0.01,
-        times=lambda n: step_s(CPU_STEP_S)(n) * (10 if slow[0] < bench.now < slow[1] else 1),
-    )
+    bench = Bench(eps=0.01)
+    usual_s = bench.step_s
+    bench.step_s = lambda step: usual_s(step) * (10 if slow[0] < bench.now < slow[1] else 1)
     (stats,) = bench.ask(max_tokens=600)
     assert stats.k_histogram[0] < 0.25 * stats.rounds
     assert stats.output_tokens / stats.rounds > 2.4
@@ -226,20 +228,8 @@ def test_rows_do_not_wait_for_a_row_whose_proposer_is_silent() -> None:
     assert max(s.wait_ms for s in stats[1::2]) > 250
 
 
-def test_rows_are_gathered_where_that_pays() -> None:
-    """Two rows half a step apart settle into common steps: two steps cost twice one."""
-    bench = Bench()
-    bench.ask(2, max_tokens=300)
-    assert bench.rows_per_step.count(2) > 0.7 * len(bench.rows_per_step)
-
-
-class Eager(Bench):
+class Unasked(Bench):
     """Its proposer drafts although nobody asked it to."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self.ways: set[str] = set()  # of its steps
-        self.asked: set[int] = set()  # draft tokens by its commits
 
     def begin(self, request: Request) -> None:
         super().begin(request)
@@ -249,9 +239,9 @@ class Eager(Bench):
             self._tell(self.hub.registry.assign, session)
 
     def _publish(self, events: StepEvents) -> None:
+        assert {commit.num_draft_tokens for commit in events.commits} <= {0}
         assert events.counts is not None
-        self.ways.add(events.counts.way)
-        self.asked |= {commit.num_draft_tokens for commit in events.commits}
+        assert events.counts.way == DraftMode.OFF.value or self.policy.num_speculative_tokens
         super()._publish(events)
 
     def _send(self, player: Player, message: SessionMessage) -> None:
@@ -273,13 +263,10 @@ def test_without_speculation_nothing_waits_or_counts(
     policy: str, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "HELD_TOKENS", 1)  # the proposer hears of each commit
-    bench = Eager(POLICIES[policy](4))
+    bench = Unasked(POLICIES[policy](4))
     (stats,) = bench.ask(speculation=speculation)
     assert stats.rounds == stats.output_tokens
     assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
-    assert bench.asked == {0}
-    if policy == "off":
-        assert bench.ways == {DraftMode.OFF.value}
     assert (1 in bench.engine.snapshot().undrafted_sizes) == (policy == "off"), "nobody asks"
 
 
@@ -293,7 +280,7 @@ def test_policy_of_the_page_drafts_what_is_likely_and_is_faster_than_none() -> N
     times = {}
     for k in (0, 4):
         policy, method = names["LikelyTokens"](k), draft_model(0.05)
-        bench = Bench(policy, Net(), times=lambda _: 0.005, method=method)
+        bench = Bench(policy, Net(), times={1: 0.005}, method=method)
         (stats,) = bench.ask(max_tokens=100)
         times[k] = bench.now
     assert stats.accepted > 0.6 * stats.drafted > 0
@@ -311,7 +298,7 @@ def test_cut_by_confidence_is_faster_than_by_depth_where_tokens_take_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the step times of an embedded target on a CPU, at temperature 1."""
-    times = step_s({1: 0.026, 5: 0.044, 16: 0.057, 32: 0.076, 128: 0.228})
+    times = {1: 0.026, 5: 0.044, 16: 0.057, 32: 0.076, 128: 0.228}
     by_confidence, by_depth = (Bench(CutOnDemand(4), eps=0.2, times=times) for _ in range(2))
     monkeypatch.setattr(by_depth.policy, "cut", lambda drafts, _: [len(told) for _, told in drafts])
     monkeypatch.setattr(by_depth.policy.measured.acceptance, "confident", lambda _: False)
@@ -329,18 +316,15 @@ def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_
     assert not breaker.is_open
 
 
-@pytest.mark.parametrize(
-    ("forward_s", "k"),
-    [
-        pytest.param(0.0009, 4, id="all four tokens fit into the step"),
-        pytest.param(0.0011, 3, id="a fourth token would come too late"),
-    ],
-)
+@pytest.mark.parametrize(("forward_s", "k"), [(0.0009, 4), (0.0011, 3)])
 def test_branches_are_there_before_the_verdict(forward_s: float, k: int) -> None:
-    """A round takes a verification and little more, with the times of two H200s."""
+    """A round takes a verification and little more, with the times of two H200s.
+
+    All four tokens fit into the step, or a fourth would come too late.
+    """
     step_s = 0.0049
     method = draft_model(0.028, forward_s, max_branches=16)
-    bench = Bench(net=Net(0.000575), times=lambda _: step_s, method=method)
+    bench = Bench(net=Net(0.000575), times={1: step_s}, method=method)
     (stats,) = bench.ask(max_tokens=240)
     assert stats.hits >= 0.9 * stats.iter_count
     assert stats.misses_late <= 0.05 * stats.iter_count

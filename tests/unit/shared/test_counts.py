@@ -41,7 +41,9 @@ def test_step_counts_of_all_steps_sum_to_request_stats(
         max_model_len=128,
         num_speculative_tokens=4,
     )
-    world = CountingWorld(policy, config, lambda tokens: 0.01 + 1e-4 * tokens, random.Random(3))
+    world = CountingWorld(
+        policy, config, lambda step: 0.01 + 1e-4 * step.num_tokens, random.Random(3)
+    )
     net = Net(delay_s=0.001, jitter_s=0.001, stall_chance=0.05, stall_s=0.03, repeat_chance=0.1)
     world.add(draft_model(eps=0.3, max_branches=max_branches), net)
     for session in range(1, NUM_REQUESTS + 1):
