@@ -197,22 +197,17 @@ def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> Non
     assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
 
 
-@pytest.mark.parametrize("policy", [AdaptivePolicy(4), FixedPolicy(4, max_wait_s=0.05)])
-def test_a_proposer_that_is_set_aside_is_not_waited_for_by_later_requests(policy: Policy) -> None:
-    bench = Bench(policy, NEVER)
-    assert bench.ask(max_tokens=12)[0].waits >= 1, "of an unknown proposer a draft may come"
-    bench.ask(max_tokens=12)
-    bench.ask(max_tokens=12)
-    for stats in bench.ask(4, max_tokens=12):
-        assert stats.waits == 0
-        assert stats.wait_ms == 0.0
-
-
 @pytest.mark.parametrize("eps", [0.0, 1.0])
-def test_a_proposer_that_was_set_aside_is_waited_for_after_its_blocks(eps: float) -> None:
+@pytest.mark.parametrize("policy", [AdaptivePolicy, FixedPolicy])
+def test_later_requests_wait_for_a_silent_proposer_again_after_its_blocks(
+    policy: type[AdaptivePolicy | FixedPolicy], eps: float
+) -> None:
     """Also after wrong ones: what they are worth is for acceptance to tell."""
-    bench = Bench(net=NEVER, eps=eps)
+    bench = Bench(policy(4), NEVER, eps=eps)
+    assert bench.ask(max_tokens=12)[0].waits >= 1, "of an unknown proposer a draft may come"
     bench.ask(max_tokens=60)
+    for stats in bench.ask(4, max_tokens=12):
+        assert (stats.waits, stats.wait_ms) == (0, 0.0)
     bench.proposer.arrival = {"to": 0.0, "from": 0.0}
     bench.proposer.net = NEAR
     bench.ask(max_tokens=60)
