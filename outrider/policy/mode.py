@@ -150,9 +150,9 @@ class ModeTrials:
 class ModeSelector:
     """Runs trials by size of batch and kind of text.
 
-    Each begins with what was better at the size or kind before it. A number of rows that goes up
-    and down around a power of two stays one size, and a mean temperature around that of sampled
-    texts stays one kind.
+    Each begins with what was better at the size or kind before it. A number of rows that goes
+    below a power of two and back stays one size, and a mean temperature around that of sampled
+    texts stays one kind. A load that grows past 64 rows to 128 is not of the size of 64.
 
     The time that prompts take is left out: it comes with every text, drafted for or not.
     """
@@ -184,8 +184,8 @@ class ModeSelector:
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size or the texts have changed. True if so."""
-        least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
-        size = self._size if 3 * least <= 4 * num_rows < 10 * least else num_rows.bit_length()
+        least = 1 << self._size - 1  # rows of this size; some fewer stay in it, but no more
+        size = self._size if 3 * least <= 4 * num_rows < 8 * least else num_rows.bit_length()
         margin = -MIXED_TEXTS if self._sampled else MIXED_TEXTS
         sampled = temperature >= SAMPLED_TEMPERATURE + margin
         if (size, sampled) == (self._size, self._sampled):

@@ -202,6 +202,17 @@ def test_sizes_of_batch_have_their_own_modes_and_are_not_tried_again_soon() -> N
     assert load.modes.current.mode.drafts
 
 
+def test_loads_of_twice_as_many_rows_are_compared_for_themselves() -> None:
+    """128 requests that came one after the other ended the drafts of 64, for which these paid."""
+    load = Load(1)
+    for rows, step_s in ((128, SLOW), (64, FAST)):
+        for arrived in (rows // 8, rows // 2, 3 * rows // 4, rows):
+            load.play(2, rows=arrived, step_s=step_s)
+        load.play(3000)
+        assert load.incumbent.drafts == (step_s is FAST)
+        assert load.modes._size == rows.bit_length()
+
+
 def test_ahead_and_on_demand_are_compared_only_if_somebody_runs_ahead() -> None:
     load = Load()
     for i in range(3000):
