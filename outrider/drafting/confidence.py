@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,14 +20,18 @@ def confidences_of(gaps: NDArray[np.float32]) -> bytes:
         return _as_bytes(np.log(np.expm1(gaps)))
 
 
-def confidences_of_log_probs(log_probs: NDArray[np.float32]) -> list[bytes]:
-    """Return the confidences of each row's tokens by their log probabilities [rows, n]."""
+def confidences_of_log_probs(log_probs: NDArray[np.floating]) -> bytes:
+    """Return the confidences of tokens by their log probabilities, of any shape."""
     with np.errstate(divide="ignore"):
-        flat = _as_bytes(log_probs - np.log(-np.expm1(log_probs)))
-    width = log_probs.shape[1]
-    return [flat[end - width : end] for end in range(width, len(flat) + 1, width)]
+        return _as_bytes(log_probs - np.log(-np.expm1(log_probs)))
 
 
-def _as_bytes(log_odds: NDArray[np.float32]) -> bytes:
-    values: NDArray[np.float32] = np.rint(128.0 + 16.0 * log_odds)
+def by_row(confidences: bytes, sizes: Iterable[int]) -> list[bytes]:
+    """Return the confidences of rows of these sizes, which follow one another."""
+    ends = [*accumulate(sizes, initial=0)]
+    return [confidences[start:end] for start, end in pairwise(ends)]
+
+
+def _as_bytes(log_odds: NDArray[np.floating]) -> bytes:
+    values: NDArray[np.floating] = np.rint(128.0 + 16.0 * log_odds)
     return np.minimum(np.maximum(values, 1), 255).astype(np.uint8).tobytes()

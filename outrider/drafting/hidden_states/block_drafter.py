@@ -109,7 +109,7 @@ class BlockDrafter(CachedDrafter):
 
     def _read(self, output: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
         if self.limits.tree_width > 1:
-            return [Guess(*nodes) for nodes in self.head.trees(output, wanted)]
+            return self.head.trees(output, wanted)
         chains = self.head.chains(torch.from_numpy(output)).tolist()
         rows = zip(chains, self.head.confidences(output), wanted, strict=True)
         return [Guess.chain(tokens[:n], confidences[:n]) for tokens, confidences, n in rows]

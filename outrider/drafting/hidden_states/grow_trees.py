@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches, eager_batches
 from outrider.drafting.graphs.chains import feed
@@ -128,9 +129,13 @@ def _best(nodes: Sequence[Tensor], count: int) -> Tensor:
 
 def read_trees(grown: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
     """Return each row's best nodes of a loop's output, int32 [rows, nodes, 3]."""
-    trees: list[Guess] = []
-    for row, size in zip(grown, wanted, strict=True):
-        tokens, parents, scores = row[:size].T
-        count = int((np.ascontiguousarray(scores).view(np.float32) > -np.inf).sum())
-        trees.append(Guess(tokens[:count].tolist(), parents[:count].tolist()))
-    return trees
+    tokens, parents, bits = (np.ascontiguousarray(each) for each in np.moveaxis(grown, 2, 0))
+    scores = bits.view(np.float32)
+    real = (scores > -np.inf) & (np.arange(scores.shape[1]) < np.array(wanted)[:, None])
+    above = np.where(parents < 0, 0.0, np.take_along_axis(scores, np.maximum(parents, 0), 1))
+    sizes = real.sum(1).tolist()  # the best come first
+    told = confidences_of_log_probs(np.minimum(scores[real] - above[real], 0.0))
+    return [
+        Guess(row[:size].tolist(), up[:size].tolist(), each)
+        for row, up, size, each in zip(tokens, parents, sizes, by_row(told, sizes), strict=True)
+    ]

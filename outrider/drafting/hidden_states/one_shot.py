@@ -158,10 +158,7 @@ class OneShotProposer(FeatureMethod):
         else:
             guesses = self._loops.guess(rows, depth)
         grown = self._head.trees(guesses, sizes)
-        return [
-            DraftTree(_length(row), tuple(tokens), tuple(parents))
-            for row, (tokens, parents) in zip(rows, grown, strict=True)
-        ]
+        return [guess.tree(_length(row)) for row, guess in zip(rows, grown, strict=True)]
 
     def _chains(self, rows: Sequence[DraftInput], lane: Lane) -> list[DraftTree]:
         drawn = guess_chains(self._head, *self._inputs(rows), rows, lane)

@@ -54,7 +54,8 @@ class RecurrentDrafter(CachedDrafter):
         forward, width = self._forward(rows), self.limits.tree_width
         if width > 1 and rows[0].mask is None:
             return draft_trees(forward, rows, width)
-        return [Guess.chain(*chain) for chain in draft_chains(forward, rows, LEAD)]
+        chains = draft_chains(forward, rows, LEAD, with_confidences=True)
+        return [Guess.chain(*chain) for chain in chains]
 
     def _forward(self, rows: Sequence[DraftInput]) -> HeadForward:
         with torch.inference_mode():

@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree, chain_parents
+from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.likeliest import cut_to_likeliest, noised
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
-Nodes = tuple[list[int], Sequence[int]]
-"""Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference."""
+Nodes = tuple[list[int], list[int], list[float]]
+"""Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference; and the
+log probability of each token, given those before it."""
 
 _MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
 
@@ -33,7 +35,7 @@ class Guess(NamedTuple):
     """A draft of a module, without the text that it continues."""
 
     tokens: list[int]
-    parents: Sequence[int]  # as of `Nodes`
+    parents: Sequence[int]  # as `DraftTree` has them
     confidences: bytes = b""  # of the tokens, if they are told
 
     @staticmethod
@@ -134,6 +136,7 @@ def best_products(
     """
     tokens: list[int] = []
     parents: list[int] = []
+    chances: list[float] = []
     # (negated score, a number to tell equals, depth, rank among the siblings, parent)
     heap = [(-log_probs[0][0], 0, 0, 0, -1)]
     pushed = 0
@@ -143,6 +146,7 @@ def best_products(
         tokens.append(token_ids[depth][rank])
         parents.append(parent)
         here = log_probs[depth]
+        chances.append(here[rank])
         if rank + 1 < len(here) and here[rank + 1] > -math.inf:
             pushed += 1
             sibling_cost = cost + here[rank] - here[rank + 1]
@@ -150,7 +154,7 @@ def best_products(
         if depth + 1 < len(log_probs):
             pushed += 1
             heapq.heappush(heap, (cost - log_probs[depth + 1][0], pushed, depth + 1, 0, node))
-    return tokens, parents
+    return tokens, parents, chances
 
 
 def guess_places(places: Tensor, draws: TargetDraws, width: int) -> Tensor:
@@ -238,10 +242,26 @@ def chain_nodes(token_ids: Tensor, scores: Tensor | None = None) -> Tensor:
     return torch.stack((ids, parents.expand_as(ids), bits), dim=1)
 
 
-def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
     """Return the best products of what `guess_places` returned, a tree per row."""
     ids, log_probs = guesses[:, 0].tolist(), guesses[:, 1].view(np.float32).tolist()
-    return [best_products(*row) for row in zip(ids, log_probs, sizes, strict=True)]
+    return _told([best_products(*row) for row in zip(ids, log_probs, sizes, strict=True)])
+
+
+def trees_of_paths(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
+    """Return the best nodes of what `guess_paths` returned, a tree per row."""
+    return _told(
+        [
+            best_nodes(tokens, parents, scores.view(np.float32), size)
+            for (tokens, parents, scores, *_), size in zip(guesses, sizes, strict=True)
+        ]
+    )
+
+
+def _told(trees: Sequence[Nodes]) -> list[Guess]:
+    chances = np.array([chance for *_, chances in trees for chance in chances])
+    told = by_row(confidences_of_log_probs(chances), [len(tokens) for tokens, *_ in trees])
+    return [Guess(*nodes[:2], each) for nodes, each in zip(trees, told, strict=True)]
 
 
 def best_nodes(
@@ -257,7 +277,10 @@ def best_nodes(
     order = np.argsort(-scores, kind="stable")[:num_nodes]
     chosen = [int(node) for node in order if scores[node] > -math.inf]
     place = {node: i for i, node in enumerate(chosen)} | {-1: -1}
+    above = [int(parents[node]) for node in chosen]
+    before = np.where(parents[chosen] < 0, 0.0, scores[above])
     return (
         [int(token_ids[node]) for node in chosen],
-        [place[int(parents[node])] for node in chosen],
+        [place[parent] for parent in above],
+        np.minimum(scores[chosen] - before, 0.0).tolist(),  # a score is a rounded sum
     )

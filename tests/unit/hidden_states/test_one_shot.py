@@ -148,11 +148,13 @@ def test_one_shot_chain_of_any_head_has_the_best_token_at_each_depth(
     method.open(1, SessionStart(prefix, sampling, 8, 64))
     feed(method, 1, 0, 4)
     tree = drafted(method, 1)[1]
-    path = [5]
+    path, odds = [5], []
     for depth in range(DEPTH):
-        best = scores(name, STATES[3], path, sampling, 5 + depth).argmax()
-        path.append(int(best))
-    assert tree == DraftTree.chain(5, path[1:])
+        best = scores(name, STATES[3], path, sampling, 5 + depth).max(dim=-1)
+        path.append(int(best.indices))
+        odds.append(float(best.values - torch.log(-torch.expm1(best.values))))
+    assert tree._replace(confidences=b"") == DraftTree.chain(5, path[1:])
+    assert list(tree.confidences) == pytest.approx([128 + 16 * each for each in odds], abs=1)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=6)])
@@ -172,14 +174,16 @@ def test_one_shot_tree_of_any_head_has_the_best_of_all_paths(
     for path in sorted((p for p in every if len(p) == 2), key=lambda p: -every[p])[:12]:
         ahead = scores(name, STATES[1], [9, *path], sampling, 5)
         every |= {(*path, token): every[path] + float(ahead[token]) for token in range(VOCAB)}
-    del every[()]
-    expected = sorted(every, key=lambda path: -every[path])[:12]
+    expected = sorted(every, key=lambda path: -every[path])[1:13]  # all but the root
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     assert tree.base_len == 3
     assert found == expected, "the best come first"
     assert not tree.is_chain
+    rates = torch.tensor([every[path] - every[path[:-1]] for path in expected])
+    odds = (rates - torch.log(-torch.expm1(rates))).tolist()
+    assert list(tree.confidences) == pytest.approx([128 + 16 * each for each in odds], abs=1)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -343,7 +347,7 @@ def test_one_shot_proposer_with_cuts_drafts_no_cut_token() -> None:
     feed(method, 1, 0, 1)
     tree = drafted(method, 1)[1]
     expected = [int(medusa_reference(MEDUSA, i, STATES[0]).argmax()) for i in range(DEPTH)]
-    assert tree == DraftTree.chain(2, expected)
+    assert tree == DraftTree.chain(2, expected, (), bytes([255] * DEPTH)), "nothing else may come"
 
 
 def test_one_shot_proposer_without_room_loses_newcomer() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import TargetTensors
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import KVPools
@@ -224,7 +224,7 @@ class OneShotHead(Protocol):
         and at the `width` likeliest of each place. Rows do not affect each other.
         """
 
-    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
         """Return a tree per row, of at most `sizes[i]` nodes; a `width` of 1 makes chains."""
 
     def begin(self, states: Tensor) -> Tensor:

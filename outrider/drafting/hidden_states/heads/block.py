@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.confidence import confidences_of_log_probs
+from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.heads.base import CachedHead
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, guess_places, trees_of_places
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, guess_places, trees_of_places
 from outrider.engine.attention.base import AttentionBackend
 
 
@@ -74,7 +74,7 @@ class BlockHead(CachedHead):
         logits = self.logits(states[:, :depth].flatten(0, 1)).view(len(states), depth, -1)
         return guess_places(logits, draws, width)
 
-    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
         """Return a tree per row, of at most `sizes[i]` nodes."""
         return trees_of_places(guesses, sizes)
 
@@ -85,7 +85,7 @@ class BlockHead(CachedHead):
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
         """Return the confidence of each place's first token, by row, as in `Block.confidences`."""
         best = guesses[:, 1, :, 0].copy().view(np.float32)
-        return confidences_of_log_probs(best)
+        return by_row(confidences_of_log_probs(best), [best.shape[1]] * len(best))
 
     def begin(self, states: Tensor) -> Tensor:
         """Return outputs as the first `step` takes them."""

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.confidence import confidences_of_log_probs
+from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.hidden_states.heads.base import HeadSetup, Place, spread
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
 from outrider.drafting.hidden_states.trees import (
-    Nodes,
+    Guess,
     TargetDraws,
-    best_nodes,
     chain_nodes,
     guess_paths,
+    trees_of_paths,
 )
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
@@ -101,10 +101,11 @@ class DSparkHead(DFlashHead):
             chain.append(tokens)
         return torch.stack(chain, dim=1)
 
-    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
+        # One node alone may be drawn as a chain, so it tells the same either way: nothing.
         return [
-            best_nodes(tokens, parents, scores.view(np.float32), size)
-            for (tokens, parents, scores, *_), size in zip(guesses, sizes, strict=True)
+            guess if len(guess.tokens) > 1 else guess._replace(confidences=b"")
+            for guess in trees_of_paths(guesses, sizes)
         ]
 
     def chains(self, guesses: Tensor) -> Tensor:
@@ -112,10 +113,12 @@ class DSparkHead(DFlashHead):
 
     def confidences(self, guesses: NDArray[np.int32]) -> list[bytes]:
         if guesses.shape[1] > 3:  # chains, whose confidences `guess` added
-            return confidences_of_log_probs(guesses[:, 3].copy().view(np.float32))
+            steps = guesses[:, 3].copy().view(np.float32)
+            return by_row(confidences_of_log_probs(steps), [steps.shape[1]] * len(steps))
         scores = guesses[:, 2].copy().view(np.float32)
         steps = np.diff(scores, axis=1, prepend=np.float32(0))
-        return confidences_of_log_probs(np.minimum(steps, 0))
+        told = confidences_of_log_probs(np.minimum(steps, 0))
+        return by_row(told, [steps.shape[1]] * len(steps))
 
     def begin(self, states: Tensor) -> Tensor:
         """Return outputs with a place behind each for the state of the path up to it."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.drafting.hidden_states.heads.base import HeadSetup, spread
 from outrider.drafting.hidden_states.trees import (
-    Nodes,
+    Guess,
     TargetDraws,
     guess_places,
     trees_of_places,
@@ -87,7 +87,7 @@ class MedusaHead:
         logits = self._all_logits(self.begin(states), depth)
         return guess_places(torch.stack(logits, dim=1), draws, width)
 
-    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
         return trees_of_places(guesses, sizes)
 
     def _all_logits(self, states: Tensor, num_heads: int) -> list[Tensor]:

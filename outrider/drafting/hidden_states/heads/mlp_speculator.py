@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.drafting.hidden_states.heads.base import HeadSetup
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, guess_paths
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, guess_paths, trees_of_paths
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.engine.model.pack import pack_linear
@@ -87,11 +87,8 @@ class MlpSpeculatorHead:
         """Return what `guess_paths` does."""
         return guess_paths(self.step, self.begin(states), tokens, draws, depth, width)
 
-    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
-        return [
-            best_nodes(tokens, parents, scores.view(np.float32), size)
-            for (tokens, parents, scores), size in zip(guesses, sizes, strict=True)
-        ]
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
+        return trees_of_paths(guesses, sizes)
 
 
 def _normed(x: Tensor) -> Tensor:
