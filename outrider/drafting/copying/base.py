@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import (
@@ -26,6 +26,16 @@ from outrider.params import TokenIds
 _READ_AT_ONCE: Final = 4096
 """Tokens of new texts that one call reads, so that other sessions do not wait long."""
 _READ_AT_LEAST: Final = 128  # of each session: more than a round commits, so that it misses none
+
+
+class Copied(NamedTuple):
+    """Copied tokens, and how sure they are by what was matched (`outrider.drafting.confidence`)."""
+
+    token_ids: Sequence[int]
+    confidences: bytes
+
+
+NOTHING: Final = Copied((), b"")
 
 
 class Source:
@@ -46,13 +56,13 @@ class Source:
         """
         return 0
 
-    def guess(self, path: TokenIds, wanted: int) -> Sequence[int]:
+    def guess(self, path: TokenIds, wanted: int) -> Copied:
         """Return at most `wanted` tokens after the committed text and `path`."""
         raise NotImplementedError
 
     def alternatives(self, path: TokenIds) -> Sequence[int]:
         """Return tokens that may follow the committed text and `path`, the likeliest first."""
-        return self.guess(path, 1)
+        return self.guess(path, 1).token_ids
 
     def commit(self) -> None:
         """Take note that the follower's text has grown."""
@@ -76,11 +86,12 @@ class _Session:
         if follower.at_hand:
             return None
         wanted = follower.wanted
-        guess = tuple(self.source.guess((), wanted)) if wanted else ()
+        copied = self.source.guess((), wanted) if wanted else NOTHING
+        guess = tuple(copied.token_ids)
         # A draft may be shorter than wanted, and so may the remainder of a longer one.
         if guess and follower.pushed and follower.pushed.first_path(len(guess)) == guess:
             return None
-        follower.pushed = DraftTree.chain(follower.length, guess)
+        follower.pushed = DraftTree.chain(follower.length, guess, (), copied.confidences)
         return follower.pushed
 
     def branched(self, max_branches: int) -> DraftTree | None:
@@ -90,21 +101,22 @@ class _Session:
         """
         follower = self.follower
         pushed, wanted = follower.pushed, follower.wanted
-        chain = pushed.first_path(wanted) if pushed and wanted else ()
-        if not chain:
+        if not (pushed and wanted and (chain := pushed.first_path(wanted))):
             return None
         base_len = len(follower.tokens)
         branches: list[tuple[int, list[int]]] = []
+        told = [pushed.first_confidences(len(chain))]
         for accepted in (len(chain), *range(len(chain))):
             path = chain[:accepted]
             room = follower.max_len - base_len - accepted - 2
             if room <= 0 or len(branches) >= max_branches:
                 continue
             for token in self.source.alternatives(path):
-                if chain[accepted : accepted + 1] != (token,):
+                if chain[accepted : accepted + 1] != (token,) and len(branches) < max_branches:
                     rest = self.source.guess((*path, token), min(follower.num_draft_tokens, room))
-                    branches.append((accepted, [token, *rest]))
-        tree = DraftTree.branched(base_len, chain, branches[:max_branches])
+                    branches.append((accepted, [token, *rest.token_ids]))
+                    told += (b"\0", rest.confidences)  # a branch begins where the text left others
+        tree = DraftTree.branched(base_len, chain, branches, b"".join(told))
         if tree == pushed:
             return None
         follower.pushed = tree

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from outrider.drafting.copying.base import CopyingProposer, Limits, Source
+from outrider.drafting.confidence import confidences_of_match
+from outrider.drafting.copying.base import NOTHING, Copied, CopyingProposer, Limits, Source
 from outrider.drafting.copying.edit_cursor import EditCursor, Original
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.params import Advice, TokenIds
@@ -50,7 +51,7 @@ class _Advised(Source):
     def num_tokens(self) -> int:
         return len(self.follower.tokens) + len(self._advice.token_ids)
 
-    def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+    def guess(self, path: TokenIds, wanted: int) -> Copied:
         tokens = self.follower.tokens
         end = [*tokens[max(self._prompt_len, len(tokens) - _COMPARED) :], *path][-_COMPARED:]
         best, place = 0, 0
@@ -58,7 +59,10 @@ class _Advised(Source):
             agreed = self._original.agreement(end, candidate)
             if agreed > best:
                 best, place = agreed, candidate
-        return self._advice.token_ids[place + 1 : place + 1 + wanted] if best else ()
+        if not best:
+            return NOTHING
+        copied = self._advice.token_ids[place + 1 : place + 1 + wanted]
+        return Copied(copied, confidences_of_match(best, len(copied)))
 
 
 class _Edited(_Advised):
@@ -79,10 +83,12 @@ class _Edited(_Advised):
         self._followed += self._cursor.follow(self.follower.tokens[self._followed :])
         self._ahead = (), self._cursor
 
-    def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+    def guess(self, path: TokenIds, wanted: int) -> Copied:
         if self._followed < len(self.follower.tokens):
-            return ()
-        return tuple(self._after(path).guess(wanted))
+            return NOTHING
+        cursor = self._after(path)
+        copied = cursor.guess(wanted)
+        return Copied(copied, confidences_of_match(cursor.agreed, len(copied)))
 
     def alternatives(self, path: TokenIds) -> TokenIds:
         cursor = self._after(path)

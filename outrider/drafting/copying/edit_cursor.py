@@ -124,6 +124,11 @@ class EditCursor:
         return guess[:limit]
 
     @property
+    def agreed(self) -> int:
+        """The output's last tokens that speak for the place; at least 1."""
+        return max(1, self._agreed, self._verbatim)
+
+    @property
     def unchanged(self) -> TokenIds:
         """The token that comes next if the original does; empty at its end."""
         return self._original.token_ids[self._at : self._at + 1]

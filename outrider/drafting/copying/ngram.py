@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Unpack
 
-from outrider.drafting.copying.base import CopyingProposer, Limits, Source
+from outrider.drafting.confidence import confidences_of_match
+from outrider.drafting.copying.base import NOTHING, Copied, CopyingProposer, Limits, Source
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.errors import ConfigError
 from outrider.params import TokenIds
 
 _END = -1  # of a reference; no token
+_COMPARED = 64  # tokens before a match: beyond, more say little
 
 
 class NgramProposer(CopyingProposer):
@@ -79,17 +81,26 @@ class _Lookup(Source):
         self._enter(self.follower.tokens, range(max(start - split, 0), self._read - split), split)
         return self._read - start
 
-    def guess(self, path: TokenIds, wanted: int) -> list[int]:
+    def guess(self, path: TokenIds, wanted: int) -> Copied:
         """Return `wanted` tokens, fewer at the end of a reference, none without a match."""
         found = next(self._matches(path), None)
         if found is None:
-            return []
+            return NOTHING
         if found < len(self._references):
             copied = self._references[found : found + wanted]
-            return copied[: copied.index(_END)] if _END in copied else copied
-        # The copy may run into its own output: text of period p goes on with period p.
-        period = self.num_tokens + len(path) - found
-        return [self._token(found + i % period, path) for i in range(wanted)]
+            copied = copied[: copied.index(_END)] if _END in copied else copied
+        else:  # the copy may run into its own output: text of period p goes on with period p
+            period = self.num_tokens + len(path) - found
+            copied = [self._token(found + i % period, path) for i in range(wanted)]
+        return Copied(copied, confidences_of_match(self._length(found, path), len(copied)))
+
+    def _length(self, found: int, path: TokenIds) -> int:
+        """Return how many tokens before `found` agree with the end of the text and `path`."""
+        end, most = self.num_tokens + len(path), min(found, _COMPARED)
+        for length in range(self._sizes[-1], most):
+            if self._token(found - 1 - length, path) != self._token(end - 1 - length, path):
+                return length
+        return most
 
     def alternatives(self, path: TokenIds) -> list[int]:
         """Return the tokens that followed matches of the text's end, the longest match first."""

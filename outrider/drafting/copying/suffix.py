@@ -13,8 +13,9 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
+from outrider.drafting.confidence import confidences_of_odds
 from outrider.drafting.copying import suffix_kernels as kernels
-from outrider.drafting.copying.base import CopyingProposer, Limits, Source
+from outrider.drafting.copying.base import Copied, CopyingProposer, Limits, Source
 from outrider.drafting.copying.suffix_kernels import END, ORDERS, Ints
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import Follower, SessionStart
@@ -117,14 +118,14 @@ class _Suffixes(Source):
         else:  # too long: not drafted for any more
             self._text = SuffixIndex()
 
-    def guess(self, path: TokenIds, wanted: int) -> list[int]:
+    def guess(self, path: TokenIds, wanted: int) -> Copied:
         settings, context = self._settings, self._context(path)
         own = self._text.draft(context, wanted, settings, _array(path))
         responses = self._responses.of(self._tenant)
         if responses is None:
-            return own.token_ids
+            return own.copied
         earlier = responses.draft(context, wanted, settings)
-        return own.token_ids if own.score >= earlier.score else earlier.token_ids
+        return own.copied if own.score >= earlier.score else earlier.copied
 
     def alternatives(self, path: TokenIds) -> list[int]:
         context = self._context(path)
@@ -148,7 +149,7 @@ class Found(NamedTuple):
     """A continuation and the sum of its tokens' estimated probabilities."""
 
     score: float
-    token_ids: list[int]
+    copied: Copied
 
 
 class SuffixIndex:
@@ -206,11 +207,14 @@ class SuffixIndex:
 
         With `path` the text is the context's own.
         """
-        draft = np.empty(wanted, np.int32)
+        draft, odds = np.empty(wanted, np.int32), np.empty(wanted, np.float64)
         own, path = path is not None, _NO_PATH if path is None else path
         factor, min_prob = settings.max_spec_factor, settings.min_token_prob
-        score, length = kernels.best_draft(self._text, context, path, own, factor, min_prob, draft)
-        return Found(score, draft[:length].tolist())
+        score, length = kernels.best_draft(
+            self._text, context, path, own, factor, min_prob, draft, odds
+        )
+        told = confidences_of_odds(odds[:length])
+        return Found(score, Copied(draft[:length].tolist(), told))
 
     def next_tokens(self, context: Ints, count: int, path: Ints | None = None) -> list[int]:
         """Return at most `count` tokens; see `suffix_kernels.next_tokens`."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from outrider.drafting.cpu.compiled import compiled
 
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
 
 ORDERS = 4  # n-grams of 1, 2, 4 and 8 tokens
 END = -1  # of a document; no token
@@ -115,7 +116,14 @@ def _next(text: Text, place: int, tail: Ints) -> int:
 
 @compiled
 def best_draft(
-    text: Text, context: Ints, path: Ints, own: bool, factor: float, min_prob: float, draft: Ints
+    text: Text,
+    context: Ints,
+    path: Ints,
+    own: bool,
+    factor: float,
+    min_prob: float,
+    draft: Ints,
+    odds: Floats,
 ) -> tuple[float, int]:
     """Write the best-scored continuation of `context` to draft [wanted]; return score and length.
 
@@ -123,7 +131,8 @@ def best_draft(
     next token is followed, `factor` * m times at most, as long as the product of the tokens'
     frequencies is at least `min_prob`; the sum of these products is the score. The m of the best
     score wins, the longer one among equals. `own`: the text is the context's own, which ends with
-    `path` after it.
+    `path` after it. To odds [wanted] goes what speaks for each token: matches that go on with it
+    by those that do not, times the length of the match with the tokens before it.
     """
     places = np.empty(RECENT, np.int32)
     lengths = np.empty(RECENT, np.int32)
@@ -133,7 +142,7 @@ def best_draft(
     tail = np.empty(len(path) + wanted if own else 0, np.int32)
     if own:
         tail[: len(path)] = path
-    candidate = np.empty(wanted, np.int32)
+    candidate, evidence = np.empty(wanted, np.int32), np.empty(wanted, np.float64)
     best, best_length = 0.0, 0
     longest = len(context) + 1
     for order in range(ORDERS - 1, -1, -1):
@@ -168,6 +177,8 @@ def best_draft(
                     break
                 prob *= most / num_active
                 score += prob
+                others = num_active - most
+                evidence[length] = (match + length) * (most + 0.5) / (others + 0.5)
                 kept = 0
                 for i in range(num_active):
                     if _next(text, active[i] + length, tail) == likeliest:
@@ -181,6 +192,7 @@ def best_draft(
             if score > best:
                 best, best_length = score, length
                 draft[:length] = candidate[:length]
+                odds[:length] = evidence[:length]
         longest = min(longest, 1 << order)
     return best, best_length
 

@@ -80,7 +80,7 @@ def test_suffix_index_of_any_text_drafts_as_the_definition(
         wanted,
         SuffixSettings(max_spec_factor=factor, min_token_prob=min_prob),
     )
-    assert found.token_ids == tokens
+    assert found.copied.token_ids == tokens
     assert found.score == pytest.approx(score)
 
 
@@ -91,10 +91,10 @@ def test_suffix_index_that_grows_and_shrinks_finds_the_same() -> None:
         if i >= 10:
             index.drop(4)
     context = np.array([399, 400], np.int32)
-    assert index.draft(context, 4, SuffixSettings()).token_ids == [401]
+    assert index.draft(context, 4, SuffixSettings()).copied.token_ids == [401]
     assert index.next_tokens(context, 3) == [401]
     gone = np.array([380, 381], np.int32)
-    assert index.draft(gone, 4, SuffixSettings()).token_ids == []
+    assert index.draft(gone, 4, SuffixSettings()).copied.token_ids == []
     assert len(index) == 40
 
 
@@ -116,7 +116,7 @@ def test_suffix_index_anywhere_in_its_room_equals_the_definition(
         context = chance.choices(range(3), k=chance.randrange(1, 10))
         score, tokens = definition(texts, context, 6, 1.0, 0.1)
         found = index.draft(np.array(context, np.int32), 6, SuffixSettings())
-        assert found.token_ids == tokens
+        assert found.copied.token_ids == tokens
         assert found.score == pytest.approx(score)
 
 
