@@ -64,6 +64,7 @@ class Round(NamedTuple):
     depth: int  # of them after one another at most; a chain: all
     accepted: int  # of a tree the nodes of one path
     rejected: bool  # something was drafted where the accepted tokens end; not what came
+    last: int = -1  # accepted node of the draft; -1: none was
 
     @property
     def tried(self) -> int:
@@ -77,7 +78,7 @@ UNDRAFTED = Round(0, 0, 0, rejected=False)
 @lru_cache(maxsize=4096)
 def chain_round(drafted: int, accepted: int) -> Round:
     """Return the round of a chain."""
-    return Round(drafted, drafted, accepted, accepted < drafted)
+    return Round(drafted, drafted, accepted, accepted < drafted, accepted - 1)
 
 
 @lru_cache(maxsize=4096)

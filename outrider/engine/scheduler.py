@@ -23,12 +23,12 @@ from outrider.engine.sampling.logprobs import narrow
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import (
     NO_DRAFT,
+    ChosenDraft,
     DrawnTokens,
     ScheduledRow,
     Step,
     StepResult,
     choose_draft,
-    draft_confidences,
 )
 from outrider.policy.base import Policy, Ready
 from outrider.rounds import UNDRAFTED
@@ -291,46 +291,49 @@ class Scheduler:
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
         rows: dict[int, ScheduledRow] = {}
-        counts = self._draft_counts(decoding)
+        drafts = self._choose_drafts(decoding, max_draft)
         for seq in decoding:
             if not seq.admitted or budget <= reserve:  # preempted by a row before it
                 continue
             if seq.draft is None:
                 row = self._place_last(seq, rows)
             else:
-                most = min(counts[seq.session_id], max_draft)
-                row = self._place(seq, budget - reserve, most, rows)
+                row = self._place(seq, budget - reserve, drafts[seq.session_id], rows)
             if row is not None:
                 rows[seq.session_id] = row
                 budget -= 1 + len(row.draft)
         prompt_logits = self.config.max_prompt_logits
         for seq in prefilling:
             left = min(budget, prompt_logits) if seq.wants_prompt_logits else budget
-            most = min(seq.drafting.num_draft_tokens, max_draft)
-            if left > 0 and seq.admitted and (row := self._place(seq, left, most, rows)):
+            draft, spare = NO_DRAFT, left - seq.num_uncomputed
+            if seq.draft is not None and spare >= 0:
+                most = min(seq.drafting.num_draft_tokens, max_draft, spare)
+                draft = choose_draft(seq, most)
+            if left > 0 and seq.admitted and (row := self._place(seq, left, draft, rows)):
                 rows[seq.session_id] = row
                 budget -= len(row.slice.token_ids)
                 prompt_logits -= row.num_prompt_logits
         return list(rows.values())
 
-    def _draft_counts(self, decoding: list[Sequence]) -> dict[int, int]:
-        """Return how many tokens of each draft at hand are verified at most, by its session.
+    def _choose_drafts(self, decoding: list[Sequence], max_draft: int) -> dict[int, ChosenDraft]:
+        """Return what is verified of each draft at hand, by its session.
 
         Drafts with confidences are cut to what these make worth verifying, over all rows at once.
         """
-        drafted = [seq for seq in decoding if seq.draft is not None]
-        if not drafted:
-            return {}
-        counts = {seq.session_id: seq.drafting.num_draft_tokens for seq in drafted}
-        sized = [
-            (seq, confidences)
-            for seq in drafted
-            if (confidences := draft_confidences(seq, counts[seq.session_id]))
-        ]
-        if sized:
-            cut = self.tracker.cut(sized, len(decoding) - len(sized))
-            counts.update(zip([seq.session_id for seq, _ in sized], cut, strict=True))
-        return counts
+        chosen = {
+            seq.session_id: choose_draft(seq, min(seq.drafting.num_draft_tokens, max_draft))
+            for seq in decoding
+            if seq.draft is not None
+        }
+        told = [(self.by_session[i], draft) for i, draft in chosen.items() if draft.confidences]
+        if told:
+            untold = [len(draft.token_ids) for draft in chosen.values() if not draft.confidences]
+            nodes = [(seq, draft.nodes) for seq, draft in told]
+            cut = self.tracker.cut(nodes, len(decoding), len(decoding) + sum(untold))
+            for (seq, draft), kept in zip(told, cut, strict=True):
+                chosen[seq.session_id] = verified = draft.kept(kept)
+                self.tracker.verifies(seq, verified.nodes)
+        return chosen
 
     def _place_last(self, seq: Sequence, rows: dict[int, ScheduledRow]) -> ScheduledRow | None:
         """Return a row of a text's last token, with a page for it; None if there is none."""
@@ -340,18 +343,19 @@ class Scheduler:
         return ScheduledRow(seq, RowSlice((seq.token_ids[start],), start, table, 1), ())
 
     def _place(
-        self, seq: Sequence, left: int, max_draft: int, rows: dict[int, ScheduledRow]
+        self, seq: Sequence, left: int, chosen: ChosenDraft, rows: dict[int, ScheduledRow]
     ) -> ScheduledRow | None:
-        """Return a row of at most `left` tokens, with pages for them; None if there are none."""
+        """Return a row of at most `left` tokens, with pages for them; None if there are none.
+
+        With the `chosen` draft, if any, these are all that the text and the draft have.
+        """
         start, length = seq.num_computed, len(seq.token_ids)
         page_size = self.config.page_size
         end = length if length - start <= left else start + left
-        draft, parents, probs = NO_DRAFT
-        if seq.draft is not None and end == length:
-            draft, parents, probs = choose_draft(seq, min(max_draft, left - (end - start)))
+        draft, parents, probs, _ = chosen
         if end + len(draft) > len(seq.block_table) * page_size:
             if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
-                draft, parents, probs = NO_DRAFT  # no draft is worth another row's pages
+                draft, parents, probs, _ = NO_DRAFT  # no draft is worth another row's pages
             if not self._cover(seq, end + len(draft), rows):
                 return None
         num_logits = len(draft) + 1 if end == length else 0

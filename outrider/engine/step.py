@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts
-from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.draft_tree import DraftProbs, DraftTree, chain_parents
+from outrider.drafted_nodes import DraftNodes
 from outrider.engine.batch import RowSlice
 from outrider.engine.sequence import Sequence
 from outrider.engine.tree_mask import MAX_TREE_NODES, depths
@@ -21,11 +22,37 @@ from outrider.params import TokenIds, VerificationRule
 from outrider.rounds import Round, chain_round
 from outrider.types import TokenLogprobs
 
-ChosenDraft = tuple[TokenIds, tuple[int, ...], tuple[DraftProbs | None, ...]]
-"""Tokens to verify after the last known one, their parents as in a `DraftTree` (empty: a chain),
-and the distributions that they were drawn from (empty: point masses)."""
 
-NO_DRAFT: ChosenDraft = ((), (), ())
+class ChosenDraft(NamedTuple):
+    """Tokens to verify after the last known one."""
+
+    token_ids: TokenIds
+    parents: tuple[int, ...] = ()  # as in a `DraftTree`; empty: a chain
+    probs: tuple[DraftProbs | None, ...] = ()  # that they were drawn from; empty: point masses
+    confidences: bytes = b""  # as in a `DraftTree`, if they may choose what is verified
+
+    @property
+    def nodes(self) -> DraftNodes:
+        return DraftNodes(self.confidences, self.parents)
+
+    def kept(self, chosen: Rows[bool]) -> ChosenDraft:
+        """Return the draft of the `chosen` nodes, none of which lacks its parent."""
+        count = sum(chosen)
+        if count == len(self.token_ids):
+            return self
+        if not self.parents:
+            probs, told = self.probs[:count], self.confidences[:count]
+            return ChosenDraft(self.token_ids[:count], (), probs, told)
+        places = [*accumulate(chosen, initial=-1)]  # in the new draft, of the root and the nodes
+        parents = tuple([places[parent + 1] for parent in compress(self.parents, chosen)])
+        told = bytes(compress(self.confidences, chosen))
+        chain = parents == chain_parents(count)
+        return ChosenDraft(
+            tuple(compress(self.token_ids, chosen)), () if chain else parents, (), told
+        )
+
+
+NO_DRAFT = ChosenDraft(())
 
 
 class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -62,7 +89,7 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         tree = DraftTree(0, self.draft, tuple(parents))
         node = tree.descend(output[:-1])
         assert node is not None, "accepted, but never drafted"
-        return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node))
+        return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node), node)
 
 
 class DrawnTokens(NamedTuple):
@@ -158,9 +185,10 @@ class StepResult:
 def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     """Choose at most `max_nodes` tokens of the draft at hand for verification.
 
-    A tree from a proposer that drafts on demand is verified as a whole. One from a proposer that
-    runs ahead is not, since its side branches are for later rounds. Constraints, penalties and
-    rules that look at the draft need one text, which is the preferred path.
+    A tree from a proposer that drafts on demand stays a tree. Of one from a proposer that runs
+    ahead the side branches are for later rounds. Constraints, penalties and rules that look at the
+    draft need one text, which is the preferred path. Such rules leave out confidences, since what
+    they verify must not depend on the draft's own tokens.
     """
     draft, node = seq.draft, seq.draft_node
     if draft is None:
@@ -170,33 +198,20 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     if max_nodes <= 0 or max_depth <= 0:
         return NO_DRAFT
     max_len = max_nodes if max_nodes < max_depth else max_depth
+    coupled = seq.request.verification_rule is VerificationRule.COUPLED
     if draft.is_chain:
         path = draft.token_ids[node + 1 : node + 1 + max_len]
     else:
         one_path = seq.drafting.proposer.runs_ahead or seq.edits_logits
-        if not one_path and seq.request.verification_rule is VerificationRule.COUPLED:
+        if coupled and not one_path:
             tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
             if not tree.is_chain:
-                return tree.token_ids, tree.parents, ()
+                return ChosenDraft(tree.token_ids, tree.parents, (), tree.confidences)
         path = draft.first_path(max_len, node)
     if seq.constraint is not None:
         # A token that was drawn is rejected, not left out: the next one depends on it.
         drawn = bool(draft.probs)
         path = path[: seq.constraint.num_allowed(path) + drawn]
-    return path, (), draft.first_probs(len(path), node) if draft.probs else ()
-
-
-def draft_confidences(seq: Sequence, max_nodes: int) -> bytes:
-    """Return the confidences of the tokens that `choose_draft` would choose.
-
-    Empty if the draft tells none, if it is verified as a tree, and under rules that look at drafts:
-    what these verify must not depend on the draft's own tokens.
-    """
-    draft = seq.draft
-    if draft is None or not draft.confidences:
-        return b""
-    one_path = draft.is_chain or seq.drafting.proposer.runs_ahead
-    if not one_path or seq.request.verification_rule is not VerificationRule.COUPLED:
-        return b""
-    max_len = min(max_nodes, seq.max_len - len(seq.token_ids) - 1)
-    return draft.first_confidences(max_len, seq.draft_node) if max_len > 0 else b""
+    probs = draft.first_probs(len(path), node) if draft.probs else ()
+    told = draft.first_confidences(len(path), node) if coupled else b""
+    return ChosenDraft(path, (), probs, told)

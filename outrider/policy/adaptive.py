@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
-from outrider.policy.row import Drafting
+from outrider.policy.row import Drafting, Told
 from outrider.policy.waiting import Waiting, next_half
 
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
@@ -87,17 +87,15 @@ class AdaptivePolicy(Policy):
             seconds[0] = np.inf
         return choose_nodes(survivals, likeliest, seconds, len(rows))
 
-    def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:
+    def cut(self, drafts: Rows[Told], num_rows: int, num_others: int) -> list[bool]:
         steps = self.measured.steps
-        lengths = [len(confidences) for _, confidences in drafts]
         if steps.padded or self._unknown or not steps.estimate(1):
-            return lengths
-        survivals = self.measured.acceptance.told(drafts, max(lengths))
-        first = other_tokens + len(drafts)
-        seconds = steps.of_rows(first, np.arange(first, first + survivals.size + 1.0))
-        likeliest = np.sort(survivals, axis=None)[::-1]
-        counts: list[int] = choose_nodes(survivals, likeliest, seconds, first).sum(1).tolist()
-        return counts
+            return super().cut(drafts, num_rows, num_others)
+        survivals = self.measured.acceptance.told(drafts)
+        seconds = steps.of_rows(num_rows, np.arange(num_others, num_others + survivals.size + 1.0))
+        likeliest = np.sort(survivals)[::-1]
+        chosen: list[bool] = choose_nodes(survivals, likeliest, seconds, num_rows).tolist()
+        return chosen
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
@@ -114,14 +112,13 @@ class AdaptivePolicy(Policy):
     def choose_rows(
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
-        wake_at = min([row.drafting.round.deadline for row in waiting], default=now)
         if self.may_wait and self._waiting.in_halves((*ready, *waiting)):
             ready = next_half(ready, len(waiting))
         elif waiting and (ready or num_prefilling):
             start_at = self._waiting.start_at(ready, waiting, num_prefilling, now)
             if start_at > now:
-                return Ready([], min(start_at, wake_at))
-        return Ready(ready, now if ready or num_prefilling else wake_at)
+                return Ready([], min(start_at, *[row.drafting.round.deadline for row in waiting]))
+        return super().choose_rows(ready, waiting, num_prefilling, now)
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)

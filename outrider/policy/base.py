@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from outrider.draft_tree import DraftTree
 from outrider.policy.measurements import Measurements
-from outrider.policy.row import Drafting
+from outrider.policy.row import Drafting, Told
 from outrider.rounds import Counters
 
 
@@ -71,6 +71,8 @@ class Policy:
     A policy decides; what happens to rows is kept by the `DraftTracker`. Others replace methods.
     """
 
+    max_wait_s = 0.0  # of a row for its draft
+
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.measured = Measurements()
@@ -101,17 +103,17 @@ class Policy:
         """
         return [d.offered.max_draft_tokens for d in rows]
 
-    def cut(self, drafts: Rows[tuple[Drafting, bytes]], other_tokens: int) -> list[int]:  # noqa: ARG002
-        """Return how many tokens of each draft at hand the next step verifies.
+    def cut(self, drafts: Rows[Told], num_rows: int, num_others: int) -> list[bool]:  # noqa: ARG002
+        """Return which nodes of `drafts` the next step verifies, one draft after the other.
 
-        The drafts are chains with their tokens' confidences, as `DraftTree` has them. The step has
-        `other_tokens` besides. Called only for drafts that tell confidences.
+        No node without its parent. The step has `num_rows` rows, and `num_others` tokens besides
+        these nodes.
         """
-        return [len(confidences) for _, confidences in drafts]
+        return [True] * sum([len(nodes.confidences) for _, nodes in drafts])
 
     def patience_s(self, row: Row) -> float:  # noqa: ARG002
         """Return how long after its last commit a row waits for its draft at most."""
-        return 0.0
+        return self.max_wait_s
 
     def choose_rows(
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
@@ -137,6 +139,3 @@ class FixedPolicy(Policy):
     def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 1.0) -> None:
         super().__init__(num_speculative_tokens)
         self.max_wait_s = max_wait_s
-
-    def patience_s(self, row: Row) -> float:  # noqa: ARG002
-        return self.max_wait_s

@@ -33,10 +33,8 @@ def choose_nodes(
     """
     committed = rows + np.concatenate(((0.0,), likeliest.cumsum()))
     count = int((committed / seconds).argmax())
-    if not count:
-        return np.zeros(survivals.shape, np.bool_)
-    least = likeliest[count - 1]
-    chosen: NDArray[np.bool_] = survivals >= least
-    if surplus := np.count_nonzero(chosen) - count:
-        chosen.flat[np.flatnonzero(survivals == least)[-surplus:]] = False
+    least = likeliest[count - 1] if count else np.inf
+    chosen: NDArray[np.bool_] = survivals > least
+    equal = np.flatnonzero(survivals == least)
+    chosen.flat[equal[: count - np.count_nonzero(chosen)]] = True
     return chosen

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from outrider.averages import Average
 from outrider.bounded import remember
+from outrider.drafted_nodes import DraftNodes, Forest
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.row import Drafting
+from outrider.policy.row import Drafting, Told
 from outrider.rounds import Round
 from outrider.step_times import EngineStepTimes
 
@@ -22,6 +23,7 @@ PRIOR_RATE = 0.8  # accepted of an unknown proposer's tokens: it is worth a try
 PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is known besides
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
 BINS = 16  # of confidences, of which a byte tells 256: the rest is noise
+SAID = 1.0 / (1.0 + np.exp(7.5 - np.arange(BINS)))  # by the log odds in the middle of each bin
 
 Num = TypeVar("Num", float, NDArray[np.float64])
 
@@ -93,10 +95,7 @@ class DraftTimes:
     @property
     def delays(self) -> Delays:
         """The delays that count."""
-        alone, beside = self._alone, self._beside
-        if not (alone.whole_s.weight and beside.whole_s.weight):
-            return alone if alone.whole_s.weight else beside
-        return alone if self._agree else self._latest
+        return self._alone if self._agree else self._latest
 
     @property
     def _agree(self) -> bool:
@@ -117,29 +116,36 @@ class _Kind:
 
     def __init__(self) -> None:
         self.confident = False  # its last draft told how sure it is
-        self._counts = np.zeros((2, MAX_SPECULATIVE_TOKENS, BINS))  # accepted, tried
+        self._levels = np.zeros((2, MAX_SPECULATIVE_TOKENS))  # of drafts: accepted, tried
+        self._nodes = np.zeros((2, MAX_SPECULATIVE_TOKENS, BINS))  # that told a confidence
         self._learn()
 
-    def observe(self, rounds: list[tuple[Round, bytes]]) -> None:
-        """Take in rounds and the confidences of their drafts, if these told any."""
-        self._counts *= PROPOSER_FADE ** len(rounds)
-        told = np.zeros((len(rounds), MAX_SPECULATIVE_TOKENS), np.uint8)
-        for row, (_, confidences) in zip(told, rounds, strict=True):
-            row[: len(confidences)] = np.frombuffer(confidences, np.uint8)
-        self.confident = bool(told[-1, 0])
+    def observe(self, rounds: Rows[tuple[Round, DraftNodes]]) -> None:
+        """Take in rounds, and the nodes of their drafts if these told confidences."""
+        self._levels *= PROPOSER_FADE ** len(rounds)
         ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
-        for counts, end in zip(self._counts, ends.T, strict=True):
-            row, depth = (end[:, None] > np.arange(MAX_SPECULATIVE_TOKENS)).nonzero()
-            np.add.at(counts, (depth, told[row, depth] // (256 // BINS)), 1.0)
+        self._levels += (ends.T[:, :, None] > np.arange(MAX_SPECULATIVE_TOKENS)).sum(1)
+        told = [(round_.last, nodes) for round_, nodes in rounds if nodes.confidences]
+        self.confident = bool(told)
+        if told:
+            last, drafts = zip(*told, strict=True)
+            forest = Forest(drafts)
+            depths, bins = forest.depths, forest.confidences // (256 // BINS)
+            fresh = np.zeros_like(self._nodes)
+            for counts, found in zip(fresh, forest.verified(np.array(last)), strict=True):
+                np.add.at(counts, (depths[found], bins[found]), 1.0)
+            # What was not tried again is not forgotten: it would be tried for that alone.
+            self._nodes = self._nodes * PROPOSER_FADE ** fresh[1] + fresh
         self._learn()
 
     def _learn(self) -> None:
-        accepted, tried = self._counts.sum((1, 2)).tolist()
-        self.rate: float = (accepted + PRIOR_TOKENS * PRIOR_RATE) / (tried + PRIOR_TOKENS)
-        by_depth = _shrunk(self._counts.sum(2), self.rate)
+        self.rate = float(_shrunk(self._levels.sum(1), PRIOR_RATE))
+        by_depth = _shrunk(self._levels, self.rate)
         self.odds = by_depth / (1.0 - by_depth)  # [depths]
-        # A liar's confidences say nothing, and so all of them come to mean its usual acceptance.
-        self.by_confidence = _shrunk(self._counts, _shrunk(self._counts.sum(1), self.rate))
+        # Until its tokens were tried a confidence means what it says, or the mean of all if that is
+        # more. A liar's say nothing, and so all of them come to mean its usual acceptance.
+        usual = np.maximum(_shrunk(self._nodes.sum((1, 2)), PRIOR_RATE), SAID)
+        self.by_confidence = _shrunk(self._nodes, _shrunk(self._nodes.sum(1), usual))
 
 
 def _shrunk(counts: NDArray[np.float64], rate: NDArray[np.float64] | float) -> NDArray[np.float64]:
@@ -158,15 +164,15 @@ class Acceptance:
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, bool], _Kind] = {}
 
-    def observe(self, rounds: Iterable[tuple[Drafting, Round, bytes]]) -> None:
-        """Take in rows' rounds, with the confidences of what was verified."""
-        drafted: dict[_Kind, list[tuple[Round, bytes]]] = defaultdict(list)
-        for d, round_, confidences in rounds:
+    def observe(self, rounds: Iterable[tuple[Drafting, Round, DraftNodes]]) -> None:
+        """Take in rows' rounds, with the nodes that were verified."""
+        drafted: dict[_Kind, list[tuple[Round, DraftNodes]]] = defaultdict(list)
+        for d, round_, nodes in rounds:
             own, tried = d.measured, round_.tried
             own.accepted.add(round_.accepted / tried if tried else 0.0, tried)
             if round_.drafted:
                 own.levels.add(round_.depth / round_.drafted)
-                drafted[self._kind(d.kind)].append((round_, confidences))
+                drafted[self._kind(d.kind)].append((round_, nodes))
         for kind, those in drafted.items():
             kind.observe(those)
 
@@ -180,9 +186,7 @@ class Acceptance:
         Of a chain it is the probability that the walk reaches the token. Of a tree, whose nodes
         lie beside each other, it is a level's share of that.
         """
-        keys = [d.kind for d in rows]
-        of_key = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        kinds, of_row = [self._kind(key) for key in of_key], [of_key[key] for key in keys]
+        kinds, of_row = self._kinds_of(rows)
         rate = np.array([kind.rate for kind in kinds])[of_row]
         measured = [d.measured for d in rows]
         shares, tried, levels = np.array(
@@ -192,22 +196,25 @@ class Acceptance:
         # How many times a row's odds are those of its kind.
         factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate
         odds = np.array([kind.odds[:depth] for kind in kinds])[of_row] * factors[:, None]
-        survivals: NDArray[np.float64] = (odds / (1.0 + odds)).cumprod(1)
-        if levels.min() < 1.0:
-            places = (levels[:, None] * np.arange(depth)).astype(np.int64)
-            survivals = np.take_along_axis(survivals, places, 1) * levels[:, None]
+        by_level = (odds / (1.0 + odds)).cumprod(1)
+        places = (levels[:, None] * np.arange(depth)).astype(np.int64)
+        survivals: NDArray[np.float64] = np.take_along_axis(by_level, places, 1) * levels[:, None]
         return survivals
 
-    def told(self, drafts: Rows[tuple[Drafting, bytes]], depth: int) -> NDArray[np.float64]:
-        """Return the survival of each token of chains [num_rows, depth] that told confidences.
+    def told(self, drafts: Rows[Told]) -> NDArray[np.float64]:
+        """Return the survival of each node [n] of `drafts`, one after the other."""
+        kinds, of_draft = self._kinds_of([d for d, _ in drafts])
+        forest = Forest([nodes for _, nodes in drafts])
+        of_node = np.repeat(of_draft, np.diff(forest.starts, append=forest.size))
+        bins = forest.confidences // (256 // BINS)
+        tables = np.stack([kind.by_confidence for kind in kinds])
+        return forest.products(tables[of_node, forest.depths, bins])
 
-        Past a chain's end it is 0.
-        """
-        rates = np.zeros((len(drafts), depth))
-        for row, (d, confidences) in zip(rates, drafts, strict=True):
-            bins = np.frombuffer(confidences, np.uint8) // (256 // BINS)
-            row[: len(bins)] = self._kind(d.kind).by_confidence[np.arange(len(bins)), bins]
-        return rates.cumprod(1)
+    def _kinds_of(self, rows: Rows[Drafting]) -> tuple[list[_Kind], list[int]]:
+        """Return the kinds of rows' drafts, and each row's place among them."""
+        keys = [d.kind for d in rows]
+        places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        return [self._kind(key) for key in places], [places[key] for key in keys]
 
     def _kind(self, key: tuple[str, bool]) -> _Kind:
         return remember(self._kinds, key, self._kinds.get(key) or _Kind())

@@ -108,16 +108,15 @@ class ModeTrials:
         Where nobody runs `ahead`, both modes that draft are one. Else the incumbent goes on.
         """
         speeds, drafts = self._speeds, self.incumbent.drafts
-        others = [mode for mode in DraftMode if ahead or not mode.drafts]
+        others = [DraftMode.OFF if drafts else DraftMode.ON_DEMAND]
+        if ahead:
+            others = [mode for mode in DraftMode if mode is not self.incumbent]
         fastest = max(others, key=lambda mode: speeds[mode].rate)
         if drafts and self._is_known and speeds[fastest].rate > WORTH * speeds[self.incumbent].rate:
             return fastest
         if self._steps_left > 0.0:
             return self.incumbent
-        if not ahead:
-            return DraftMode.OFF if drafts else DraftMode.ON_DEMAND
-        turn = others[others.index(self._last_tried) + 1 :] + others
-        return next(mode for mode in turn if mode is not self.incumbent)
+        return next((mode for mode in others if mode is not self._last_tried), others[0])
 
     def _begin(self, mode: DraftMode) -> None:
         self.mode = self._last_tried = mode

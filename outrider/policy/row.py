@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from outrider.averages import Average
 from outrider.draft_port import NO_DRAFTS, DraftOffer
+from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.rounds import Round
 
@@ -45,7 +46,7 @@ class CurrentRound:
     at_hand: bool = False  # a draft was there at that moment
     deadline: float = 0.0  # the row waits no longer than this
     wrong: bool = False  # a guess for this round did not lie on the committed path
-    confidences: bytes = b""  # of the tokens that it verifies, if the draft told any
+    nodes: DraftNodes = NO_NODES  # that it verifies, if the draft told confidences
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Drafting:
     num_draft_tokens: int = 0  # of the next round
     runs_ahead: bool = False  # drafts are made ahead now
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
-    unlearned: tuple[Round, bytes] | None = None  # the last round, until the policy has learned it
+    unlearned: tuple[Round, DraftNodes] | None = None  # the last round, until it is learned
     round: CurrentRound = field(default_factory=CurrentRound)
     awaited: Awaited = field(default_factory=Awaited)
     measured: Measured = field(default_factory=Measured)
@@ -106,3 +107,7 @@ class Drafting:
         """True if the row waits for drafts at all."""
         may_come = self.proposer_id is not None and not self.breaker.is_open
         return may_come and self.num_draft_tokens > 0 and self.measured.worth_waiting
+
+
+Told = tuple[Drafting, DraftNodes]
+"""A row's draft at hand that tells confidences."""

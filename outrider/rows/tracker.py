@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from outrider.bounded import remember
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
+from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
@@ -184,16 +186,17 @@ class DraftTracker:
             if row.drafting.offered.limit:
                 row.drafting.round.looked_at = now
 
-    def cut(self, drafts: Rows[tuple[Row, bytes]], other_tokens: int) -> list[int]:
-        """Return how many tokens of each draft at hand the next step verifies; see `Policy.cut`."""
-        counts = self.policy.cut([(row.drafting, each) for row, each in drafts], other_tokens)
-        for (row, confidences), count in zip(drafts, counts, strict=True):
-            self.verifies(row, confidences[:count])
-        return counts
+    def cut(
+        self, drafts: Rows[tuple[Row, DraftNodes]], num_rows: int, num_others: int
+    ) -> list[list[bool]]:
+        """Return which nodes of each draft at hand the next step verifies; see `Policy.cut`."""
+        of_rows = [(row.drafting, nodes) for row, nodes in drafts]
+        chosen = iter(self.policy.cut(of_rows, num_rows, num_others))
+        return [list(islice(chosen, len(nodes.confidences))) for _, nodes in drafts]
 
-    def verifies(self, row: Row, confidences: bytes) -> None:
-        """Note the confidences of the tokens that a row's round verifies."""
-        row.drafting.round.confidences = confidences
+    def verifies(self, row: Row, nodes: DraftNodes) -> None:
+        """Note the nodes that a row's round verifies, if its draft told confidences."""
+        row.drafting.round.nodes = nodes
 
     def launched(self, rows: Iterable[tuple[R, int]], now: float) -> list[R]:
         """Note that rows went into a step, each with so many draft tokens.
@@ -272,12 +275,12 @@ class DraftTracker:
         if resumes:
             awaited.since = now
         awaited.asked = d.num_draft_tokens > 0
-        confidences = d.round.confidences
+        nodes = d.round.nodes
         d.round = CurrentRound(committed_at=now, wrong=wrong)
         # A proposer that resumes first catches up on all commits since it drafted last.
         measures = row.draft is None and not resumes
         awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
-        d.unlearned = round_, confidences
+        d.unlearned = round_, nodes if len(nodes.confidences) == round_.drafted else NO_NODES
 
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
         """Do what `round_done` does for rounds without drafts of rows that have none at hand."""

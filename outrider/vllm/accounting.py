@@ -130,8 +130,8 @@ class Accounting:
         if not step.counted:
             step.counted = True
             for row in step.rows:
-                if row.num_drafted and (told := row.told_confidences(row.num_drafted)):
-                    self.tracker.verifies(row, told)
+                if row.num_drafted:
+                    self.tracker.verifies(row, row.nodes)
             for emitted in step.emitted:
                 self._count(emitted)
         self._tell_of(self.blocks)

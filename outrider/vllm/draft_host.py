@@ -269,15 +269,15 @@ class DraftHost(Inbox):
     def _cut(self, drafts: dict[str, list[int]]) -> None:
         """Leave out draft tokens that are not worth verifying, by their proposers' confidence."""
         step = self._accounting.step
-        all_told = [(row, row.told_confidences(row.num_drafted)) for row in step.rows]
-        cut = [(row, told) for row, told in all_told if told]
-        if not cut:
+        told = [(row, nodes) for row in step.rows if (nodes := row.nodes).confidences]
+        if not told:
             return
-        others = len(step.rows) - len(cut) + step.num_prefilling
-        counts = self.tracker.policy.cut([(row.drafting, told) for row, told in cut], others)
-        for (row, _), count in zip(cut, counts, strict=True):
-            del drafts[row.name][count:]
-            row.num_drafted = count
+        num_rows = len(step.rows) + step.num_prefilling
+        num_tokens = num_rows + sum([row.num_drafted for row in step.rows])
+        num_others = num_tokens - sum([row.num_drafted for row, _ in told])
+        for (row, _), kept in zip(told, self.tracker.cut(told, num_rows, num_others), strict=True):
+            row.num_drafted = sum(kept)
+            del drafts[row.name][row.num_drafted :]
 
     def _fill_up(self, drafts: dict[str, list[int]]) -> None:
         """Make all drafts equally long, if there is one; it costs less than it loses without.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.params import VerificationRule
 from outrider.policy.row import Drafting
 from outrider.rows.drafted_row import DraftedRow
@@ -31,8 +32,9 @@ class HostedRow(DraftedRow):
         self.ended = False
         self.stale = False  # the text may not be vLLM's
 
-    def told_confidences(self, num_tokens: int) -> bytes:
-        """Return those of the draft's first tokens; empty if none are told, or drawn by them."""
+    @property
+    def nodes(self) -> DraftNodes:
+        """The chosen draft tokens; without confidences under rules that look at them."""
         if self.draft is None or not self.coupled:
-            return b""
-        return self.draft.first_confidences(num_tokens, self.draft_node)
+            return NO_NODES
+        return DraftNodes(self.draft.first_confidences(self.num_drafted, self.draft_node))

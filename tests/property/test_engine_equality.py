@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftTree, chain_parents
+from outrider.drafted_nodes import DraftNodes
 from outrider.engine.engine import Engine
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, Policy
+from outrider.policy.row import Drafting
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
 from tests.support.models.at_once import AtOnce
 from tests.support.models.hash_model import HashModel, Sequential
@@ -136,7 +138,8 @@ class Scenario:
             tokens, parents = [1, *tokens], [-1, *(p + 1 if p >= 0 else -1 for p in parents)]
         if rng.random() < 0.3:
             tokens, parents = scattered(path, rng)
-        tree = DraftTree.validated(base, tokens, parents, vocab_size=VOCAB, max_nodes=64)
+        told = rng.randbytes(len(tokens)) if rng.random() < 0.7 else b""
+        tree = DraftTree.validated(base, tokens, parents, VOCAB, 64, confidences=told)
         self.engine.post_block(
             PostedBlock(client.request.session_id, tree, rng.choice("aaaab"), 100)
         )
@@ -315,9 +318,27 @@ configs = st.builds(
 )
 
 
+class Pruning(FixedPolicy):
+    """Verifies any part of the drafts that tell confidences."""
+
+    def __init__(self, num_speculative_tokens: int, seed: int) -> None:
+        super().__init__(num_speculative_tokens, max_wait_s=0.002)
+        self._rng = random.Random(seed)
+
+    def cut(self, drafts: Sequence[tuple[Drafting, DraftNodes]], *_: int) -> list[bool]:
+        chosen: list[bool] = []
+        for _, nodes in drafts:
+            kept: list[bool] = []
+            for parent in nodes.parents or chain_parents(len(nodes.confidences)):
+                kept.append((parent < 0 or kept[parent]) and self._rng.random() < 0.8)
+            chosen += kept
+        return chosen
+
+
 def policies(k: int) -> st.SearchStrategy[Policy]:
     patient = st.builds(FixedPolicy, st.just(k), max_wait_s=st.sampled_from((0.0, 0.002, 0.05)))
-    return patient | st.builds(AdaptivePolicy, st.just(k))
+    pruning = st.builds(Pruning, st.just(k), st.integers(0, 2**32))
+    return patient | pruning | st.builds(AdaptivePolicy, st.just(k))
 
 
 def check(seed: int, config: EngineConfig, policy: Policy) -> None:

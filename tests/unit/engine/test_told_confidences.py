@@ -1,15 +1,22 @@
-"""Confidences of draft tokens: how they are told, and by which rules they may be looked at."""
+"""Confidences of draft tokens: how they are told, by which rules looked at, and what is cut."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence as Rows
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
+from outrider.drafted_nodes import DraftNodes
 from outrider.drafting.confidence import confidences_of
 from outrider.engine.sequence import Sequence
-from outrider.engine.step import draft_confidences
+from outrider.engine.step import ChosenDraft, choose_draft
 from outrider.params import (
     SamplingParams,
     SpeculationParams,
@@ -17,8 +24,13 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
+from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import DraftMode, Policy
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
+from tests.support.models.hash_model import HashModel
+from tests.support.models.hash_trees import HashTrees
+from tests.support.simulators.simulation import VOCAB, Clock, Net, World
 
 
 def test_confidences_of_unlike_gaps_rise_and_stay_within_a_byte() -> None:
@@ -46,5 +58,73 @@ def test_confidences_choose_nothing_under_rules_that_look_at_drafts(rule: Verifi
         submitted_at=0.0,
     )
     seq.take_block(DraftTree.chain(2, (3, 4), (), bytes((200, 90))))
-    told = draft_confidences(seq, 4)
+    told = choose_draft(seq, 4).confidences
     assert told == (bytes((200, 90)) if rule is VerificationRule.COUPLED else b"")
+
+
+@given(st.data())
+def test_draft_of_any_kept_nodes_is_the_tree_without_the_others(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    parents = tuple([data.draw(st.integers(-1, i - 1)) for i in range(size)])
+    wanted = [data.draw(st.booleans()) for _ in range(size)]
+    kept: list[bool] = []
+    for want, parent in zip(wanted, parents, strict=True):
+        kept.append(want and (parent < 0 or kept[parent]))
+    chosen = ChosenDraft(tuple(range(size)), parents, (), bytes(range(size))).kept(kept)
+    rest = DraftTree(0, chosen.token_ids, chosen.parents or tuple(range(-1, sum(kept) - 1)))
+    assert list(chosen.token_ids) == [i for i in range(size) if kept[i]]
+    assert list(chosen.confidences) == list(chosen.token_ids)
+    for node, parent in zip(rest.token_ids, rest.parents, strict=True):
+        assert (-1 if parent < 0 else rest.token_ids[parent]) == parents[node]
+    assert all(kept) or bool(chosen.parents) == (not rest.is_chain)
+
+
+class Cutting(AdaptivePolicy):
+    """Without trials of other modes."""
+
+    may_wait = True
+    mode = DraftMode.ON_DEMAND
+
+
+class Whole(Cutting):
+    """Verifies trees as they come, whose length follows from acceptance by depth."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        super().__init__(num_speculative_tokens)
+        self.measured.acceptance.confident = lambda _: False  # type: ignore[method-assign]
+
+    def cut(self, drafts: Rows[tuple[Drafting, DraftNodes]], *counts: int) -> list[bool]:
+        return Policy.cut(self, drafts, *counts)
+
+
+def answered(policy: Policy, *, lies: bool = False) -> World:
+    """Sixteen texts drafted for by trees, with the step times of an embedded target on a CPU."""
+    config = EngineConfig(16, 2048, max_num_seqs=16, max_model_len=512, num_speculative_tokens=16)
+    tokens, seconds = (1, 5, 16, 32, 128), (0.026, 0.044, 0.057, 0.076, 0.228)
+    model, clock = HashModel(VOCAB, 16, 2048, 512), Clock()
+    world = World(
+        policy, config, lambda n: float(np.interp(n, tokens, seconds)), random.Random(1), model
+    )
+    world.add((HashTrees(clock, model, eps=0.3, lies=lies), clock), Net(), own_device=True)
+    for i in range(1, 17):
+        sampling, stop = SamplingParams(temperature=float(i % 2), seed=i), StopParams(60)
+        world.begin(Request(i, (i, 1), sampling, stop, SpeculationParams()))
+    world.run()
+    return world
+
+
+def counted(world: World) -> tuple[int, int]:
+    """Draft tokens that were verified, and those accepted."""
+    stats = [last.stats for last in world.last.values() if last.stats is not None]
+    return sum(each.drafted for each in stats), sum(each.accepted for each in stats)
+
+
+def test_unlikely_branches_of_trees_are_left_out_where_tokens_take_time() -> None:
+    """Of like trees fewer nodes are verified, and a larger share of them is right."""
+    cut, whole, lied = answered(Cutting(16)), answered(Whole(16)), answered(Cutting(16), lies=True)
+    assert whole.now > 1.05 * cut.now
+    (drafted, accepted), (of_all, accepted_of_all) = counted(cut), counted(whole)
+    assert drafted < 0.8 * of_all
+    assert accepted * of_all > 1.2 * accepted_of_all * drafted
+    assert cut.committed == whole.committed == lied.committed, "a liar costs speed alone"
+    assert counted(lied)[1] > 0, "and is not left out for good"

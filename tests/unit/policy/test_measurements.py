@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.bounded import MAX_NAMES
 from outrider.draft_port import DraftOffer
+from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.measurements import Acceptance, DraftTimes
 from outrider.policy.row import CurrentRound, Drafting, Offered
@@ -39,7 +40,7 @@ def rows(num: int, k: int = 4) -> list[Drafting]:
 
 def met(acceptance: Acceptance, times: int, *rounds: tuple[Drafting, Round]) -> None:
     for _ in range(times):
-        acceptance.observe([(each, round_, b"") for each, round_ in rounds])
+        acceptance.observe([(each, round_, NO_NODES) for each, round_ in rounds])
 
 
 def policy_after(
@@ -208,20 +209,31 @@ def told_confidences(*, honest: bool) -> AdaptivePolicy:
         told = rng.choice((SURE, UNSURE))
         meant = told if honest else rng.choice((SURE, UNSURE))
         round_ = chain_round(1, int(rng.random() < TRUE_SHARE[meant]))
-        policy.measured.acceptance.observe([(each, round_, bytes([told]))])
+        policy.measured.acceptance.observe([(each, round_, DraftNodes(bytes([told])))])
     return policy
 
 
 def test_cut_verifies_the_sure_tokens_of_all_rows() -> None:
-    drafts = [bytes((SURE, SURE)), bytes((UNSURE, SURE)), bytes((SURE, UNSURE)), bytes((UNSURE,))]
-    policy = told_confidences(honest=True)
-    assert policy.cut([(row(), told) for told in drafts], 0) == [2, 0, 1, 0]
+    told = [bytes((SURE, SURE)), bytes((UNSURE, SURE)), bytes((SURE, UNSURE)), bytes((UNSURE,))]
+    drafts, policy = [(row(), DraftNodes(each)) for each in told], told_confidences(honest=True)
+    assert policy.cut(drafts, 4, 4) == [True, True, False, False, True, False, False]
 
 
 def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
     acceptance = told_confidences(honest=False).measured.acceptance
-    told = acceptance.told([(row(), bytes((SURE, UNSURE))), (row(), bytes((UNSURE, SURE)))], 2)
-    np.testing.assert_allclose(told[:, 0], sum(TRUE_SHARE.values()) / 2, atol=0.12)
+    drafts = DraftNodes(bytes((SURE, UNSURE))), DraftNodes(bytes((UNSURE, SURE)))
+    told = acceptance.told([(row(), nodes) for nodes in drafts])
+    np.testing.assert_allclose(told[::2], sum(TRUE_SHARE.values()) / 2, atol=0.12)
+
+
+def test_confidence_that_was_never_tried_is_believed_whatever_siblings_met() -> None:
+    """Of a tree most nodes fail: their mean says nothing of a sure one."""
+    policy, siblings = policy_after(step_s=EVEN_STEP_S, num_rows=1), bytes([UNSURE] * 3)
+    for _ in range(20):
+        failed = row(), Round(3, 1, 0, rejected=True), DraftNodes(siblings, (-1, -1, -1))
+        policy.measured.acceptance.observe([failed])
+    for told, kept in ((SURE, True), (UNSURE, False)):
+        assert policy.cut([(row(), DraftNodes(bytes([told])))], 1, 1) == [kept]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.draft_port import DraftOffer
+from outrider.drafted_nodes import DraftNodes
 from outrider.errors import UnavailableError
 from outrider.params import MAX_ADVICE_TOKENS
 from outrider.v1 import draft_pb2
@@ -318,9 +319,9 @@ async def test_plugin_cuts_drafts_as_the_policy_says_by_confidence(
     world = VllmSteps(monkeypatch)
     policy, asked = world.host.tracker.policy, []
 
-    def cut(drafts: list[tuple[object, bytes]], others: int) -> list[int]:
-        asked.append(([told for _, told in drafts], others))
-        return [2]
+    def cut(drafts: list[tuple[object, DraftNodes]], *others: int) -> list[bool]:
+        asked.append(([nodes for _, nodes in drafts], others))
+        return [i < 2 for i in range(K)]
 
     monkeypatch.setattr(policy, "cut", cut)
     peer = world.attach()
@@ -329,13 +330,14 @@ async def test_plugin_cuts_drafts_as_the_policy_says_by_confidence(
     before = len(world.texts["a"]), len(world.texts["b"])
     drafts = world.step()
     done = len(world.texts["a"]) - before[0]
-    assert asked == [([bytes(range(9, 1, -1))[done : done + K]], 1)]
+    told = bytes(range(9, 1, -1))[done : done + K]
+    assert asked == [([DraftNodes(told)], (2, 2 + K))]
     assert (len(drafts["a"]), len(drafts["b"])) == (2, K)
     world.step()
     world.host.take_stats("a")
     learned = world.host._rows["a"].drafting.unlearned
     assert learned is not None
-    assert learned[1] == asked[0][0][0][:2], "acceptance is learned by what was told"
+    assert learned[1] == DraftNodes(told[:2]), "acceptance is learned by what was told"
 
 
 async def test_clients_odd_parameters_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
