@@ -99,12 +99,10 @@ class AdaptivePolicy(Policy):
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
-        delays, tokens = np.zeros(depth + 1), np.arange(1.0, depth + 1.0)
-        for d in {d.drafter: d for d in rows}.values():
-            mean_s = self.measured.draft_times(d).delays.mean_s(tokens)
-            np.maximum(delays[1:], mean_s, out=delays[1:])
+        tokens, drafters = np.arange(1.0, depth + 1.0), {d.drafter: d for d in rows}.values()
+        delays = [self.measured.draft_times(d).delays.mean_s(tokens) for d in drafters]
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
-        return delays * missed
+        return np.append(0.0, np.max(delays, axis=0)) * missed
 
     def patience_s(self, row: Row) -> float:
         return self._waiting.patience_s(row, self._num_running, unknown=self._unknown)
