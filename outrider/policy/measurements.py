@@ -1,18 +1,16 @@
-"""Measure drafts: what they take, and how much of them is accepted. All times are in seconds."""
+"""Measure how much of drafts is accepted, and hold what else any policy measures."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.averages import Average
 from outrider.bounded import remember
+from outrider.draft_times import DraftTimes
 from outrider.drafted_nodes import DraftNodes, Forest
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.row import Drafting, Told
@@ -24,91 +22,6 @@ PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is 
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
 BINS = 16  # of confidences, of which a byte tells 256: the rest is noise
 SAID = 1.0 / (1.0 + np.exp(7.5 - np.arange(BINS)))  # by the log odds in the middle of each bin
-
-Num = TypeVar("Num", float, NDArray[np.float64])
-
-
-class Delays:
-    """Delays under like circumstances, each in part by the draft's tokens.
-
-    None can become negative: a mean of times has a mean share in its drafts' tokens.
-    """
-
-    def __init__(self) -> None:
-        self.whole_s = Average()
-        self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
-
-    def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
-        self.whole_s.add_time(seconds)
-        if num_tokens:  # a proposer is not believed to have drafted for longer than it took
-            self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
-            self.tokens.add(num_tokens)
-
-    @property
-    def token_s(self) -> float:
-        """Mean seconds per drafted token."""
-        drafting_s = self.whole_s.mean * self.drafting.mean
-        return drafting_s / self.tokens.mean if drafting_s else 0.0
-
-    def mean_s(self, num_tokens: Num) -> Num:
-        """Return the mean seconds from a commit to the arrival of so many tokens."""
-        return self.whole_s.mean * (1.0 - self.drafting.mean) + self.token_s * num_tokens
-
-    def most_s(self, num_tokens: float) -> float:
-        """Return the seconds within which most drafts of so many tokens have come."""
-        if not self.whole_s.weight:
-            return math.inf
-        return self.mean_s(num_tokens) + 4 * self.whole_s.deviation
-
-
-class DraftTimes:
-    """The delays of one drafter's answers, from the commit to the arrival; 0 if none is known.
-
-    A draft that is made beside a step may share the device with it, and then both take longer.
-    Whether waiting pays is asked for a row that would wait instead of starting such a step. So
-    drafts beside steps count only where there are no others: else rows that once went ahead would
-    never wait again. But no draft takes longer alone: where those did, either is outdated, and the
-    last one counts.
-    """
-
-    def __init__(self) -> None:
-        self.share = Average(mean=1.0)  # of answers that hold a draft
-        self._alone, self._beside = Delays(), Delays()
-        self._last_draft_at, self._latest = -1.0, self._alone
-
-    def observe(
-        self, at: float, seconds: float, draft_s: float, num_tokens: int, *, alone: bool
-    ) -> None:
-        """Take in an answer that came after `seconds`; `draft_s` were drafting, as is said.
-
-        Of a batch only the first draft counts, which is its longest, and answers without a draft
-        only while no draft is known. `alone`: beside no step.
-        """
-        self.share.add(num_tokens > 0)
-        if at == self._last_draft_at or (not num_tokens and self.delays.whole_s.weight):
-            return
-        if num_tokens:
-            self._last_draft_at = at
-        self._latest = self._alone if alone else self._beside
-        self._latest.add(seconds, draft_s, num_tokens)
-
-    @property
-    def delays(self) -> Delays:
-        """The delays that count."""
-        return self._alone if self._agree else self._latest
-
-    @property
-    def _agree(self) -> bool:
-        alone, beside = self._alone, self._beside
-        as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
-        known = alone.whole_s.weight and beside.whole_s.weight
-        return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
-
-    def contention_s(self, num_tokens: float, unknown_s: Num) -> Num | float:
-        """Return the mean seconds by which a step beside a draft makes it late, or `unknown_s`."""
-        if not self._agree:
-            return unknown_s
-        return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))
 
 
 class _Kind:
