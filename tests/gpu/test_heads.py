@@ -115,6 +115,13 @@ def _drafts(
     return found
 
 
+def _alike(a: DraftTree, b: DraftTree) -> bool:
+    """Whether these are the same nodes, of like confidences if both tell any."""
+    told = zip(a.confidences, b.confidences, strict=True) if a.confidences and b.confidences else ()
+    same = a._replace(confidences=b"") == b._replace(confidences=b"")
+    return same and all(abs(one - other) <= 2 for one, other in told)
+
+
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_recurrent_drafts_on_gpu_equal_those_of_cpu(
@@ -128,7 +135,7 @@ def test_recurrent_drafts_on_gpu_equal_those_of_cpu(
         same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, expected, strict=True)]
         assert sum(same) >= least * len(same), dtype
         if dtype is torch.float32:
-            whole = [a == b for a, b in zip(found, expected, strict=True)]
+            whole = [_alike(a, b) for a, b in zip(found, expected, strict=True)]
             assert sum(whole) >= 0.75 * len(whole)
 
 
@@ -165,7 +172,7 @@ def test_captured_one_shot_drafts_equal_eager_drafts(
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.9 * len(same)
     if dtype is torch.float32:
-        assert sum(a == b for a, b in zip(found, eager, strict=True)) >= 0.9 * len(same)
+        assert sum(_alike(a, b) for a, b in zip(found, eager, strict=True)) >= 0.9 * len(same)
     assert counted.replayed > 10
 
 
@@ -197,5 +204,7 @@ def test_captured_recurrent_drafts_equal_eager_drafts(
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.8 * len(same)
     if dtype is torch.float32:
-        assert sum(a == b for a, b in zip(found, eager, strict=True)) >= 0.8 * len(eager)
+        assert sum(_alike(a, b) for a, b in zip(found, eager, strict=True)) >= 0.8 * len(eager)
+    if tree_width > 1:
+        assert all(each.confidences for each in found if len(each.token_ids) > 1)
     assert counted.replayed >= ROUNDS - 1

@@ -107,7 +107,7 @@ def test_captured_mtp_drafts_equal_eager_drafts(folders: tuple[Path, Path], widt
         row = RowSlice(tokens[20:], 20, table, 1)
         given = [DraftInput(row, 5, params, features=states[20:])]
         if width == 1:
-            assert loops.drafts(given) == loops._eager(given)
+            assert loops.drafts(given)[0].tokens == loops._eager(given)[0].tokens
         else:
             trees, found = loops._eager(given), loops.drafts(given)
             assert found[0].tokens[:2] == trees[0].tokens[:2]  # but for near ties
