@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -78,6 +79,37 @@ class LoopBatches:
                 width,
             ),
             trees=TreeMask(self.seq_lens[0] - 1, visible.flatten()),
+        )
+
+    def uneven_level(
+        self, tokens: Tensor, visible: Tensor, depth: int, fed: Sequence[int], counts: Sequence[int]
+    ) -> PackedBatch:
+        """Return the batch that feeds `counts[i]` nodes of row i, after `fed[i]` before them.
+
+        Takes nodes [sum of counts], one row's after the other's. Rows without any are left out.
+        Only for loops that run eagerly.
+        """
+        some = [i for i, num in enumerate(counts) if num]
+        query_lens = tuple([counts[i] for i in some])
+        ends = [fed[i] + counts[i] for i in some]
+        row = np.repeat(some, query_lens)
+        number = np.concatenate([np.arange(fed[i], fed[i] + counts[i]) for i in some])
+        rows, of_nodes, numbers, last, starts = [
+            torch.from_numpy(np.asarray(each)).to(tokens.device)
+            for each in (some, row, number, np.subtract(ends, 1), [0, *accumulate(query_lens)])
+        ]
+        return PackedBatch(
+            input_ids=tokens,
+            positions=self.fed[depth, of_nodes],
+            slot_mapping=self.slots[numbers, of_nodes],
+            cu_seqlens_q=starts.to(torch.int32),
+            seq_lens=self.seq_lens[last, rows],
+            block_table=self.table[rows],
+            logits_index=self.numbers[: len(tokens)],
+            query_lens=query_lens,
+            context_lens=tuple([self.ends[i] + end for i, end in zip(some, ends, strict=True)]),
+            page_size=self.catch_up.page_size,
+            trees=TreeMask(self.seq_lens[0, rows] - 1, visible),
         )
 
     def block(self, tokens: Tensor) -> PackedBatch:

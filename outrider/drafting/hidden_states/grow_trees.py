@@ -39,8 +39,8 @@ def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) ->
 
     At most `width` nodes of a level get children, `width` each. A node whose children cannot be
     among the best gets none: where the module is sure, a tree costs what a chain does. Page tables
-    must cover `max_fed_nodes` of the largest tree more than the slices. Trees do not depend on
-    those beside them.
+    must cover `max_fed_nodes` of the largest tree more than the slices. A row feeds nodes of
+    its own number, so that its tree does not depend on those beside it.
     """
     with torch.inference_mode():
         if not rows[0].wanted:
@@ -52,13 +52,15 @@ def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) ->
         batches = eager_batches(rows, forward, lead=LEAD, num_fed=num_fed)
         sizes = torch.tensor(wanted, device=forward.device)[:, None]
 
-        def num_parents(levels: Sequence[Level], num_nodes: int) -> int:
+        def num_parents(levels: Sequence[Level], fed: Sequence[int]) -> list[int]:
             scores = torch.cat([scores for *_, scores in levels], dim=1)
             ordered = scores.sort(dim=1, descending=True).values
             last = ordered.gather(1, (sizes - 1).clamp(max=ordered.shape[1] - 1))
             last = last.masked_fill(sizes > ordered.shape[1], -torch.inf)
-            promising = int((levels[-1][2] > last).sum(dim=1).max())
-            return min(promising, width, MAX_TREE_NODES - num_nodes)
+            promising = (levels[-1][2] > last).sum(dim=1).tolist()
+            return [
+                min(each, width, MAX_TREE_NODES - n) for each, n in zip(promising, fed, strict=True)
+            ]
 
         draws = TargetDraws(batches.sampling)
         grown = grow_trees(forward, batches, draws, width, wanted[0], num_parents)
@@ -71,13 +73,13 @@ def grow_trees(
     draws: TargetDraws,
     width: int,
     num_tokens: int,
-    num_parents: Callable[[Sequence[Level], int], int] | None = None,
+    num_parents: Callable[[Sequence[Level], Sequence[int]], Sequence[int]] | None = None,
 ) -> Tensor:
     """Return the best `num_tokens` nodes of each row, best first: int32 [rows, nodes, 3].
 
     The numbers of a node are its token, its parent and its score. `num_parents` returns, given all
-    levels and the number of nodes fed so far, how many nodes of the latest level get children. By
-    default `width` do, and the loop may be captured.
+    levels and the numbers of nodes fed so far, how many of the latest level's best nodes get
+    children, by row. By default `width` do, and the loop may be captured.
     """
     rows = batches.num_rows[0]
     row = torch.arange(rows, device=forward.device)[:, None]
@@ -86,28 +88,44 @@ def grow_trees(
     tokens, scores = ids[:, 0], gains[:, 0]  # of the latest level's nodes: [rows, nodes]
     levels: list[Level] = [(tokens, torch.full_like(tokens, -1), scores)]
     fan = tokens.shape[1]
-    num_fed = num_nodes = 0
+    num_nodes, fed = 0, [0] * rows
     visible = row  # of the nodes that were fed last: [rows, fed]
+    outputs = row  # the first of each row's outputs of the forward before: [rows, 1]
     for depth in range(num_tokens - 1):
-        count = fan if num_parents is None else num_parents(levels, num_fed)
-        if not count:
+        counts = [fan] * rows if num_parents is None else num_parents(levels, fed)
+        if not (count := max(counts)):
             break
-        bits = torch.ones_like(row) << (torch.arange(count, device=forward.device) + num_fed)
+        even = len({*zip(counts, fed, strict=True)}) == 1
+        places = torch.arange(count, device=forward.device)
+        before = fed[0] if even else torch.tensor(fed, device=forward.device)[:, None]
+        bits = torch.ones_like(row) << (places + before)
         if depth == 0:  # nodes come the best first
-            best = torch.arange(count, device=forward.device).expand(rows, -1)
+            best = places.expand(rows, -1)
             tokens, scores = tokens[:, :count], scores[:, :count]
-            sources, visible = row.expand(-1, count), bits
+            sources, visible = outputs.expand(-1, count), bits
         else:
             best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
             tokens, scores = tokens.gather(1, best), scores.gather(1, best)
             parents = best // fan
-            sources = row * visible.shape[1] + parents
+            sources = outputs + parents
             visible = visible.gather(1, parents) | bits
-        batch = batches.level(tokens, visible, depth, num_fed)
-        logits = forward.forward(batch, sources.flatten()).view(rows, count, -1)
+        if even:
+            batch = batches.level(tokens, visible, depth, fed[0])
+            logits = forward.forward(batch, sources.flatten()).view(rows, count, -1)
+            outputs = row * count
+        else:
+            lens = torch.tensor(counts, device=forward.device)[:, None]
+            kept = places < lens
+            batch = batches.uneven_level(tokens[kept], visible[kept], depth, fed, counts)
+            found = forward.forward(batch, sources[kept])
+            logits = found.new_zeros(rows, count, found.shape[1])
+            logits[kept] = found
+            scores = scores.masked_fill(~kept, -torch.inf)
+            outputs = lens.cumsum(dim=0) - lens
         ids, gains = draws.likeliest(logits, depth + 1, width)
         above = (best + num_nodes)[:, :, None].expand_as(ids)
-        num_fed, num_nodes = num_fed + count, num_nodes + levels[-1][0].shape[1]
+        fed = [n + more for n, more in zip(fed, counts, strict=True)]
+        num_nodes += levels[-1][0].shape[1]
         tokens, scores = ids.flatten(1), (scores[:, :, None] + gains).flatten(1)
         levels.append((tokens, above.flatten(1), scores))
     return _best([torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)], num_tokens)
