@@ -1,147 +1,18 @@
-"""Every name of vLLM that the plug-in touches.
+"""What the plug-in calls and replaces in vLLM; `versions` lists it.
 
-Written for 0.23 (GPUs) and 0.32 (CPU build). `missing_names` says what another version moved.
 vLLM is imported only where a function needs it, since its worker has loaded it by then.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-
-SUPPORTED: Final = ("0.23", "0.32")
-"""Versions whose names and signatures were checked."""
-
-_PARAMETERS: Final = {
-    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": ("vllm_config",),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model": ("self",),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("self", "scheduler_output"),
-    "vllm.v1.worker.gpu_worker:Worker.load_model": ("self",),
-    "vllm.v1.worker.gpu_worker:Worker.shutdown": ("self",),
-    "vllm.v1.sample.sampler:Sampler.sample": ("self", "logits", "sampling_metadata"),
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
-        *("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
-    ),
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": (
-        *("self", "logits", "sampling_metadata", "metadata"),
-    ),
-    "vllm.distributed.parallel_state:get_tp_group": (),
-    # The engine of a scorer (async_llm.py):
-    "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": (
-        *("engine_args", "start_engine_loop", "usage_context", "stat_loggers"),
-    ),
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": (
-        *("self", "prompt", "sampling_params", "request_id"),
-    ),
-    "vllm.v1.engine.async_llm:AsyncLLM.add_lora": ("self", "lora_request"),
-    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args"),
-    "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("self", "timeout"),
-    "vllm.v1.metrics.loggers:StatLoggerBase.record": (
-        *("self", "scheduler_stats", "iteration_stats"),
-    ),
-}
-"""First parameters of functions that are called or replaced."""
-
-_FIELDS: Final = {
-    "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
-    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason"),
-    "vllm.v1.metrics.stats:SchedulerStats": (
-        *("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "spec_decoding_stats"),
-    ),
-    "vllm.v1.metrics.stats:RequestStateStats": (
-        *("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts"),
-    ),
-    "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
-        *("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"),
-    ),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        *("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens"),
-        "scheduled_spec_decode_tokens",
-    ),
-    "vllm.v1.core.sched.output:NewRequestData": ("req_id", "prompt_token_ids", "sampling_params"),
-    "vllm.v1.sample.metadata:SamplingMetadata": ("all_greedy", "all_random"),
-    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("num_draft_tokens",),
-    "vllm.config:CompilationConfig": ("cudagraph_mode", "max_cudagraph_capture_size"),
-    "vllm.config:VllmConfig": (
-        *("additional_config", "compilation_config", "model_config", "parallel_config"),
-        *("scheduler_config", "speculative_config"),
-    ),
-    "vllm.config:ModelConfig": (
-        *("model", "tokenizer", "served_model_name", "max_model_len", "seed", "logprobs_mode"),
-    ),
-    "vllm.sampling_params:SamplingParams": (
-        *("temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "extra_args"),
-        *(
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "stop_token_ids",
-            "eos_token_id",
-        ),
-    ),
-}
-"""Fields of dataclasses that are read."""
-
-_SOURCE_WORDS: Final = {
-    "vllm.v1.engine.async_llm": ("self.output_handler = asyncio.create_task(",),
-    "vllm.outputs": ("self.prompt_logprobs =", "self.num_cached_tokens =", "self.metrics ="),
-    "vllm.v1.worker.gpu_model_runner": (
-        *("self.drafter.load_model(self.model)", "self.input_batch.token_ids_cpu"),
-        *("self.input_batch.num_tokens_no_spec", "self.rejection_sampler(", "self.sampler("),
-        *("def _sample(", "def _bookkeeping_sync(", "self.discard_request_mask ="),
-    ),
-    "vllm.v1.worker.gpu_input_batch": (
-        *("self.temperature_cpu =", "self.top_k_cpu =", "self.top_p_cpu =", "def req_ids"),
-        "self.generators:",
-    ),
-}
-"""Attributes that exist only in instances, as the source mentions them."""
-
-
-def missing_names() -> list[str]:
-    """Return what the installed vLLM lacks of the names that the plug-in needs."""
-    missing = []
-    for path, parameters in _PARAMETERS.items():
-        found = _find(path)
-        if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != (
-            parameters
-        ):
-            missing.append(f"{path}({', '.join(parameters)})")
-    for path, fields in _FIELDS.items():
-        found = _find(path)
-        known = set() if found is None else {*dir(found), *getattr(found, "__annotations__", ())}
-        missing += [f"{path}.{name}" for name in fields if name not in known]
-    for module, words in _SOURCE_WORDS.items():
-        source = inspect.getsource(importlib.import_module(module))
-        missing += [f"{module}: {word}" for word in words if word not in source]
-    return missing
-
-
-def untried() -> str:
-    """Return what to say of a vLLM of another version than those in `SUPPORTED`; else nothing."""
-    version = str(getattr(importlib.import_module("vllm"), "__version__", "of no version"))
-    if version.startswith(SUPPORTED):
-        return ""
-    return f"vLLM {version} was not tried with Outrider: {' and '.join(SUPPORTED)} were."
-
-
-def _find(path: str) -> Any:
-    module, _, names = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in names.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return None
-    return found
 
 
 @dataclass(frozen=True, slots=True)

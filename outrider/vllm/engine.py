@@ -37,7 +37,7 @@ from outrider.types import (
     Request,
     StepEvents,
 )
-from outrider.vllm import adapter
+from outrider.vllm import versions
 from outrider.vllm.accounts import Accounts
 from outrider.vllm.flags import VllmOptions
 from outrider.vllm.outputs import Progress
@@ -130,7 +130,7 @@ class VllmEngine:
             if "root cause" in reason:  # "See root cause above", in the log
                 reason = log.reason() or reason
             raise ConfigError(
-                f"vLLM does not serve this: {reason} {adapter.untried()}".rstrip()
+                f"vLLM does not serve this: {reason} {versions.untried()}".rstrip()
             ) from error
         found = facts(self._llm)
         self._can = Abilities(
@@ -343,7 +343,7 @@ class VllmEngine:
 def _import_failed(error: ImportError) -> str:
     """Return why vLLM cannot be imported: its version, or a library that it lacks."""
     try:
-        note = adapter.untried()
+        note = versions.untried()
     except ImportError:
         note = ""
     return f"vLLM cannot be used: {error}. {note or 'Install it anew: ' + INSTALL + '.'}"

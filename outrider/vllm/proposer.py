@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.types import RequestStats
-from outrider.vllm import adapter
+from outrider.vllm import adapter, versions
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.draft_server import DraftServer, ServerOptions
 from outrider.vllm.requests import read_request
@@ -65,8 +65,8 @@ class RemoteProposer:
         if self._runner is not None:
             return
         adapter.log_with_vllm()
-        if note := adapter.untried():
-            _log.warning("%s It lacks: %s", note, "; ".join(adapter.missing_names()) or "nothing")
+        if note := versions.untried():
+            _log.warning("%s It lacks: %s", note, "; ".join(versions.missing_names()) or "nothing")
         self._runner, served = runner, self._served
         self._rule = couple(runner, served.seed)
         self.info = {"verification": self._rule.value}

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.vllm import adapter
+from outrider.vllm import versions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 def test_adapter_finds_every_name_in_this_version() -> None:
     import vllm
 
-    assert adapter.missing_names() == [], f"vLLM {vllm.__version__} moved them"
-    assert vllm.__version__.startswith(adapter.SUPPORTED), "a version that was not tried"
+    assert versions.missing_names() == [], f"vLLM {vllm.__version__} moved them"
+    assert vllm.__version__.startswith(versions.SUPPORTED), "a version that was not tried"
 
 
 def test_low_temperature_is_the_requests_own() -> None:

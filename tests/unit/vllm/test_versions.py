@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
-from outrider.vllm import adapter
+from outrider.vllm import versions
 from outrider.vllm.engine import VllmEngine
 from outrider.vllm.flags import VllmOptions
 
@@ -35,12 +35,12 @@ def test_vllm_that_cannot_be_imported_ends_the_start_with_the_reason(
     engine.stop(1.0)
 
 
-@pytest.mark.parametrize("version", adapter.SUPPORTED)
+@pytest.mark.parametrize("version", versions.SUPPORTED)
 def test_version_that_was_tried_is_not_warned_of(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", vllm_of(f"{version}.1"))
-    assert adapter.untried() == ""
+    assert versions.untried() == ""
 
 
 def vllm_of(version: str) -> ModuleType:
