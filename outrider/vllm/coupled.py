@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.engine.sampling import coupled
 from outrider.params import VerificationRule
 from outrider.vllm import adapter
+from outrider.vllm.min_tokens import Held, let_bonus_end, set_held
 
 _RAW: Final = ("raw_logprobs", "raw_logits")
 """Logprobs before the choice; others are of processed logits, which a choice would mark."""
@@ -42,6 +43,7 @@ def couple(runner: Any, default_seed: int) -> VerificationRule:
     choose_bonus, verify = sampler.sample, rejection.forward
     process = rejection.apply_logits_processors
     num_drafted: list[Rows | None] = [None]  # by row, while a step with drafts is sampled
+    held: Held = []  # by `min_tokens`, while the tokens behind all drafts are chosen
 
     def sample(logits: Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if not chooser.samples(len(logits), metadata) and num_drafted[0] is None:
@@ -49,6 +51,8 @@ def couple(runner: Any, default_seed: int) -> VerificationRule:
         return chooser.choose(logits, np.arange(len(logits)), num_drafted[0]), None
 
     def process_drafts(logits: Tensor, metadata: Any, spec_metadata: Any) -> Tensor:
+        while held:
+            set_held(*held.pop())
         logits = process(logits, metadata, spec_metadata)
         if (drafted := num_drafted[0]) is not None and len(logits):
             rows = np.repeat(np.arange(len(drafted)), drafted)
@@ -59,6 +63,7 @@ def couple(runner: Any, default_seed: int) -> VerificationRule:
 
     def forward(metadata: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
         drafted = metadata.num_draft_tokens
+        held[:] = let_bonus_end(sampling.logitsprocs.all, drafted)
         if not chooser.samples(len(drafted), sampling):
             return verify(metadata, draft_probs, logits, sampling)
         num_drafted[0] = np.asarray(drafted, dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ class Metadata:
 
     all_greedy: bool
     all_random: bool = False
+    logitsprocs: Any = field(default_factory=lambda: SimpleNamespace(all=()))
 
 
 class Sampler:
