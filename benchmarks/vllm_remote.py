@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
 
 from benchmarks.lib import prompts, report
@@ -37,7 +38,7 @@ from benchmarks.lib.timed_rounds import PARTS, read_times
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
 from outrider.models.resolve import resolve_model
 
-_BASE, _OURS = "vllm none", "vllm + outrider K="
+_BASE, _OURS, _AHEAD = "vllm none", "vllm + outrider K=", " ahead"
 _BARE = "vllm bare K="  # wrong drafts from within: how fast a round with drafts can be
 _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
 _CLASSES = "benchmarks.lib.timed_rounds."
@@ -61,7 +62,6 @@ class _Timed(VllmSystem):
     times: Path
 
     def counts(self) -> dict[str, float]:
-        """Return what was counted so far."""
         return read_times(self.times)
 
     def told(self, concurrency: int, before: dict[str, float]) -> list[str]:
@@ -72,7 +72,6 @@ class _Timed(VllmSystem):
         return [f"- {concurrency} concurrent, {self.name}, {note}" for note in self.notes(spent)]
 
     def notes(self, spent: dict[str, float]) -> list[str]:
-        """Say what was spent in each step."""
         if (steps := spent["steps"]) <= 0:
             return []
         propose_ms, waited_ms = (spent[name] * 1e3 / steps for name in ("propose_s", "waited_s"))
@@ -91,7 +90,6 @@ class _Bare(_Timed):
     """vLLM with wrong drafts, of which some steps are enough."""
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
-        """See `System.run`."""
         return super().run(prompts[:concurrency], max_tokens // 4, concurrency)
 
 
@@ -127,7 +125,6 @@ class _Drafted(_Timed):
         return found
 
     def notes(self, spent: dict[str, float]) -> list[str]:
-        """Say what became of drafts, and what was spent in each step and batch."""
         notes = super().notes(spent)
         if (rounds := sum(spent[fate] for fate in _FATES)) > 0:
             fates = [f"{fate} {spent[fate] / rounds:.0%}" for fate in _FATES]
@@ -146,7 +143,6 @@ class _Drafted(_Timed):
         return notes
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
-        """See `System.run`."""
         run = super().run(prompts, max_tokens, concurrency)
         if not self.proposer.running:
             raise ProcessError(f"the proposer ended{self.proposer.tail()}")
@@ -159,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.1)
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
     p.add_argument("--more-tokens", type=int, nargs="+", default=[], help="other K of Outrider's")
+    p.add_argument("--ahead", action="store_true", help="Outrider's with --async-scheduling, too")
     p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
     p.add_argument("--options", type=json.loads, default={}, help="JSON: arguments of vLLM's LLM")
     p.add_argument("--port", type=int, default=7001, help="the first of four ports of each K")
@@ -172,7 +169,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if it measured, 2 if it could not run."""
     return guarded(_run, parser(), argv)
 
 
@@ -196,6 +192,9 @@ def _run(args: argparse.Namespace) -> int:
                         system.worker.child.stop()
                 systems = [system for system in systems if system.name not in failures]
             cells += found
+            texts = {c.system: [x.token_ids for r in c.runs for x in r.completions] for c in found}
+            equal = {name: sum(map(eq, each, texts.get(_BASE, []))) for name, each in texts.items()}
+            notes.append(f"- {n} concurrent, texts that equal those of {_BASE}: {equal}")
             for system in systems:
                 if isinstance(system, _Timed):
                     notes += system.told(n, before[system.name])
@@ -218,6 +217,8 @@ def _start(
     draft = resolve_model(args.draft_model, "draft")
     k = args.num_speculative_tokens
     ours, bare = {f"{_OURS}{each}": each for each in (k, *args.more_tokens)}, f"{_BARE}{k}"
+    if args.ahead:
+        ours |= {f"{name}{_AHEAD}": each for name, each in ours.items()}
     ours_class = f"{_CLASSES}TimedProposer"
     speculations = {
         _BASE: None,
@@ -236,6 +237,7 @@ def _start(
         gpu = args.gpus[0 if name in (_BASE, bare, *ours) else -1]
         peers = GpuPeers(place, args, log_dir, children, gpu)
         options = fitting | {"speculative_config": speculations[name]}
+        options |= {"async_scheduling": True} if name.endswith(_AHEAD) else {}
         try:
             if name not in (bare, *ours):
                 return peers.start(name, **options)

@@ -19,8 +19,9 @@ from outrider.vllm.proposer import RemoteProposer
 
 _WRITTEN_S = 0.25  # between writes
 PARTS = ("between_s", "inputs_s", "device_s")
-"""Of a step after a hit: from `propose` to `execute_model`, until the model's launch, and the
-device's work on model and sampling. The rest is `propose` itself and the way of the results."""
+"""Of a step after a hit: from the choice of drafts to `execute_model` (which comes first with
+`--async-scheduling`), until the model's launch, and the device's work on model and sampling. The
+rest is that choice and the way of the results."""
 _NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s", *PARTS)
 
 
@@ -32,7 +33,8 @@ class _Times:
         self.sums = dict.fromkeys(_NAMES, 0.0)
         self._written = 0.0
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
-        self._ended = self._began = self._launched_at = 0.0  # the last call; the step after it
+        self._ended = self._began = 0.0  # the last call; the step that runs
+        self._before = (0.0, 0.0)  # that step's launch: the first two of `PARTS`
         cuda: Any = torch.cuda
         self._marks = [cuda.Event(enable_timing=True) for _ in range(2 * cuda.is_available())]
 
@@ -45,7 +47,8 @@ class _Times:
             return execute(*args, **kwargs)
 
         def launch(*args: Any, **kwargs: Any) -> Any:
-            self._launched_at = time.perf_counter()
+            now, prepared_at = time.perf_counter(), max(self._began, self._ended)
+            self._before = prepared_at - self._ended, now - prepared_at
             for mark in self._marks[:1]:
                 mark.record()
             return forward(*args, **kwargs)
@@ -64,8 +67,8 @@ class _Times:
         if self._last is not None and self._last[1] == rows:
             sums["hits"] += 1
             sums["hit_s"] += began - self._last[0]
-            sums["between_s"] += self._began - self._ended
-            sums["inputs_s"] += self._launched_at - self._began
+            for name, seconds in zip(PARTS, self._before, strict=False):
+                sums[name] += seconds
             if self._marks:
                 sums["device_s"] += self._marks[0].elapsed_time(self._marks[1]) * 1e-3
         self._last = None if waited_s or not all(drafts) else (began, rows)
@@ -112,10 +115,9 @@ class TimedProposer(RemoteProposer):
         self._waited_s += time.perf_counter() - began
         return found
 
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """See `RemoteProposer.propose`."""
+    def next_drafts(self, *args: Any) -> list[list[int]]:
         began, self._waited_s = time.perf_counter(), 0.0
-        drafts = super().propose(*args, **kwargs)
+        drafts = super().next_drafts(*args)
         self._times.add(began, self._waited_s, drafts)
         return drafts
 
@@ -128,7 +130,6 @@ class BareProposer:
         self._k = vllm_config.speculative_config.num_speculative_tokens
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Find the model runner, to time its steps."""
         self._times.watch(adapter.find_runner(self))
 
     def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:

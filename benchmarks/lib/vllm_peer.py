@@ -38,7 +38,6 @@ class VllmSystem:
     timeout_s: float
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
-        """See `System.run`."""
         answer = self.worker.ask(
             {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency},
             self.timeout_s * -(-len(prompts) // concurrency),

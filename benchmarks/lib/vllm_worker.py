@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import deque
+from importlib import import_module
 from typing import Any
 
 from benchmarks.lib.worker_loop import Handler, serve
@@ -30,11 +31,12 @@ _COUNTERS = {
 
 
 def build(settings: dict[str, Any]) -> Handler:
-    """Load an engine of `LLM(**settings)`."""
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
+    if settings.get("async_scheduling"):
+        import_module("outrider.vllm.ahead_config").allow()
     # The same prompts come again, and `disable_log_stats` would take the counters away.
     llm: Any = LLM(enable_prefix_caching=False, disable_log_stats=False, **settings)
 

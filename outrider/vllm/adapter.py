@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,11 @@ def max_graph_rows(config: Any) -> int:
     return int(compilation.max_cudagraph_capture_size or 0) // query_len
 
 
+def schedules_ahead(config: Any) -> bool:
+    """Tell whether vLLM schedules a step before it knows what the one before emits."""
+    return bool(config.scheduler_config.async_scheduling)
+
+
 def find_runner(drafter: object) -> Any:
     """Return the model runner that is loading `drafter`; None if no caller is one.
 
@@ -89,6 +94,26 @@ class StepPlan:
     verified: Mapping[str, Sequence[int]]  # draft tokens by request
     scheduled: Mapping[str, int]  # tokens by request; none: nothing runs
 
+    @staticmethod
+    def of(scheduler_output: Any) -> StepPlan:
+        """Read a `SchedulerOutput`."""
+        return StepPlan(
+            new=scheduler_output.scheduled_new_reqs,
+            finished=scheduler_output.finished_req_ids,
+            verified=scheduler_output.scheduled_spec_decode_tokens,
+            scheduled=scheduler_output.num_scheduled_tokens,
+        )
+
+
+class StepOutput(NamedTuple):
+    """What a step emitted, by row of its batch; nothing for a row within its prompt."""
+
+    names: Sequence[str]
+    emitted: Sequence[Sequence[int]]
+    lengths: Sequence[int]  # of the rows' texts with that
+    text: Callable[[int, int], list[int]]
+    """Returns a row's text up to a length."""
+
 
 def watch_steps(
     runner: Any, begin: Callable[[StepPlan], None], launched: Callable[[], None]
@@ -97,14 +122,7 @@ def watch_steps(
     execute_model = runner.execute_model
 
     def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        begin(
-            StepPlan(
-                new=scheduler_output.scheduled_new_reqs,
-                finished=scheduler_output.finished_req_ids,
-                verified=scheduler_output.scheduled_spec_decode_tokens,
-                scheduled=scheduler_output.num_scheduled_tokens,
-            )
-        )
+        begin(StepPlan.of(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
         launched()
         return output
@@ -145,6 +163,13 @@ def keep_cpu_generators(runner: Any) -> None:
     runner._sample, runner._bookkeeping_sync = sampled, booked
 
 
+def draft_token_ids(names: list[str], drafts: list[list[int]]) -> Any:
+    """Return draft tokens by request as a model runner hands them out."""
+    from vllm.v1.outputs import DraftTokenIds
+
+    return DraftTokenIds(names, drafts)
+
+
 def tensor_parallel_rank() -> int:
     """Return this process's rank among those that share each layer."""
     from vllm.distributed.parallel_state import get_tp_group
@@ -160,7 +185,7 @@ def shared_drafts(drafts: list[list[int]], num_rows: int, most: int) -> list[lis
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    if group.world_size == 1:
+    if group.world_size == 1 or not num_rows:
         return drafts
     import torch
 

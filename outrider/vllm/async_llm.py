@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from outrider.errors import ConfigError
+from outrider.vllm.ahead_config import allow
 from outrider.vllm.flags import check_hosting
 from outrider.vllm.lora import read_adapters
 from outrider.vllm.stats import Load
@@ -70,6 +71,7 @@ def build(argv: Sequence[str], load: Load) -> tuple[AsyncLLM, dict[str, LoRARequ
 
     Raises `ConfigError`, and what vLLM raises.
     """
+    allow()
     parser = AsyncEngineArgs.add_cli_args(_Parser())
     parser.add_argument("--lora-modules", nargs="+", action="extend", default=[])  # of its server
     given = parser.parse_args(list(argv))

@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.draft_port import NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.policy.base import DraftMode
@@ -68,12 +65,14 @@ class DraftHost(Inbox):
         *,
         policy: Lockstep,
         max_graph_rows: int = 0,
+        ahead: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make a host of no requests.
 
         Steps of at most `max_graph_rows` rows are far faster if all rows have
-        `num_speculative_tokens` draft tokens.
+        `num_speculative_tokens` draft tokens. With `ahead`, each row has room for as many in every
+        step, which is scheduled before they are chosen.
         """
         super().__init__()
         self.features = NoHiddenStates()
@@ -83,9 +82,9 @@ class DraftHost(Inbox):
         self._k = num_speculative_tokens
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self._max_graph_rows = max_graph_rows
+        self._max_graph_rows = 0 if ahead else max_graph_rows  # of steps that are filled up here
         steps = policy.measured.steps
-        steps.padded = max_graph_rows > 0
+        steps.padded = ahead or max_graph_rows > 0
         steps.sizes = StepSizes([(n, n * (1 + self._k)) for n in range(1, max_graph_rows + 1)])
         self._clock = clock
         self._rows: dict[str, HostedRow] = {}
@@ -177,13 +176,13 @@ class DraftHost(Inbox):
         self,
         names: Sequence[str],
         emitted: Sequence[Sequence[int]],
-        lengths: NDArray[np.int32],
-        token_ids: NDArray[np.int32],
+        lengths: Sequence[int],
+        text: Callable[[int, int], list[int]],
     ) -> None:
         """Commit what the step emitted for its rows; nothing for one within its prompt.
 
-        `token_ids` [rows, max_model_len] holds the rows' texts with that, of `lengths` [rows]. What
-        is not needed for the next drafts is left to `account`.
+        `lengths` are those of the rows' texts with that, and `text` returns a row's text up to a
+        length. What is not needed for the next drafts is left to `account`.
         """
         step = self._accounting.step
         self._take_messages(0.0)  # so that a draft is walked once
@@ -191,7 +190,6 @@ class DraftHost(Inbox):
         step.ended = now = self._clock()
         step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
         commits: list[Commit] = []
-        ends: list[int] = lengths[: len(names)].tolist()
         for i, (name, sampled) in enumerate(zip(names, emitted, strict=False)):
             row, tokens = self._rows.get(name), tuple(sampled)
             if row is None or row.ended:
@@ -199,10 +197,10 @@ class DraftHost(Inbox):
             if not tokens:
                 step.num_prefilling += 1
                 continue
-            accepted, base_len = len(tokens) - 1, ends[i] - len(tokens)
+            accepted, base_len = len(tokens) - 1, lengths[i] - len(tokens)
             drafted = max(row.num_verified, accepted)  # a filling token was right
             if row.stale or base_len != len(row.token_ids):
-                row = self._reopen(row, token_ids[i, :base_len].tolist())
+                row = self._reopen(row, text(i, base_len))
             tokens, finish_reason = row.trim(tokens)
             round_, d = chain_round(drafted, accepted), row.drafting
             row.token_ids += tokens
@@ -240,11 +238,11 @@ class DraftHost(Inbox):
             self._cut(drafts)
         if len(names) <= self._max_graph_rows and len(rows) == len(names):
             self._fill_up(drafts)
-        self._tell()  # last, since the event loop would take the interpreter at once
-        return list(drafts.values())
+        self.tell()  # last, since the event loop would take the interpreter at once
+        return [drafts[name] for name in names]
 
     def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
-        self._tell()  # first, for proposers draft meanwhile
+        self.tell()  # first, for proposers draft meanwhile
         self._take_messages(0.0)
         undrafted = [row for row in rows if row.draft is None]
         at_hand = [row for row in rows if row.draft is not None]
@@ -289,7 +287,8 @@ class DraftHost(Inbox):
                 if (lacking := self._k - row.num_drafted) > 0:
                     drafts[row.name] = drafts[row.name] + row.token_ids[-1:] * lacking
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Tell the listener what was committed, once."""
         events, self._untold = self._untold, None
         if events is not None:
             self.listener.stepped(events)

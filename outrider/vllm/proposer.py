@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter, versions
+from outrider.vllm.ahead import StepsAhead
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.draft_server import DraftServer, ServerOptions
 from outrider.vllm.requests import read_request
@@ -31,6 +32,10 @@ _WORKER = "outrider.vllm.worker.GPUWorker"
 NO_FEATURES = (
     "vLLM hands none to remote proposers. Use vLLM's own method in its --speculative-config "
     "(eagle, eagle3, mtp, medusa), or a draft_model, suffix or ngram proposer"
+)
+NOT_COUPLED = (
+    "--async-scheduling takes proposers only where sampling is coupled: leave it out, or leave out "
+    "--logprobs-mode."
 )
 _log = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ class RemoteProposer:
         self._host: DraftHost | None = None  # on tensor-parallel rank 0
         self._server: DraftServer | None = None
         self._rule = VerificationRule.REJECTION
+        self._ahead = adapter.schedules_ahead(vllm_config)
         self._num_faults = 0
         self.info: dict[str, str] = {}
         """The draft side's addresses and the verification rule."""
@@ -55,6 +61,8 @@ class RemoteProposer:
         runner = adapter.find_runner(self)
         if runner is not None:
             self.bind(runner)
+        elif self._ahead:
+            raise ConfigError(f"--async-scheduling needs --worker-cls {_WORKER} in this version.")
         else:
             _log.error("nothing is drafted unless vLLM has --worker-cls %s", _WORKER)
 
@@ -66,10 +74,15 @@ class RemoteProposer:
             return
         adapter.log_with_vllm()
         if note := versions.untried():
-            _log.warning("%s It lacks: %s", note, "; ".join(versions.missing_names()) or "nothing")
+            lacking = versions.missing_names()
+            _log.warning("%s It lacks: %s", note, "; ".join(lacking) or "nothing")
         self._runner, served = runner, self._served
         self._rule = couple(runner, served.seed)
         self.info = {"verification": self._rule.value}
+        if self._ahead:
+            if self._rule is not VerificationRule.COUPLED:
+                raise ConfigError(NOT_COUPLED)
+            StepsAhead(runner, self._begin, self.next_drafts, self._launched)
         if adapter.tensor_parallel_rank() > 0:
             return
         policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)
@@ -79,10 +92,12 @@ class RemoteProposer:
             served.max_num_seqs,
             policy=policy,
             max_graph_rows=adapter.max_graph_rows(runner.vllm_config),
+            ahead=self._ahead,
         )
         self._server = DraftServer(host, self._options)
         self.info |= self._server.start(served_model(served, self._options, str(runner.device)))
-        adapter.watch_steps(runner, self._begin, self._launched)
+        if not self._ahead:
+            adapter.watch_steps(runner, self._begin, self._launched)
         _log.info(
             "proposers may dial %s; sampling is %s; metrics of drafts: %s",
             *(self.info["grpc"], self._rule.value, self.info["metrics"]),
@@ -99,21 +114,39 @@ class RemoteProposer:
         num_tokens_no_spec: NDArray[np.int32],
         token_ids_cpu: NDArray[np.int32],
         **_: Any,
-    ) -> list[list[int]]:
-        """Return draft tokens of each row of the batch, after what the step emitted for it."""
+    ) -> list[list[int]] | None:
+        """Return draft tokens of each row of the batch, after what the step emitted for it.
+
+        None with `--async-scheduling`: there they are chosen just before the next step runs.
+        """
+        if self._ahead:
+            return None
         num_rows = len(sampled_token_ids)
-        drafts: list[list[int]] = [[]] * num_rows
+        if self._runner is None:
+            return [[]] * num_rows
+        names = self._runner.input_batch.req_ids
+        lengths = num_tokens_no_spec[:num_rows].tolist()
+        texts = lambda row, length: token_ids_cpu[row, :length].tolist()  # noqa: E731
+        output = adapter.StepOutput(names, sampled_token_ids, lengths, texts)
+        return self.next_drafts(output, names[:num_rows])
+
+    def next_drafts(
+        self, output: adapter.StepOutput | None, names: Sequence[str]
+    ) -> list[list[int]]:
+        """Commit what a step emitted, and return drafts for rows of the next one, on every rank."""
+        drafts: list[list[int]] = [[]] * len(names)
         if self._host is not None:
             try:
-                names = self._runner.input_batch.req_ids
-                self._host.commit(names, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-                drafts = self._host.choose_drafts(names)
+                if output is not None:
+                    self._host.commit(*output)
+                if names:
+                    drafts = self._host.choose_drafts(names)
+                else:
+                    self._host.tell()
             except Exception:
                 self._log_fault("drafts were not chosen")
-                drafts = [[]] * num_rows
-        if self._runner is None:
-            return drafts
-        return adapter.shared_drafts(drafts, num_rows, self._served.num_speculative_tokens)
+                drafts = [[]] * len(names)
+        return adapter.shared_drafts(drafts, len(names), self._served.num_speculative_tokens)
 
     def take_stats(self, name: str) -> RequestStats | None:
         """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""

@@ -102,20 +102,78 @@ _SOURCE_WORDS: Final = {
 """Attributes that exist only in instances, as the source mentions them."""
 
 
-def missing_names() -> list[str]:
-    """Return what the installed vLLM lacks of the names that the plug-in needs."""
+_AHEAD_PARAMETERS: Final = {
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
+    "vllm.config:VllmConfig.__post_init__": ("self",),
+    "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": ("self", "scheduler_output"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
+        *("self", "scheduler_output", "sampler_output"),
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": ("self",),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._copy_valid_sampled_token_count": (
+        *("self", "next_token_ids", "valid_sampled_tokens_count"),
+    ),
+    "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request": ("params", "_"),
+}
+_AHEAD_FIELDS: Final = {
+    "vllm.engine.arg_utils:EngineArgs": (
+        *("async_scheduling", "speculative_config", "pipeline_parallel_size"),
+        "kv_transfer_config",
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        *("total_num_scheduled_tokens", "scheduled_cached_reqs", "has_structured_output_requests"),
+        "pending_structured_output_tokens",
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": ("all_token_ids",),
+    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids",),
+    "vllm.v1.sample.metadata:SamplingMetadata": ("output_token_ids",),
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+        *("prompt_token_ids", "output_token_ids", "sampling_params", "num_tokens"),
+    ),
+}
+_AHEAD_WORDS: Final = {
+    "vllm.config.vllm": ("get_args(NgramGPUTypes)",),
+    "vllm.v1.worker.gpu_model_runner": (
+        *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
+        *("self.input_ids =", "self.query_start_loc =", "self.requests:", "_preprocess(\n"),
+        *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
+        *("self._invalid_req_indices =", "self._model_runner_output ="),
+        "if self.input_batch.prev_sampled_token_ids is None:",
+    ),
+    "vllm.v1.worker.gpu_input_batch": (
+        "self.spec_token_ids",
+        "self.logitsprocs =",
+        "num_prompt_tokens",
+    ),
+}
+"""What only `--async-scheduling` needs, in the same three tables."""
+
+
+def missing_names(*, ahead: bool = False) -> list[str]:
+    """Return what the installed vLLM lacks of the names that the plug-in needs.
+
+    `ahead`: of those instead that only `--async-scheduling` needs.
+    """
+    parameters_of, fields_of, words_of = (
+        (_AHEAD_PARAMETERS, _AHEAD_FIELDS, _AHEAD_WORDS)
+        if ahead
+        else (_PARAMETERS, _FIELDS, _SOURCE_WORDS)
+    )
     missing = []
-    for path, parameters in _PARAMETERS.items():
+    for path, parameters in parameters_of.items():
         found = _find(path)
         if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != (
             parameters
         ):
             missing.append(f"{path}({', '.join(parameters)})")
-    for path, fields in _FIELDS.items():
+    for path, fields in fields_of.items():
         found = _find(path)
         known = set() if found is None else {*dir(found), *getattr(found, "__annotations__", ())}
         missing += [f"{path}.{name}" for name in fields if name not in known]
-    for module, words in _SOURCE_WORDS.items():
+    for module, words in words_of.items():
         source = inspect.getsource(importlib.import_module(module))
         missing += [f"{module}: {word}" for word in words if word not in source]
     return missing

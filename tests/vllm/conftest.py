@@ -31,29 +31,30 @@ PLUGIN = {
 class Engine:
     """An `LLM` with the plug-in."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            str(TARGET),
-            speculative_config=PLUGIN,
+        settings = {
             # The adaptive policy drafts little for many rows on a CPU.
-            additional_config={"outrider": "--port 0 --data-port 0 --speculation-policy fixed"},
-            worker_cls="outrider.vllm.worker.CPUWorker",
-            enforce_eager=True,
-            dtype="float32",
-            max_model_len=512,
-            max_num_seqs=16,
-            max_num_batched_tokens=128,  # so that prompts are computed in parts
-            kv_cache_memory_bytes=256 << 20,
-        )
+            "additional_config": {"outrider": "--port 0 --data-port 0 --speculation-policy fixed"},
+            "worker_cls": "outrider.vllm.worker.CPUWorker",
+            "max_num_batched_tokens": 128,  # so that prompts are computed in parts
+            "kv_cache_memory_bytes": 256 << 20,
+            **{"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16},
+            **options,
+        }
+        self.llm = LLM(str(TARGET), speculative_config=PLUGIN, **settings)
         [self.info] = self.llm.collective_rpc("outrider_info")
 
     def texts(self, prompts: list[str], **params: Any) -> list[tuple[int, ...]]:
         """Return the tokens of each prompt's answer; prompt i is sampled with seed i."""
+        return self.answers(prompts, [params] * len(prompts))
+
+    def answers(self, prompts: list[str], params: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+        """Return the tokens of each prompt's answer by its parameters and, if none, seed i."""
         from vllm import SamplingParams
 
-        given = [SamplingParams(seed=seed, **params) for seed in range(len(prompts))]
+        given = [SamplingParams(**{"seed": i, **each}) for i, each in enumerate(params)]
         outputs = self.llm.generate(prompts, given, use_tqdm=False)
         assert all(output.finished for output in outputs)
         return [tuple(output.outputs[0].token_ids) for output in outputs]

@@ -417,6 +417,7 @@ async def test_drained_scorer_ends_its_requests_and_takes_no_more(
         (("--no-such-flag",), "vLLM's flags: unrecognized arguments: --no-such-flag"),
         (("--quantization", "awq"), "vLLM does not serve this: [^;]* awq"),
         (("--kv-cache-memory-bytes", 1000), "vLLM does not serve this: No available memory"),
+        (("--async-scheduling",), "--async-scheduling takes no proposers here: vLLM turned it off"),
     ],
 )
 def test_failed_start_ends_with_vllms_reason_in_one_line(

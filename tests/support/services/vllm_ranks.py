@@ -57,6 +57,7 @@ async def main(rank: int, ranks: int, file: str) -> None:
             print(json.dumps(list(world.step(*names).values())))
             patched.undo()
         else:  # it samples as rank 0 does, and drafts nothing itself
+            world.batch.req_ids = list(names)
             drafts = world.plugin.propose(
                 [[1]] * len(names),
                 np.ones(len(names), dtype=np.int32),

@@ -57,6 +57,7 @@ class VllmSteps(Listener):
             _rule=VerificationRule.COUPLED,
             _host=self.host,
             _runner=SimpleNamespace(input_batch=self.batch),
+            _ahead=False,
             _num_faults=0,
         )
         self.texts: dict[str, list[int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -54,10 +53,9 @@ class Prompts:
         emitted = [[7] if tokens > 0 else [] for tokens in requests.values()]
         for name, tokens in zip(requests, emitted, strict=True):
             self.texts[name] += tokens
-        lengths = np.array([len(self.texts[name]) for name in requests], np.int32)
-        table = np.zeros((len(requests), 64), np.int32)
-        self.host.commit(list(requests), emitted, lengths, table)
-        self.host.choose_drafts(list(requests))
+        names, lengths = list(requests), [len(self.texts[name]) for name in requests]
+        self.host.commit(names, emitted, lengths, lambda row, n: self.texts[names[row]][:n])
+        self.host.choose_drafts(names)
 
 
 def test_policy_learns_of_a_step_without_its_prompts_time(monkeypatch: pytest.MonkeyPatch) -> None:

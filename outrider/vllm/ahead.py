@@ -1,0 +1,202 @@
+"""Drafts for steps that vLLM schedules before it knows what the one before emits.
+
+With `--async-scheduling` vLLM prepares a step while the one before runs, with room for
+`num_speculative_tokens` draft tokens in each row. It corrects positions on the device, once that
+knows how many tokens were accepted. So drafts may come last: just before the model is launched,
+what the step before emitted is read, committed, and the drafts take their places.
+
+Between steps vLLM has placeholders for tokens that it has not read. Whatever it reads of a text to
+choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before it samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.vllm.adapter import StepOutput, StepPlan, draft_token_ids
+from outrider.vllm.min_tokens import held_by_texts
+
+_NONE = -1  # equals no token
+Begin = Callable[[StepPlan], None]
+NextDrafts = Callable[[StepOutput | None, Sequence[str]], list[list[int]]]
+
+
+class _Launched(NamedTuple):
+    """A step whose tokens the device has chosen, or will choose."""
+
+    names: list[str]  # by row
+    token_ids: Tensor  # [rows, 1 or 1 + K], on the host once `copied` has happened
+    copied: Any  # the event
+    within_prompt: frozenset[int]  # rows that emit nothing
+
+
+class StepsAhead:
+    """Follows a model runner, and places drafts in its steps."""
+
+    def __init__(
+        self, runner: Any, begin: Begin, next_drafts: NextDrafts, launched: Callable[[], None]
+    ) -> None:
+        """Replace methods of a runner that schedules ahead.
+
+        `next_drafts` takes what a step emitted, and the names of rows to draft for; `begin` comes
+        before a step is launched and `launched` after that.
+        """
+        self._runner = runner
+        self._begin, self._next_drafts, self._launched = begin, next_drafts, launched
+        self._last: _Launched | None = None
+        self._lengths: dict[str, int] = {}  # of the texts, prompts among them
+        self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
+        self._placed: tuple[list[str], list[list[int]]] = ([], [])
+        self._execute, self._sample = runner.execute_model, runner.sample_tokens
+        self._preprocess = runner._preprocess
+        self._keep_books = runner._bookkeeping_sync
+        self._describe = runner._calc_spec_decode_metadata
+        runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
+        runner._preprocess, runner._bookkeeping_sync = self._prepare, self._bookkeeping
+        runner._calc_spec_decode_metadata = self._describe_drafts
+        runner.take_draft_token_ids = self._take_drafts
+
+    def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._verified, self._placed = None, ([], [])
+        if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
+            self._next_drafts(self._read(scheduler_output), ())
+            self._begin(StepPlan.of(scheduler_output))
+        launched = self._execute(scheduler_output, *args, **kwargs)
+        self._launched()
+        return launched
+
+    def _describe_drafts(self, *args: Any, **kwargs: Any) -> Any:
+        self._verified = self._describe(*args, **kwargs)
+        return self._verified
+
+    def _prepare(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Place drafts in a step that is prepared but for them, and run what is left of that.
+
+        The model's inputs may be embeddings of them.
+        """
+        runner, plan = self._runner, StepPlan.of(scheduler_output)
+        names = list(runner.input_batch.req_ids)
+        room = [len(plan.verified.get(name, ())) for name in names]
+        places = self._places(room)
+        output = self._read(scheduler_output)
+        # A grammar that is not asked about the drafts would let any follow the first.
+        unchecked = (
+            scheduler_output.has_structured_output_requests
+            and not scheduler_output.pending_structured_output_tokens
+        )
+        found = self._next_drafts(output, () if unchecked else names)
+        drafts = [draft[:n] for draft, n in zip(found or [[]] * len(names), room, strict=True)]
+        self._placed = names, drafts
+        runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
+        self._mend(names, drafts, room)
+        if places is not None:
+            self._place(places, drafts, room)
+        self._begin(plan)
+        return self._preprocess(scheduler_output, *args, **kwargs)
+
+    def _places(self, room: Sequence[int]) -> Tensor | None:
+        """Return where the step's draft tokens are among its tokens: int64 [draft tokens]."""
+        counts = np.asarray(room, dtype=np.int64)
+        total = int(counts.sum())
+        if not total:
+            return None
+        ends = self._runner.query_start_loc.np[1 : len(counts) + 1]
+        starts = np.repeat(ends - np.cumsum(counts), counts)
+        return self._upload(starts + np.arange(total))
+
+    def _place(self, places: Tensor, drafts: list[list[int]], room: Sequence[int]) -> None:
+        """Write drafts to the model's input and to what is verified.
+
+        What lacks of one is no token, so that its row goes on with what it chooses itself.
+        """
+        padded = [draft + [_NONE] * (n - len(draft)) for draft, n in zip(drafts, room, strict=True)]
+        flat = np.fromiter((token for draft in padded for token in draft), np.int32)
+        given = self._upload(flat)
+        self._runner.input_ids.gpu.index_copy_(0, places, given.clamp(min=0))
+        self._verified.draft_token_ids.copy_(given)
+
+    def _upload(self, values: np.ndarray[Any, Any]) -> Tensor:
+        on_host = torch.from_numpy(values)
+        device = self._runner.device
+        if device.type == "cuda":  # from memory that the device reads by itself
+            on_host = on_host.pin_memory()
+        return on_host.to(device, non_blocking=True)
+
+    def _read(self, scheduler_output: Any) -> StepOutput | None:
+        """Wait for what the step before emitted, and take it down.
+
+        What has ended emitted all that counts in earlier steps.
+        """
+        last, self._last = self._last, None
+        requests, ended = self._runner.requests, scheduler_output.finished_req_ids
+        replaced = scheduler_output.scheduled_cached_reqs.all_token_ids
+        output = None
+        if last is not None:
+            last.copied.synchronize()
+            rows = [row for row, name in enumerate(last.names) if name not in ended]
+            names, token_ids = [last.names[row] for row in rows], last.token_ids.tolist()
+            emitted = [
+                [] if row in last.within_prompt else [t for t in token_ids[row] if t >= 0]
+                for row in rows
+            ]
+            states = [requests[name] for name in names]
+            lengths = []
+            for name, state, tokens in zip(names, states, emitted, strict=True):
+                length = self._lengths[name]
+                if tokens and name not in replaced:
+                    state.output_token_ids[length - state.num_prompt_tokens :] = tokens
+                lengths.append(length + len(tokens))
+            self._lengths.update(zip(names, lengths, strict=True))
+            texts = lambda row, length: _text(states[row])[:length]  # noqa: E731
+            output = StepOutput(names, emitted, lengths, texts)
+        for name in ended:
+            self._lengths.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._lengths[new.req_id] = requests[new.req_id].num_tokens
+        for name, tokens in replaced.items():
+            self._lengths[name] = len(tokens)
+        return output
+
+    def _mend(self, names: list[str], drafts: list[list[int]], room: Sequence[int]) -> None:
+        """Set what vLLM reads of texts to choose tokens; it had placeholders."""
+        runner, batch = self._runner, self._runner.input_batch
+        lengths = [self._lengths[name] for name in names]
+        batch.num_tokens_no_spec[: len(names)] = lengths
+        if batch.sampling_metadata.output_token_ids:  # for penalties, and bad words
+            for row, (draft, n) in enumerate(zip(drafts, room, strict=True)):
+                batch.spec_token_ids[row][:] = draft + [0] * (n - len(draft))
+        states = [runner.requests[name] for name in names]
+        if any(state.sampling_params.min_tokens for state in states if state.sampling_params):
+            held_by_texts(batch.logitsprocs.all, states)
+
+    def _bookkeeping(
+        self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Tell the next step on the device how many tokens each row emitted, and the last one."""
+        token_ids = sampler_output.sampled_token_ids  # [rows, 1 or 1 + K]
+        counts = (token_ids >= 0).sum(dim=1, dtype=torch.int32)
+        latest = token_ids.gather(1, (counts.long() - 1).clamp(min=0)[:, None])
+        self._runner._copy_valid_sampled_token_count(latest[:, 0], counts)
+        return self._keep_books(scheduler_output, sampler_output, *args, **kwargs)
+
+    def _sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._sample(*args, **kwargs)
+        if (token_ids := getattr(output, "sampled_token_ids_cpu", None)) is not None:
+            names = list(output._model_runner_output.req_ids)
+            within_prompt = frozenset(output._invalid_req_indices)
+            self._last = _Launched(names, token_ids, output.async_copy_ready_event, within_prompt)
+        return output
+
+    def _take_drafts(self) -> Any:
+        """Return the drafts in the step, for the grammars to check; vLLM may change them."""
+        names, drafts = self._placed
+        return draft_token_ids(names, [draft.copy() for draft in drafts]) if names else None
+
+
+def _text(state: Any) -> list[int]:
+    return [*(state.prompt_token_ids or ()), *state.output_token_ids]

@@ -1,0 +1,41 @@
+"""A vLLM on a CPU that schedules ahead, as only on GPUs: nothing waits for a device there."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+
+class _Done:
+    """A stream and an event of a device that has done all of its work."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = "cpu"
+
+    def record(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+
+def let_cpu_schedule_ahead(patch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import gpu_model_runner
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def keep_the_flag(cls: Any, config: Any) -> None:
+        asked = config.scheduler_config.async_scheduling
+        check(cls, config)
+        config.scheduler_config.async_scheduling = asked
+
+    patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_the_flag))
+    cuda: Any = torch.cuda
+    patch.setattr(cuda, "Event", _Done)
+    patch.setattr(cuda, "current_stream", _Done)
+    patch.setattr(cuda, "stream", lambda _: contextlib.nullcontext())
+    assert gpu_model_runner.torch is torch

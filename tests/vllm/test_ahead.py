@@ -1,0 +1,212 @@
+"""`--async-scheduling`: the same texts where steps are scheduled before the last one's tokens."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.vllm import versions
+from tests.support.services.vllm_ahead import let_cpu_schedule_ahead
+from tests.vllm.conftest import PLUGIN, TARGET, Engine
+from tests.vllm.test_texts import GREEDY, KINDS, PENALIZED, PROMPTS, SAMPLED, during
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+
+LONG = {**SAMPLED, "max_tokens": 160, "ignore_eos": True}
+Texts = list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def ahead() -> Iterator[Engine]:
+    """An engine that schedules ahead, with pages for a part of 16 long texts."""
+    from outrider.vllm.ahead_config import allow
+
+    with pytest.MonkeyPatch.context() as patch:
+        let_cpu_schedule_ahead(patch)
+        allow()
+        engine = Engine(async_scheduling=True, block_size=32, num_gpu_blocks_override=64)
+        assert core_of(engine).batch_queue_size == 2
+        yield engine
+
+
+def core_of(engine: Engine) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core
+
+
+def mixed() -> list[dict[str, Any]]:
+    """Kinds side by side: two grammars, an early end, a late one, penalties, a stop string."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    dates = {"structured_outputs": StructuredOutputsParams(regex="[0-9]{4}-[0-9]{2}-[0-9]{2}")}
+    words = {"structured_outputs": StructuredOutputsParams(regex="(the|a) [a-z]{3,12}( [a-z]+){6}")}
+    kinds = [
+        {**GREEDY, **dates}, {**SAMPLED, **words}, {**SAMPLED, "stop": ["."]},
+        {**GREEDY, **words}, {**PENALIZED, "repetition_penalty": 1.2}, {**SAMPLED, **dates},
+        {**SAMPLED, "max_tokens": 9}, GREEDY,
+    ]  # fmt: skip
+    return kinds * 2
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> dict[str, Texts]:
+    """Texts of steps one after the other, without drafts."""
+    texts = {kind: engine.texts(PROMPTS, **params) for kind, params in KINDS.items()}
+    return {
+        **texts,
+        "mixed": engine.answers(PROMPTS, mixed()),
+        "long": engine.texts(PROMPTS, **LONG),
+    }
+
+
+@pytest.mark.parametrize("method", [None, "suffix", "ngram", "draft_model"])
+def test_steps_ahead_emit_the_texts_of_steps_one_after_the_other(
+    method: str | None, ahead: Engine, plain: dict[str, Texts]
+) -> None:
+    def check() -> None:
+        for kind, params in KINDS.items():
+            assert ahead.texts(PROMPTS, **params) == plain[kind], kind
+        assert ahead.answers(PROMPTS, mixed()) == plain["mixed"]
+
+    if method is None:
+        check()
+        assert ahead.drafted() == (0, 0)
+        return
+    with ahead.proposer("--method", method):
+        check()
+        drafted, accepted = ahead.drafted()
+        assert accepted > (drafted / 5 if method == "draft_model" else 0)
+
+
+def test_preempted_texts_go_on_ahead(
+    ahead: Engine, plain: dict[str, Texts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, preempted = core_of(ahead).scheduler, []
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    with ahead.proposer("--method", "draft_model"):
+        assert ahead.texts(PROMPTS, **LONG) == plain["long"]
+        assert ahead.drafted()[1] > 0
+    assert preempted
+
+
+def test_proposer_killed_and_hung_costs_no_text_ahead(
+    ahead: Engine, plain: dict[str, Texts]
+) -> None:
+    def hung(process: Any) -> None:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+
+    with ahead.proposer("--method", "draft_model") as process:
+        for act in (hung, Popen.kill):
+            assert during(act, process, lambda: ahead.texts(PROMPTS, **LONG)) == plain["long"]
+
+
+def test_fault_of_the_draft_side_costs_drafts_only_ahead(
+    ahead: Engine, plain: dict[str, Texts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = core_of(ahead).model_executor.driver_worker.worker.model_runner
+    host = runner.drafter._host
+    commit, calls = host.commit, []
+
+    def fail_at_times(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) in (5, 9):
+            raise RuntimeError("the draft side failed")
+        commit(*args)
+
+    with ahead.proposer("--method", "draft_model"):
+        monkeypatch.setattr(host, "commit", fail_at_times)
+        assert ahead.texts(PROMPTS, **KINDS["sampled"]) == plain["sampled"]
+        assert len(calls) > 9
+        drafted, accepted = ahead.drafted()
+        assert accepted > drafted / 5 > 0, "its proposer was told the texts again"
+
+
+def test_aborted_requests_leave_the_others_texts_alone_ahead(
+    ahead: Engine, plain: dict[str, Texts]
+) -> None:
+    from vllm import SamplingParams
+
+    llm = ahead.llm.llm_engine
+    with ahead.proposer("--method", "draft_model"):
+        for name in ("first", "again"):  # a name may come back while its last step runs
+            for i, prompt in enumerate(PROMPTS):
+                llm.add_request(f"{i}", prompt, SamplingParams(seed=i, **SAMPLED))
+            texts, steps = {}, 0
+            while llm.has_unfinished_requests():
+                for output in llm.step():
+                    if output.finished:
+                        texts[int(output.request_id)] = tuple(output.outputs[0].token_ids)
+                steps += 1
+                if steps == 4:
+                    llm.abort_request([f"{i}" for i in range(0, 16, 3)])
+            expected = {i: plain["sampled"][i] for i in range(16) if i % 3}
+            assert {i: text for i, text in texts.items() if i % 3} == expected, name
+
+
+@pytest.mark.parametrize("at", [5, 8, 11])
+def test_least_length_is_that_of_steps_one_after_the_other(
+    at: int, ahead: Engine, engine: Engine
+) -> None:
+    """The end comes no token earlier, and none later, than without drafts."""
+    free = engine.texts(PROMPTS, **GREEDY)
+    params = [
+        {**GREEDY, "stop_token_ids": [text[at % len(text)]], "min_tokens": at} for text in free
+    ]
+    expected = engine.answers(PROMPTS, params)
+    with ahead.proposer("--method", "draft_model"):
+        assert ahead.answers(PROMPTS, params) == expected
+    with engine.proposer("--method", "draft_model"):
+        assert engine.answers(PROMPTS, params) == expected
+
+
+def config_of(**given: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"async_scheduling": True, "speculative_config": PLUGIN, **given}
+    return EngineArgs(str(TARGET), dtype="float32", **given).create_engine_config()
+
+
+@pytest.mark.usefixtures("ahead")
+def test_flags_that_cannot_be_scheduled_ahead_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size"):
+        config_of(pipeline_parallel_size=2)
+    with pytest.raises(Exception, match="async scheduling is only supported"):
+        config_of(speculative_config={**PLUGIN, "model": "collections.OrderedDict"})
+    monkeypatch.setitem(versions._AHEAD_FIELDS, "vllm.config:VllmConfig", ("another_name",))
+    with pytest.raises(ConfigError, match=r"lacks vllm.config:VllmConfig.another_name\."):
+        config_of()
+
+
+@pytest.mark.usefixtures("ahead")
+def test_without_the_flag_vllm_decides_as_before() -> None:
+    for flag in (None, False):
+        config = config_of(async_scheduling=flag)
+        assert config.scheduler_config.async_scheduling is False
+        assert type(config).__name__ == "VllmConfig"
+
+
+@pytest.mark.usefixtures("ahead")
+def test_configuration_passes_vllms_check_in_another_process(tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    file.write_bytes(pickle.dumps(config_of()))
+    code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb')).__post_init__()"
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=200)
