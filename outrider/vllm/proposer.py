@@ -61,8 +61,6 @@ class RemoteProposer:
         runner = adapter.find_runner(self)
         if runner is not None:
             self.bind(runner)
-        elif self._ahead:
-            raise ConfigError(f"--async-scheduling needs --worker-cls {_WORKER} in this version.")
         else:
             _log.error("nothing is drafted unless vLLM has --worker-cls %s", _WORKER)
 

@@ -1,0 +1,151 @@
+"""A model runner that schedules ahead as vLLM's does, around `StepsAhead`: no model, no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.vllm.adapter import StepOutput, StepPlan
+from outrider.vllm.ahead import StepsAhead
+from tests.support.services.vllm_steps import K, truth
+
+
+class AheadRunner:
+    """Runs steps whose plans are made before the last step's tokens are read."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(
+            req_ids=[],
+            num_tokens_no_spec=np.zeros(8, np.int32),
+            sampling_metadata=SimpleNamespace(output_token_ids=[]),
+            spec_token_ids=[[] for _ in range(8)],
+            logitsprocs=SimpleNamespace(all=()),
+        )
+        self.input_ids = SimpleNamespace(gpu=torch.full((64,), -1, dtype=torch.int32))
+        self.query_start_loc = SimpleNamespace(np=np.zeros(9, np.int32))
+        self.told: list[StepOutput | None] = []
+        self.counts: list[list[int]] = []  # emitted tokens that the device is told of
+        self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
+        self.right = K  # draft tokens that are
+        self.calls: list[str] = []
+        StepsAhead(self, self._begin, self._next_drafts, lambda: self.calls.append("launched"))
+
+    def run(
+        self,
+        *names: str,
+        new: Sequence[str] = (),
+        finished: Sequence[str] = (),
+        replaced: dict[str, list[int]] | None = None,
+        **grammar: bool,
+    ) -> list[list[int]]:
+        """Run a step; requests that are not new have room for K draft tokens. Returns its tokens.
+
+        These are only what the device has: the next step is what reads them.
+        """
+        spec = {name: [-1] * K for name in names if name not in (*new, *(replaced or {}))}
+        plan = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+            finished_req_ids=set(finished),
+            scheduled_spec_decode_tokens=spec,
+            num_scheduled_tokens={name: 1 + len(spec.get(name, ())) for name in names},
+            total_num_scheduled_tokens=len(names),
+            scheduled_cached_reqs=SimpleNamespace(all_token_ids=replaced or {}),
+            has_structured_output_requests=grammar.get("has", False),
+            pending_structured_output_tokens=grammar.get("asks", False),
+        )
+        self.execute_model(plan)
+        return self.sample_tokens(None).sampled_token_ids_cpu.tolist() if names else []
+
+    def execute_model(self, plan: Any) -> None:
+        for name in plan.finished_req_ids:
+            del self.requests[name]
+        for new in plan.scheduled_new_reqs:
+            prompt = [truth(new.req_id, i) for i in range(3)]
+            self.requests[new.req_id] = State(prompt)
+        for name, tokens in plan.scheduled_cached_reqs.all_token_ids.items():
+            self.requests[name].output_token_ids = tokens[3:]
+        self._plan, names = plan, list(plan.num_scheduled_tokens)
+        self.input_batch.req_ids = names
+        if names:
+            ends = np.cumsum(list(plan.num_scheduled_tokens.values()))
+            self.query_start_loc.np[1 : len(names) + 1] = ends
+            drafted = [len(plan.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+            self._calc_spec_decode_metadata(np.array(drafted))
+            self._preprocess(plan, int(ends[-1]))
+
+    def _calc_spec_decode_metadata(self, drafted: Any) -> Any:
+        self._drafted = drafted
+        ids = torch.full((int(drafted.sum()),), -1, dtype=torch.int32)
+        self._metadata = SimpleNamespace(draft_token_ids=ids)
+        return self._metadata
+
+    def _preprocess(self, _plan: Any, num_tokens: int) -> None:
+        self.calls.append("prepared")
+        self._inputs = self.input_ids.gpu[:num_tokens].tolist()
+        self.input_ids.gpu.fill_(-1)  # as the next step's placeholders do
+
+    def sample_tokens(self, _grammar: None) -> Any:
+        names, rows = self.input_batch.req_ids, []
+        self.verified = [
+            part.tolist() for part in self._metadata.draft_token_ids.split(self._drafted.tolist())
+        ]
+        for row, (name, draft) in enumerate(zip(names, self.verified, strict=True)):
+            length, tokens = int(self.input_batch.num_tokens_no_spec[row]), []
+            for token in [*draft, -1]:
+                tokens.append(truth(name, length + len(tokens)))
+                if tokens[-1] != token:
+                    break
+            rows.append(tokens + [-1] * (1 + K - len(tokens)))
+        sampled = torch.tensor(rows, dtype=torch.int32)
+        self._bookkeeping_sync(self._plan, SimpleNamespace(sampled_token_ids=sampled))
+        return SimpleNamespace(
+            sampled_token_ids_cpu=sampled,
+            async_copy_ready_event=SimpleNamespace(synchronize=lambda: self.calls.append("read")),
+            _invalid_req_indices=[],
+            _model_runner_output=SimpleNamespace(req_ids=names),
+        )
+
+    def _copy_valid_sampled_token_count(self, latest: Any, counts: Any) -> None:
+        self.latest = latest.tolist()
+        self.counts.append(counts.tolist())
+
+    def _bookkeeping_sync(self, _plan: Any, _output: Any) -> None:
+        for name in self.input_batch.req_ids:
+            self.requests[name].output_token_ids += [-1] * (1 + K)  # for what is not read yet
+
+    def _begin(self, plan: StepPlan) -> None:
+        self.calls.append(f"begin {len(plan.scheduled)}")
+
+    def _next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
+        self.told.append(output)
+        known = {} if output is None else dict(zip(output.names, output.lengths, strict=True))
+        return [
+            [truth(name, known[name] + i) + (i >= self.right) for i in range(K)]
+            if name in known
+            else []
+            for name in names
+        ]
+
+    def take_draft_token_ids(self) -> Any:
+        raise AssertionError("vLLM's has no drafts of ours")
+
+
+class State:
+    """A request as vLLM's runner keeps it."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt_token_ids = prompt
+        self.num_prompt_tokens = len(prompt)
+        self.output_token_ids: list[int] = []
+        self.sampling_params = SimpleNamespace(min_tokens=0)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_token_ids)

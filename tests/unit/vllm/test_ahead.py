@@ -1,0 +1,129 @@
+"""Drafts take their places in steps that were scheduled before the last one's tokens were read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.vllm import versions
+from outrider.vllm.proposer import RemoteProposer
+from tests.support.services.vllm_runner import AheadRunner
+from tests.support.services.vllm_steps import K, truth
+
+
+def text(runner: AheadRunner, name: str) -> list[int]:
+    state = runner.requests[name]
+    return [*state.prompt_token_ids, *state.output_token_ids]
+
+
+def told(runner: AheadRunner) -> dict[str, list[int]]:
+    output = runner.told[-1]
+    assert output is not None
+    return dict(zip(output.names, map(list, output.emitted), strict=True))
+
+
+def test_drafts_come_after_the_step_before_is_read_and_before_the_model_is_launched() -> None:
+    runner = AheadRunner()
+    runner.run("a", "b", new="ab")
+    runner.calls.clear()
+    runner.run("a", "b")
+    assert runner.calls == ["read", "begin 2", "prepared", "launched"]
+    for name in "ab":
+        assert told(runner)[name] == [truth(name, 3)]
+    assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]
+    assert runner._inputs == [-1, *runner.verified[0], -1, *runner.verified[1]]
+    assert runner.counts == [[1, 1], [1 + K, 1 + K]]
+    assert runner.latest == [truth(name, 4 + K) for name in "ab"]
+
+
+def test_texts_are_the_truth_whatever_part_of_a_draft_is_right() -> None:
+    runner = AheadRunner()
+    runner.run("a", new="a")
+    length = 4
+    for runner.right in (K, 0, 2, K, 1):
+        runner.run("a")
+        assert text(runner, "a")[:length] == [truth("a", i) for i in range(length)]
+        length += 1 + runner.right
+    runner.run("a")
+    output = runner.told[-1]
+    assert output is not None
+    assert (output.lengths, output.text(0, length)) == ([length], text(runner, "a")[:length])
+
+
+def test_row_without_a_draft_emits_one_token() -> None:
+    runner = AheadRunner()
+    runner.run("a", "b", new="ab")
+    runner.run("a")
+    runner.run("a", "b", replaced=None)  # "b" was not in the last step: nobody drafted for it
+    assert runner.verified[1] == [-1] * K
+    assert runner._inputs[-K:] == [0] * K
+    assert runner.counts[-1][1] == 1
+
+
+def test_ended_request_emits_no_more_and_its_name_may_come_back() -> None:
+    runner = AheadRunner()
+    runner.run("a", "b", new="ab")
+    runner.run("a", "b")  # "a" has ended; that step was scheduled before it was known
+    runner.run("a", "b", new="a", finished="a")
+    assert "a" not in told(runner)
+    runner.run("a", "b")
+    assert told(runner)["a"] == [truth("a", 3)]
+    assert text(runner, "a")[:4] == [truth("a", i) for i in range(4)]
+
+
+def test_preempted_text_goes_on_where_vllm_says() -> None:
+    runner = AheadRunner()
+    runner.run("a", "b", new="ab")
+    runner.run("a", "b")
+    runner.run("b")  # what "a" emitted is told, though it is not in this step
+    assert told(runner)["a"] == [truth("a", 4 + i) for i in range(1 + K)]
+    kept = [truth("a", i) for i in range(6)]  # some tokens were dropped on the way
+    runner.run("a", "b", replaced={"a": kept})
+    runner.run("a", "b")
+    assert told(runner)["a"] == [truth("a", 6)]
+    assert text(runner, "a")[:7] == [truth("a", i) for i in range(7)]
+
+
+def test_step_of_nothing_tells_what_was_emitted() -> None:
+    runner = AheadRunner()
+    runner.run("a", new="a")
+    runner.calls.clear()
+    runner.run(finished="a")
+    assert runner.calls == ["read", "begin 0", "launched"]
+    assert told(runner) == {}
+    runner.run("b", new="b")
+    assert runner.told[-1] is None
+
+
+@pytest.mark.parametrize(("asks", "drafted"), [(True, K), (False, 0)])
+def test_grammar_that_is_not_asked_about_drafts_gets_none(
+    asks: bool, drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.vllm.ahead.draft_token_ids", lambda *given: given)
+    runner = AheadRunner()
+    runner.run("a", new="a")
+    runner.run("a", has=True, asks=asks)
+    draft = [truth("a", 4 + i) for i in range(drafted)]
+    assert runner.verified == [draft + [-1] * (K - drafted)]
+    names, drafts = runner.take_draft_token_ids()
+    drafts[0].append(7)
+    assert (names, runner.take_draft_token_ids()[1]) == (["a"], [draft])
+
+
+def test_penalties_see_the_drafts_that_are_verified() -> None:
+    runner = AheadRunner()
+    runner.input_batch.sampling_metadata.output_token_ids = [[]]
+    runner.run("a", new="a")
+    runner.run("a")
+    assert runner.input_batch.spec_token_ids[0] == runner.verified[0]
+
+
+def test_sampling_that_is_not_coupled_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "untried", lambda: "")
+    plugin: Any = object.__new__(RemoteProposer)
+    vars(plugin).update(_runner=None, _served=SimpleNamespace(seed=0), _ahead=True)
+    with pytest.raises(ConfigError, match=r"--async-scheduling .* --logprobs-mode"):
+        plugin.bind(SimpleNamespace())
