@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarn
 
 LONG = {**SAMPLED, "max_tokens": 160, "ignore_eos": True}
 Texts = list[tuple[int, ...]]
+KEPT: list[Engine] = []
+"""An engine that is collected ends what all engines of a process share."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,7 @@ def ahead() -> Iterator[Engine]:
         let_cpu_schedule_ahead(patch)
         allow()
         engine = Engine(async_scheduling=True, block_size=32, num_gpu_blocks_override=64)
+        KEPT.append(engine)
         assert core_of(engine).batch_queue_size == 2
         yield engine
 
