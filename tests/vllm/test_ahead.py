@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -197,6 +199,15 @@ def test_flags_that_cannot_be_scheduled_ahead_are_refused_by_name(
     monkeypatch.setitem(versions._AHEAD_FIELDS, "vllm.config:VllmConfig", ("another_name",))
     with pytest.raises(ConfigError, match=r"lacks vllm.config:VllmConfig.another_name\."):
         config_of()
+
+
+def test_package_names_what_vllm_calls_in_its_processes() -> None:
+    from outrider.vllm.ahead_config import allow
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    group = "vllm.general_plugins"
+    [(name, value)] = project["entry-points"][group].items()
+    assert EntryPoint(name, value, group).load() is allow
 
 
 @pytest.mark.usefixtures("ahead")
