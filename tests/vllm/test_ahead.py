@@ -177,8 +177,11 @@ def test_least_length_is_that_of_steps_one_after_the_other(
     expected = engine.answers(PROMPTS, params)
     with ahead.proposer("--method", "draft_model"):
         assert ahead.answers(PROMPTS, params) == expected
+    assert ahead.drafted()[1] > 0
     with engine.proposer("--method", "draft_model"):
         assert engine.answers(PROMPTS, params) == expected
+    assert engine.answers(PROMPTS, params) == expected  # after which the drafted ones are counted
+    assert engine.drafted()[1] > 0
 
 
 def config_of(**given: Any) -> Any:
