@@ -28,10 +28,12 @@ async def stream(
     *,
     timeout_s: float,
     api_key: str | None = None,
+    address: str = "its address",
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
     """Yield the pieces of one completion.
 
-    Raises the `OutriderError` that the gateway sent, or `UnavailableError` if nothing answers.
+    Raises the `OutriderError` that the gateway sent, or `UnavailableError` if nothing answers, in
+    whose message `address` stands for the channel's.
     """
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
         request,
@@ -44,8 +46,8 @@ async def stream(
     except grpc.aio.AioRpcError as error:
         if nothing_answers(error):
             raise UnavailableError(
-                "no gateway answers there: is `outrider serve` running, and is --address the "
-                "grpc:// address of its ready line?"
+                f"no gateway answers at {address}: is `outrider serve` running, and is --address "
+                "the grpc:// address of its ready line?"
             ) from error
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             given = "does not know this API key" if api_key else "asks for an API key"

@@ -43,7 +43,13 @@ async def _generate(args: argparse.Namespace) -> int:
     )
     console = Console()
     async with open_channel(args.address) as channel:
-        answer = stream(channel, request, timeout_s=args.timeout, api_key=args.api_key)
+        answer = stream(
+            channel,
+            request,
+            timeout_s=args.timeout,
+            api_key=args.api_key,
+            address=args.address,
+        )
         async for response in answer:
             if console.is_terminal:
                 write_tokens(console, response.tokens)

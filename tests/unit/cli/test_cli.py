@@ -166,7 +166,7 @@ def test_generate_without_gateway_reports_that_none_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command_line.main(["generate", "x", "--address", "unix:/nowhere.sock"]) == 1
-    assert "no gateway answers there" in capsys.readouterr().err
+    assert "no gateway answers at unix:/nowhere.sock: " in capsys.readouterr().err
 
 
 def test_demo_of_no_tokens_asks_for_another_prompt() -> None:
