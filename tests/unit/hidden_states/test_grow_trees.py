@@ -10,7 +10,6 @@ import torch
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
-from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
@@ -18,6 +17,7 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams
 from tests.support.checkpoints import eagle_checkpoints as made
+from tests.support.checkpoints.loading import load_eagle3
 
 CPU = torch.device("cpu")
 PAGE_SIZE, WIDTH = 4, 8
