@@ -16,7 +16,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafted_nodes import DraftNodes
 from outrider.drafting.confidence import confidences_of
 from outrider.engine.sequence import Sequence
-from outrider.engine.step import ChosenDraft, choose_draft
+from outrider.engine.step import ChosenDraft, Step, choose_draft
 from outrider.params import (
     SamplingParams,
     SpeculationParams,
@@ -102,9 +102,11 @@ def answered(policy: Policy, *, lies: bool = False) -> World:
     config = EngineConfig(16, 2048, max_num_seqs=16, max_model_len=512, num_speculative_tokens=16)
     tokens, seconds = (1, 5, 16, 32, 128), (0.026, 0.044, 0.057, 0.076, 0.228)
     model, clock = HashModel(VOCAB, 16, 2048, 512), Clock()
-    world = World(
-        policy, config, lambda n: float(np.interp(n, tokens, seconds)), random.Random(1), model
-    )
+
+    def step_s(step: Step) -> float:
+        return float(np.interp(step.num_tokens, tokens, seconds))
+
+    world = World(policy, config, step_s, random.Random(1), model)
     world.add((HashTrees(clock, model, eps=0.3, lies=lies), clock), Net(), own_device=True)
     for i in range(1, 17):
         sampling, stop = SamplingParams(temperature=float(i % 2), seed=i), StopParams(60)
