@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+_SENDING_S = 1.0  # that a client has to take its last answer when its stream ends
+
 
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # it has no types
     """Tells of the services with these names.
@@ -20,13 +22,16 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # it
     def __init__(self, *service_names: str) -> None:
         super().__init__((*service_names, reflection.SERVICE_NAME))
         self._streams: set[asyncio.Timeout] = set()
+        self._limit_s: float | None = None
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Register the service."""
+        self._limit_s = None
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(self, server)
 
     def end(self) -> None:
-        """End all streams. Stop the server right after it, since new ones would last again."""
+        """End all streams, and from now on each new one at once."""
+        self._limit_s = 0.0
         for stream in self._streams:
             stream.reschedule(0.0)
 
@@ -34,13 +39,16 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # it
         self, requests: AsyncIterable[Any], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Answer requests one by one."""
+        last: asyncio.Future[None] | None = None
         try:
-            async with asyncio.timeout(None) as stream:
+            async with asyncio.timeout(self._limit_s) as stream:
                 self._streams.add(stream)
                 try:
                     async for answer in super().ServerReflectionInfo(requests, context):
-                        await context.write(answer)
+                        last = asyncio.ensure_future(context.write(answer))
+                        await asyncio.shield(last)
                 finally:
                     self._streams.discard(stream)
         except TimeoutError:
-            return
+            if last is not None:  # gRPC sends no status while it sends an answer
+                await asyncio.wait([last], timeout=_SENDING_S)

@@ -165,6 +165,19 @@ async def test_open_reflection_stream_is_ended_and_holds_up_no_stop() -> None:
         assert await stream.code() is grpc.StatusCode.OK
 
 
+async def test_reflection_streams_that_begin_while_a_server_stops_hold_it_up_no_longer() -> None:
+    server = GrpcServer("127.0.0.1:0", lambda _: None, ["outrider.v1.DraftService"])
+    port = await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as client:
+        stub = reflection_pb2_grpc.ServerReflectionStub(client)
+        streams = [stub.ServerReflectionInfo() for _ in range(20)]
+        for stream in streams:
+            await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await streams[0].read()
+        async with asyncio.timeout(DEADLINE_S):
+            await server.stop(10 * DEADLINE_S)
+
+
 async def test_calls_that_come_while_the_event_loop_is_busy_all_wait_for_it() -> None:
     server = GrpcServer("127.0.0.1:0", lambda _: None, ["a.Service"])
     port = await server.start()
