@@ -87,7 +87,7 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
     if emitted and committed.plain:
         places = {row.seq.session_id: place for place, row in enumerate(rows)}
         commits.sort(key=lambda commit: places[commit.session_id])
-    others = () if len(committed.plain) == len(rows) else rows
+    others = () if len(committed.plain) == committed.step.num_tokens else rows
     prompts = [len(r.slice.token_ids) for r in others if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,

@@ -28,7 +28,7 @@ class _Kind:
     """Drafts of one method of one proposer, for rows that are sampled or for those that are not."""
 
     def __init__(self) -> None:
-        self.confident = False  # its last draft told how sure it is
+        self.confident = False  # all of its last drafts told how sure they are
         self._levels = np.zeros((2, MAX_SPECULATIVE_TOKENS))  # of drafts: accepted, tried
         self._nodes = np.zeros((2, MAX_SPECULATIVE_TOKENS, BINS))  # that told a confidence
         self._learn()
@@ -39,7 +39,7 @@ class _Kind:
         ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
         self._levels += (ends.T[:, :, None] > np.arange(MAX_SPECULATIVE_TOKENS)).sum(1)
         told = [(round_.last, nodes) for round_, nodes in rounds if nodes.confidences]
-        self.confident = bool(told)
+        self.confident = len(told) == len(rounds)
         if told:
             last, drafts = zip(*told, strict=True)
             forest = Forest(drafts)

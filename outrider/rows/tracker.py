@@ -263,6 +263,7 @@ class DraftTracker:
     def preempted(self, row: Row) -> None:
         """Note that a row lost its pages: it waits for no draft until it has them again."""
         row.drafting.round.looked_at = None
+        row.drafting.round.nodes = NO_NODES
         self.account.preempted(row)
 
     def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
@@ -289,6 +290,8 @@ class DraftTracker:
             if rests(row, drafting=drafting):
                 if row.drafting.offered.limit:
                     row.drafting.round = CurrentRound(now)
+                else:
+                    row.drafting.round.committed_at = now
             else:
                 self.round_done(row, UNDRAFTED, wrong=False, now=now)
 

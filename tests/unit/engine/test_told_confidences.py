@@ -30,7 +30,7 @@ from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 from tests.support.models.hash_trees import HashTrees
-from tests.support.simulators.simulation import VOCAB, Clock, Net, World
+from tests.support.simulators.simulation import VOCAB, Clock, Net, World, draft_model
 
 
 def test_confidences_of_unlike_gaps_rise_and_stay_within_a_byte() -> None:
@@ -130,3 +130,21 @@ def test_unlikely_branches_of_trees_are_left_out_where_tokens_take_time() -> Non
     assert accepted * of_all > 1.2 * accepted_of_all * drafted
     assert cut.committed == whole.committed == lied.committed, "a liar costs speed alone"
     assert counted(lied)[1] > 0, "and is not left out for good"
+
+
+def test_rows_that_nobody_drafts_for_fill_no_half_of_those_that_wait_in_turns() -> None:
+    """A half has the rows that waited longest: others' waits began anew with each token, too."""
+    config = EngineConfig(16, 2048, max_num_seqs=16, max_model_len=512, num_speculative_tokens=4)
+    tokens, seconds = (1, 5, 16, 32, 128), (0.006, 0.0075, 0.010, 0.015, 0.045)
+
+    def step_s(step: Step) -> float:
+        return float(np.interp(step.num_tokens, tokens, seconds))
+
+    world = World(Cutting(4), config, step_s, random.Random(1), HashModel(VOCAB, 16, 2048, 512))
+    world.add(draft_model(0.1, 0.0025, max_branches=0), Net(0.002), own_device=True)
+    for i in range(1, 17):
+        sampling, speculation = SamplingParams(seed=i), SpeculationParams(enabled=not i % 2)
+        world.begin(Request(i, (i, 1), sampling, StopParams(400), speculation))
+    world.run(1.5)
+    drafted, others = ([len(world.committed[i]) for i in range(n, 17, 2)] for n in (2, 1))
+    assert min(drafted) > 0.5 * max(others)

@@ -267,3 +267,14 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
             times.observe(next(at), delay_s, delay_s, 4, alone=delay_s == alone_s)
     start_at = Waiting(policy.measured).start_at(each[:num_ready], each[num_ready:], 0, now)
     assert least <= start_at <= most
+
+
+def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confidences() -> None:
+    """Of the rows' drafts, which never come true, those under rejection are verified whole."""
+    policy = policy_after(step_s=EVEN_STEP_S, num_rows=2)
+    both, told = rows(2, 12), DraftNodes(bytes([100] * 12))
+    for _ in range(60):
+        rounds = zip(both, (told, NO_NODES), strict=True)
+        policy.measured.acceptance.observe([(d, chain_round(12, 0), nodes) for d, nodes in rounds])
+    assert not policy.measured.acceptance.confident(both)
+    assert max(policy.choose_counts(both)) <= 1
