@@ -208,6 +208,7 @@ class StepsStream:
             for row, (call_id, count) in enumerate(columns, 1):
                 if row % _ROWS_A_TURN == 0:
                     await asyncio.sleep(0)
+                    self._silent_ticks = 0  # that turn was the gateway's own
                 begin, at = at, at + count
                 answer = answers.get(call_id)
                 if answer is None:

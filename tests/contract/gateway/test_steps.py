@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from gateway.routing import scorer as scorer_module
+from gateway.routing import steps as steps_module
 from gateway.routing.rounds import round_from_proto
 from gateway.routing.steps import Mailbox, StepsStream
 from outrider.errors import DeadlineError, UnavailableError
@@ -166,8 +168,12 @@ async def test_many_tokens_at_once_become_text_over_several_turns_of_the_event_l
     assert [each.usage is None for each in rounds] == [True] * 3 + [False]
 
 
-async def test_step_of_many_rows_reaches_its_clients_over_several_turns() -> None:
-    rows = 300
+async def test_step_of_many_rows_reaches_its_clients_over_several_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long these take, the scorer is not held to be silent meanwhile."""
+    monkeypatch.setattr(steps_module, "_TICK_S", 0.001)
+    rows = 3072
     release = asyncio.Event()
 
     class Stub:
@@ -201,6 +207,7 @@ async def test_step_of_many_rows_reaches_its_clients_over_several_turns() -> Non
     release.set()
     while len(came) < rows:
         turn += 1
+        time.sleep(0.002)  # noqa: ASYNC251
         await asyncio.sleep(0)
     await asyncio.gather(*following)
     await stream.close()
