@@ -185,7 +185,7 @@ class ModeSelector:
         """Go on with other trials if the batch's size or the texts have changed. True if so."""
         least = 1 << self._size - 1  # rows of this size; some fewer stay in it, but no more
         most = max(2, 2 * least - 1)  # two requests, one after the other, are one as often
-        size = self._size if 3 * least <= 4 * num_rows <= 4 * most else num_rows.bit_length()
+        size = self._size if 0.75 * least <= num_rows <= most else num_rows.bit_length()
         margin = -MIXED_TEXTS if self._sampled else MIXED_TEXTS
         sampled = temperature >= SAMPLED_TEMPERATURE + margin
         if (size, sampled) == (self._size, self._sampled):

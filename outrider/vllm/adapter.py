@@ -106,7 +106,7 @@ class StepPlan:
 
 
 class StepOutput(NamedTuple):
-    """What a step emitted, by row of its batch; nothing for a row within its prompt."""
+    """Holds what a step emitted, by row of its batch; nothing for a row within its prompt."""
 
     names: Sequence[str]
     emitted: Sequence[Sequence[int]]

@@ -116,7 +116,7 @@ def _drafts(
 
 
 def _alike(a: DraftTree, b: DraftTree) -> bool:
-    """Whether these are the same nodes, of like confidences if both tell any."""
+    """Return whether these are the same nodes, of like confidences if both tell any."""
     told = zip(a.confidences, b.confidences, strict=True) if a.confidences and b.confidences else ()
     same = a._replace(confidences=b"") == b._replace(confidences=b"")
     return same and all(abs(one - other) <= 2 for one, other in told)

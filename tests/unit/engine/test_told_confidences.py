@@ -97,16 +97,21 @@ class Whole(Cutting):
         return Policy.cut(self, drafts, *counts)
 
 
-def answered(policy: Policy, *, lies: bool = False) -> World:
-    """Sixteen texts drafted for by trees, with the step times of an embedded target on a CPU."""
-    config = EngineConfig(16, 2048, max_num_seqs=16, max_model_len=512, num_speculative_tokens=16)
-    tokens, seconds = (1, 5, 16, 32, 128), (0.026, 0.044, 0.057, 0.076, 0.228)
-    model, clock = HashModel(VOCAB, 16, 2048, 512), Clock()
+def world_of(policy: Policy, model: HashModel, seconds: Rows[float]) -> World:
+    """Steps of 1, 5, 16, 32 and 128 tokens take so many `seconds`."""
+    k = policy.num_speculative_tokens
+    config = EngineConfig(16, 2048, max_num_seqs=16, max_model_len=512, num_speculative_tokens=k)
 
     def step_s(step: Step) -> float:
-        return float(np.interp(step.num_tokens, tokens, seconds))
+        return float(np.interp(step.num_tokens, (1, 5, 16, 32, 128), seconds))
 
-    world = World(policy, config, step_s, random.Random(1), model)
+    return World(policy, config, step_s, random.Random(1), model)
+
+
+def answered(policy: Policy, *, lies: bool = False) -> World:
+    """Sixteen texts drafted for by trees, with the step times of an embedded target on a CPU."""
+    model, clock = HashModel(VOCAB, 16, 2048, 512), Clock()
+    world = world_of(policy, model, (0.026, 0.044, 0.057, 0.076, 0.228))
     world.add((HashTrees(clock, model, eps=0.3, lies=lies), clock), Net(), own_device=True)
     for i in range(1, 17):
         sampling, stop = SamplingParams(temperature=float(i % 2), seed=i), StopParams(60)
@@ -122,7 +127,7 @@ def counted(world: World) -> tuple[int, int]:
 
 
 def test_unlikely_branches_of_trees_are_left_out_where_tokens_take_time() -> None:
-    """Of like trees fewer nodes are verified, and a larger share of them is right."""
+    """Fewer nodes of like trees are verified, and a larger share of them is right."""
     cut, whole, lied = answered(Cutting(16)), answered(Whole(16)), answered(Cutting(16), lies=True)
     assert whole.now > 1.05 * cut.now
     (drafted, accepted), (of_all, accepted_of_all) = counted(cut), counted(whole)
@@ -134,13 +139,8 @@ def test_unlikely_branches_of_trees_are_left_out_where_tokens_take_time() -> Non
 
 def test_rows_that_nobody_drafts_for_fill_no_half_of_those_that_wait_in_turns() -> None:
     """A half has the rows that waited longest: others' waits began anew with each token, too."""
-    config = EngineConfig(16, 2048, max_num_seqs=16, max_model_len=512, num_speculative_tokens=4)
-    tokens, seconds = (1, 5, 16, 32, 128), (0.006, 0.0075, 0.010, 0.015, 0.045)
-
-    def step_s(step: Step) -> float:
-        return float(np.interp(step.num_tokens, tokens, seconds))
-
-    world = World(Cutting(4), config, step_s, random.Random(1), HashModel(VOCAB, 16, 2048, 512))
+    model = HashModel(VOCAB, 16, 2048, 512)
+    world = world_of(Cutting(4), model, (0.006, 0.0075, 0.010, 0.015, 0.045))
     world.add(draft_model(0.1, 0.0025, max_branches=0), Net(0.002), own_device=True)
     for i in range(1, 17):
         sampling, speculation = SamplingParams(seed=i), SpeculationParams(enabled=not i % 2)

@@ -228,7 +228,7 @@ def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
 
 
 def test_confidence_that_was_never_tried_is_believed_whatever_siblings_met() -> None:
-    """Of a tree most nodes fail: their mean says nothing of a sure one."""
+    """Most nodes of a tree fail, so their mean says nothing of a sure one."""
     policy, siblings = policy_after(step_s=EVEN_STEP_S, num_rows=1), bytes([UNSURE] * 3)
     for _ in range(20):
         failed = row(), Round(3, 1, 0, rejected=True), DraftNodes(siblings, (-1, -1, -1))
@@ -270,7 +270,7 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
 
 
 def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confidences() -> None:
-    """Of the rows' drafts, which never come true, those under rejection are verified whole."""
+    """No draft comes true, and those under rejection are verified whole."""
     policy = policy_after(step_s=EVEN_STEP_S, num_rows=2)
     both, told = rows(2, 12), DraftNodes(bytes([100] * 12))
     for _ in range(60):

@@ -44,7 +44,7 @@ class Load:
     steps: int = 0
 
     def play(self, steps: int, **changes: Any) -> dict[DraftMode, int]:
-        """So many steps after `changes`; how many in each mode."""
+        """Make `changes` and play so many steps; return how many were in each mode."""
         for name, value in changes.items():
             setattr(self, name, value)
         taken = dict.fromkeys(MODES, 0)
