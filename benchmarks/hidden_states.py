@@ -173,9 +173,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--head",
         nargs="*",
-        default=["eagle3", "mtp", "medusa", "mlp_speculator"],
+        default=["eagle3", "dspark", "mtp", "medusa", "mlp_speculator"],
         metavar="METHOD[=FOLDER]",
-        help="no folder: the embedded one (default: all of these)",
+        help="no folder: the embedded one (default: each of the embedded heads)",
     )
     p.add_argument("--draft-model", default="embedded", help='"none": leave it out')
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
