@@ -135,9 +135,9 @@ class ScorerMetrics:
         self.stale_blocks, self.malformed_blocks = blocks("stale"), blocks("malformed")
         steps = self._labelled(
             "steps",
-            "Engine steps, by the way in which rows come to drafts: none, on demand, or ahead, by "
-            "proposers that can. An adaptive policy chooses it, and tries the others now and then.",
-            "way",
+            "Engine steps, by the draft mode: none, on demand, or ahead. The adaptive policy "
+            "chooses the mode, and now and then tries another.",
+            "mode",
         )
         self._steps = {mode.value: steps(mode.value) for mode in DraftMode}
         round_seconds = self._labelled(

@@ -122,12 +122,12 @@ def speculation() -> Dashboard:
             ),
             "Hits and misses": (
                 Graph(
-                    "Steps by the way to drafts",
+                    "Steps by draft mode",
                     "none: nothing is drafted at this load; on demand: each draft when the round "
                     "before has ended; ahead: beside its verification, by proposers that can. The "
                     "others are tried now and then.",
                     "percentunit",
-                    (Series(total("outrider:steps_total", "way"), "{{way}}"),),
+                    (Series(total("outrider:steps_total", "mode"), "{{mode}}"),),
                     stack="percent",
                 ),
                 Graph(

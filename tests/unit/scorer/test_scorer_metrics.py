@@ -83,8 +83,8 @@ def test_scorer_metrics_after_a_step_count_it() -> None:
             assert metrics("pool_rounds_total", pool=pool, fate=fate) == fates.get(fate, 0)
     assert metrics("draft_blocks_total", fate="stale") == 0
     assert metrics("draft_blocks_total", fate="malformed") == 0
-    ways = {"none": 0, "on demand": 2, "ahead": 0}
-    assert {way: metrics("steps_total", way=way) for way in ways} == ways
+    modes = {"none": 0, "on demand": 2, "ahead": 0}
+    assert {mode: metrics("steps_total", mode=mode) for mode in modes} == modes
     assert metrics("generation_tokens_total") == 20
     assert metrics("step_output_tokens_sum") == 20
     assert metrics("prompt_tokens_total") == metrics("prefix_cache_queries_total") == 200
