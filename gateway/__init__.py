@@ -1,1 +1,1 @@
-"""The door for clients: OpenAI over HTTP, and gRPC."""
+"""The service that clients call: OpenAI's and Anthropic's HTTP APIs, and gRPC."""

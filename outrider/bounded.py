@@ -1,4 +1,4 @@
-"""Keep what others name within bounds: they may take ever new names."""
+"""Keep values by names that peers choose, for a bounded number of names."""
 
 from __future__ import annotations
 

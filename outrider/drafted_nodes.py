@@ -1,4 +1,4 @@
-"""The nodes of many drafts in flat arrays, without their tokens: for what looks at all at once."""
+"""The nodes of many drafts in flat arrays, without tokens: for code that reads all at once."""
 
 from __future__ import annotations
 

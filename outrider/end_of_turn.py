@@ -1,4 +1,4 @@
-"""What a turn of an event loop leaves for its end."""
+"""Act once at the end of an event loop's turn on all that the turn left."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, as chats."""
+"""Anthropic's Messages API: each request is answered as a chat."""

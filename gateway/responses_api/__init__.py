@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, as chats."""
+"""OpenAI's Responses API: each request is answered as a chat."""

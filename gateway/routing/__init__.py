@@ -1,1 +1,1 @@
-"""Scorers: which one takes a request, and what it adds, over its stream or another's."""
+"""Choose the scorer of a request, and read its tokens from one stream per scorer."""

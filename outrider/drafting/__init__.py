@@ -1,4 +1,4 @@
-"""Drafting methods: ways to guess a session's next tokens. Knows no wire.
+"""Drafting methods: ways to guess a session's next tokens, without any RPC.
 
 A method implements `Proposer` (proposer.py); `SessionMethod` (sessions.py) keeps its table of
 sessions. `copying/ngram.py` is the smallest example. To add a method, name it in

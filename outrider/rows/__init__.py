@@ -1,1 +1,1 @@
-"""The rows that an engine decodes: the drafts at hand, what is awaited, and their accounts."""
+"""The rows that an engine decodes: the draft at hand, the draft awaited, and counts of both."""

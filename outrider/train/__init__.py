@@ -1,1 +1,1 @@
-"""Training of draft methods for a given target. Torch; started as `python -m outrider.train`."""
+"""Train draft methods for a given target: `python -m outrider.train`."""

@@ -1,1 +1,1 @@
-"""Load over HTTP: requests that arrive or wait their turn, and what their streams show."""
+"""Send requests over HTTP, at a rate or a number at a time, and time their streams."""

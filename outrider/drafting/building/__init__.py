@@ -1,1 +1,1 @@
-"""Builds drafting methods, as a command line describes them."""
+"""Build drafting methods from the flags that describe them."""

@@ -1,1 +1,1 @@
-"""A Llama draft loop compiled for CPUs."""
+"""Draft loops compiled for CPUs."""

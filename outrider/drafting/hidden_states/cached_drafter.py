@@ -1,4 +1,4 @@
-"""What drafts with a module over pages of its own: by captured loops, or eagerly."""
+"""Draft with a module over pages of its own, by captured loops or eagerly."""
 
 from __future__ import annotations
 

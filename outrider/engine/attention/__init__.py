@@ -1,1 +1,1 @@
-"""Attention over paged rows: the protocol, groups of rows, and plain torch."""
+"""The protocol of paged attention, and plain torch. Kernels are in ../cuda and ../cpu."""

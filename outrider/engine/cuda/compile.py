@@ -1,4 +1,4 @@
-"""Compile the kernels of several works at once."""
+"""Compile kernels in parallel, once for all starts."""
 
 from __future__ import annotations
 

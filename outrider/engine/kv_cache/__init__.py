@@ -1,1 +1,1 @@
-"""The KV cache: its block pool, its tensors, and hidden states in the same pages."""
+"""The KV cache: block pool, tensors, hidden states. ../model/memory_budget.py decides its size."""

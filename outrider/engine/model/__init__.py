@@ -1,1 +1,1 @@
-"""Load a checkpoint, check it, and run its forward on packed rows."""
+"""Load a checkpoint, check it, choose its attention, share out memory, and run its forward."""

@@ -1,1 +1,1 @@
-"""Draft modules that read the target's hidden states."""
+"""The draft modules ("heads") themselves, and the checkpoint formats that they come in."""

@@ -1,1 +1,1 @@
-"""Products of few rows on CUDA, and the choice of their kernels."""
+"""Matrix products of few rows on CUDA, and the choice of their kernels."""
