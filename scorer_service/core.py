@@ -219,8 +219,8 @@ def build_engine(
     runtime.progress(
         NAME,
         f"loading {options.model} as {options.dtype}{_rounded(options)} on {options.device}: "
-        "seconds from memory, "
-        f"a minute or more for a large model from a disk{first}",
+        "this takes seconds, or minutes for a large model that is not in the system's page cache"
+        f"{first}",
     )
     build_first = () if colocated is None else (colocated.build,)
     model, runner, step_times = load(folder, options, *build_first)

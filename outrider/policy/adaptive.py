@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
-from outrider.policy.row import Drafting, Told
+from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting, next_half
 
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
@@ -87,11 +87,11 @@ class AdaptivePolicy(Policy):
             seconds[0] = np.inf
         return choose_nodes(survivals, likeliest, seconds, len(rows))
 
-    def cut(self, drafts: Rows[Told], num_rows: int, num_others: int) -> list[bool]:
+    def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
         steps = self.measured.steps
         if steps.padded or self._unknown or not steps.estimate(1):
             return super().cut(drafts, num_rows, num_others)
-        survivals = self.measured.acceptance.told(drafts)
+        survivals = self.measured.acceptance.survivals_of_nodes(drafts)
         seconds = steps.of_rows(num_rows, np.arange(num_others, num_others + survivals.size + 1.0))
         likeliest = np.sort(survivals)[::-1]
         chosen: list[bool] = choose_nodes(survivals, likeliest, seconds, num_rows).tolist()

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from outrider.draft_tree import DraftTree
 from outrider.policy.measurements import Measurements
-from outrider.policy.row import Drafting, Told
+from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.rounds import Counters
 
 
@@ -103,7 +103,7 @@ class Policy:
         """
         return [d.offered.max_draft_tokens for d in rows]
 
-    def cut(self, drafts: Rows[Told], num_rows: int, num_others: int) -> list[bool]:  # noqa: ARG002
+    def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:  # noqa: ARG002
         """Return which nodes of `drafts` the next step verifies, one draft after the other.
 
         No node without its parent. The step has `num_rows` rows, and `num_others` tokens besides

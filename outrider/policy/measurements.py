@@ -13,7 +13,7 @@ from outrider.bounded import remember
 from outrider.draft_times import DraftTimes
 from outrider.drafted_nodes import DraftNodes, Forest
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.row import Drafting, Told
+from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.rounds import Round
 from outrider.step_times import EngineStepTimes
 
@@ -114,7 +114,7 @@ class Acceptance:
         survivals: NDArray[np.float64] = np.take_along_axis(by_level, places, 1) * levels[:, None]
         return survivals
 
-    def told(self, drafts: Rows[Told]) -> NDArray[np.float64]:
+    def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> NDArray[np.float64]:
         """Return the survival of each node [n] of `drafts`, one after the other."""
         kinds, of_draft = self._kinds_of([d for d, _ in drafts])
         forest = Forest([nodes for _, nodes in drafts])

@@ -109,5 +109,5 @@ class Drafting:
         return may_come and self.num_draft_tokens > 0 and self.measured.worth_waiting
 
 
-Told = tuple[Drafting, DraftNodes]
-"""A row's draft at hand that tells confidences."""
+ConfidentDraft = tuple[Drafting, DraftNodes]
+"""A row's draft at hand, whose proposer sent confidences."""

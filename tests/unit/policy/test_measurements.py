@@ -223,7 +223,7 @@ def test_cut_verifies_the_sure_tokens_of_all_rows() -> None:
 def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
     acceptance = told_confidences(honest=False).measured.acceptance
     drafts = DraftNodes(bytes((SURE, UNSURE))), DraftNodes(bytes((UNSURE, SURE)))
-    told = acceptance.told([(row(), nodes) for nodes in drafts])
+    told = acceptance.survivals_of_nodes([(row(), nodes) for nodes in drafts])
     np.testing.assert_allclose(told[::2], sum(TRUE_SHARE.values()) / 2, atol=0.12)
 
 
