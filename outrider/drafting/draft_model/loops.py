@@ -78,7 +78,7 @@ class DraftModelLoops:
         self.page_size = model.page_size
         layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, model.device)
         self._inputs = LoopInputs(capture.shapes, layout)
-        self._loops = CapturedLoops(capture, self._inputs, self._loop, _output_shape)
+        self._loops = CapturedLoops(capture, self._inputs, self._loop)
 
     def draft(self, rows: Sequence[DraftInput]) -> list[Chain]:
         """Return what `draft_chains` returns, by captured loops where they hold the rows."""
@@ -147,8 +147,3 @@ def _to_forks(drafted: NDArray[np.int32], num_tokens: int, fanout: int) -> Forks
     captured = drafted.shape[2] // 2
     gaps = places[:, :, captured : captured + fanout].copy().view(np.float32)
     return Forks(places[:, :, :fanout], gaps)
-
-
-def _output_shape(shape: LoopShape) -> tuple[int, ...]:
-    chains = shape.rows, shape.num_steps + 1
-    return (*chains, 2 * shape.fanout) if shape.fanout else chains

@@ -69,10 +69,9 @@ class LoopCapture:
 
 
 class CapturedLoops:
-    """The loops of one method, which share their inputs and the place of their output.
+    """The loops of one method, which share their inputs.
 
-    `body` enqueues a loop and returns its drafts, int32 of `output_shape`, rows first. Without an
-    `output_shape` the body is run once to know it. Used from one thread.
+    `body` enqueues a loop and returns its drafts, int32 [rows, ...]. Used from one thread.
     """
 
     def __init__(
@@ -80,14 +79,10 @@ class CapturedLoops:
         capture: LoopCapture,
         inputs: LoopInputs,
         body: Callable[[LoopShape], Tensor],
-        output_shape: Callable[[LoopShape], tuple[int, ...]] | None = None,
     ) -> None:
         shapes = set(capture.shapes)
         self._inputs = inputs
-        find_shape = output_shape or self._shape_by_run(body)
-        self._output_shapes = {shape: find_shape(shape) for shape in shapes}
-        size = max(math.prod(each) for each in self._output_shapes.values())
-        self._output = _Output(size, inputs.device)
+        self._drafted: dict[LoopShape, Tensor] = {}  # the place of each loop's output
         self._find = lru_cache(maxsize=4096)(self._smallest)
         inputs.clear()
         capture.precompile([self._work(shape, body) for shape in shapes])
@@ -102,6 +97,8 @@ class CapturedLoops:
             return work
 
         self._loops = CapturedBuckets(shapes, captured, lambda shape: shape.cost)
+        size = max(place.numel() for place in self._drafted.values())
+        self._output = _Output(size, inputs.device)
 
     def drafts(
         self,
@@ -195,16 +192,15 @@ class CapturedLoops:
             self._inputs.fill(shape, fed)
             self._inputs.follow(shape, fed.slices, verify_output)
             fetch = self._launch(shape, len(rows))
-        output = self._output.on_device(self._output_shapes[shape])
-        tokens = None if chains is None else chains(output)[:, :num_tokens]
+        tokens = None if chains is None else chains(self._drafted[shape])[:, :num_tokens]
         return AsyncLoop(tokens, lambda wanted: read(fetch(), wanted))
 
     def _launch(self, shape: LoopShape, count: int) -> Callable[[], NDArray[np.int32]]:
         """Enqueue the loop over its inputs; return a function that waits for `count` rows."""
-        output_shape = self._output_shapes[shape]
+        drafted = self._drafted[shape]
         self._loops[shape]()
-        self._output.send(output_shape)
-        return lambda: self._output.read(output_shape)[:count]
+        self._output.send(drafted)
+        return lambda: self._output.read(drafted.shape)[:count]
 
     def _feed_long(
         self, rows: Sequence[DraftInput], feed: Callable[[Sequence[DraftInput]], list[Draft]]
@@ -249,20 +245,13 @@ class CapturedLoops:
             and (shape.fanout >= fanout if fanout else shape.fanout == 0)
         ]
 
-    def _shape_by_run(
-        self, body: Callable[[LoopShape], Tensor]
-    ) -> Callable[[LoopShape], tuple[int, ...]]:
-        @torch.inference_mode()
-        def output_shape(shape: LoopShape) -> tuple[int, ...]:
-            self._inputs.fill(shape, FedRows((), ()))
-            return tuple(body(shape).shape)
-
-        return output_shape
-
     def _work(self, shape: LoopShape, body: Callable[[LoopShape], Tensor]) -> Work:
         @torch.inference_mode()
         def work() -> None:
-            self._output.write(body(shape))
+            drafted = body(shape)
+            if shape not in self._drafted:  # this is the first run, which nothing captures
+                self._drafted[shape] = torch.empty_like(drafted)
+            self._drafted[shape].copy_(drafted)
 
         return work
 
@@ -273,27 +262,19 @@ def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Chain
 
 
 class _Output:
-    """The output of a loop, at one place of the device for all loops, and its copy on the host."""
+    """The copy of a loop's output on the host."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numbers: NDArray[np.int32] = self._host.numpy()
         (self._done,) = make_events(device, 1)
 
-    def write(self, numbers: Tensor) -> None:
-        self._device[: numbers.numel()].copy_(numbers.flatten())
-
-    def on_device(self, shape: tuple[int, ...]) -> Tensor:
-        return self._device[: math.prod(shape)].view(shape)
-
-    def send(self, shape: tuple[int, ...]) -> None:
+    def send(self, drafted: Tensor) -> None:
         """Enqueue the copy to the host."""
-        size = math.prod(shape)
-        self._host[:size].copy_(self._device[:size], non_blocking=True)
+        self._host[: drafted.numel()].copy_(drafted.flatten(), non_blocking=True)
         self._done.record()
 
-    def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+    def read(self, shape: Sequence[int]) -> NDArray[np.int32]:
         """Wait for what was sent and return a copy."""
         self._done.synchronize()
         return self._numbers[: math.prod(shape)].reshape(shape).copy()

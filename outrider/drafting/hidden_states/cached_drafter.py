@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,6 @@ class CachedDrafter:
     eagerly. Raises `ConfigError` for pools that are too small. Used from one thread.
     """
 
-    output_shape: Callable[[LoopShape], tuple[int, ...]] | None = None  # as of `CapturedLoops`
-
     def __init__(
         self,
         head: CachedHead,
@@ -57,7 +55,7 @@ class CachedDrafter:
             layout = PageLayout(self.max_model_len, self.page_size, self.num_pages, head.device)
             self._sampler = capture.sampler
             self._inputs = LoopInputs(capture.shapes, layout, LEAD, head.features.width)
-            self._loops = CapturedLoops(capture, self._inputs, self._loop, self.output_shape)
+            self._loops = CapturedLoops(capture, self._inputs, self._loop)
 
     def drafts(self, rows: Sequence[DraftInput]) -> list[Guess]:
         """Feed rows and make a draft for each that wants one.

@@ -30,15 +30,10 @@ from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.trees import Guess, TargetDraws
 
 
-def _output_shape(shape: LoopShape) -> tuple[int, ...]:
-    return (shape.rows, shape.num_tokens, *((3,) if shape.width > 1 else ()))
-
-
 class RecurrentDrafter(CachedDrafter):
     """Drafts with a `RecurrentHead`."""
 
     head: RecurrentHead
-    output_shape = staticmethod(_output_shape)
 
     def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:
         if chain:

@@ -17,7 +17,7 @@ Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 """Returns work that repeats `work` on the contents that its tensors have by then.
 
-A capture runs `work` once or more. All that `work` reads and writes must stay where it is.
+A capture first runs `work` as it is. All that `work` reads and writes must stay where it then is.
 """
 Precompile = Callable[[Sequence[Work]], None]
 """Runs works in any order, or at once, so that captures find all kernels compiled."""
