@@ -108,7 +108,7 @@ def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
     """Return chains of a draft model on demand, without branches."""
     options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     model = load_model(folder, options, dtype=torch.float32)
-    fast = LlamaChains.load(folder, model.pools, model.max_model_len)
+    fast = LlamaChains.of(model)
     proposer = DraftModelProposer(model, name="draft", chain_drafter=fast)
     return [Contender("draft_model", "chain", k, proposer) for k in chains]
 

@@ -56,8 +56,8 @@ def build_draft_model(
         loops = capture_loops(model, shapes, max_sessions, say)
         if loops is not None:
             chain_drafter = fork_drafter = loops
-    elif dtype is torch.float32 and method.threads == 1:
-        chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
+    elif method.threads == 1:
+        chain_drafter = LlamaChains.of(model)
     proposer = DraftModelProposer(
         model,
         name=method.model,

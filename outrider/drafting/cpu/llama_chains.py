@@ -7,23 +7,20 @@ batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.drafting.confidence import confidences_of
 from outrider.drafting.cpu.llama_kernels import Draws, Fed, draft
-from outrider.drafting.cpu.llama_weights import Floats, Weights, read_weights
+from outrider.drafting.cpu.llama_weights import Floats, Weights, copy_weights
 from outrider.drafting.drafters import Chain, DraftInput
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.pools import HeadMajorPool, KVPools
-from outrider.engine.model.llama import fits
+from outrider.engine.layers.linear import PackedLinear
+from outrider.engine.model.llama import FusedLlama
+from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.coupled import seed_keys
-from outrider.models.weight_files import quantised_as
 
 _MAX_WEIGHTS = 64_000_000
 
@@ -39,20 +36,14 @@ class LlamaChains:
         self._pools = tuple(_by_page(pools, layer) for layer in range(len(weights.qkv)))
 
     @staticmethod
-    def load(folder: Path, pools: KVPools, max_model_len: int) -> LlamaChains | None:
-        """Read the checkpoint in `folder`; None if this class does not run it exactly."""
-        config = AutoConfig.from_pretrained(folder)
-        if quantised_as(folder) is not None:  # these kernels read plain numbers
+    def of(model: PagedModel) -> LlamaChains | None:
+        """Return one over the pages of `model`; None if this class does not run it exactly."""
+        network = model.network
+        if not isinstance(network, FusedLlama) or not can_run(network, model.max_model_len):
             return None
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
-        if not can_run(model, max_model_len) or pools.page_size % 4:
+        if model.page_size % 4:
             return None
-        try:
-            weights = read_weights(folder, model, max_model_len)
-        except KeyError:  # tensors under other names, which only `transformers` can map
-            return None
-        return LlamaChains(weights, pools)
+        return LlamaChains(copy_weights(network), model.pools)
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:  # noqa: ARG002
         """Feed nothing, since a prompt is no faster here."""
@@ -95,22 +86,22 @@ class LlamaChains:
         ]
 
 
-def can_run(model: nn.Module, max_model_len: int) -> bool:
+def can_run(network: FusedLlama, max_model_len: int) -> bool:
     """Return whether `LlamaChains` computes exactly this model, and is worth it."""
-    parts: Any = model
-    if not fits(model) or hasattr(parts.config, "quantization_config"):
+    if network.embedding.dtype is not torch.float32 or network.embedding.device.type != "cpu":
         return False
-    window = getattr(parts.config, "sliding_window", None)
-    layers = parts.model.layers
-    qk_norm = hasattr(layers[0].self_attn, "q_norm")
-    biased = any(
-        linear.bias is not None
-        for layer in layers
-        for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
+    layers = network.layers
+    others = [each for layer in layers for each in (layer.o, layer.gate_up, layer.down)]
+    linears = (*(layer.qkv for layer in layers), *others, network.output_layer)
+    packed = [each for each in linears if isinstance(each, PackedLinear)]
+    windows = [layer.params.sliding_window for layer in layers]
+    return (
+        len(packed) == len(linears)
+        and all(each.bias is None for each in packed[len(layers) :])
+        and all(layer.qk_norm is None for layer in layers)
+        and all(window is None or window >= max_model_len for window in windows)
+        and sum(each.in_features * each.out_features for each in packed) <= _MAX_WEIGHTS
     )
-    unlimited = window is None or window >= max_model_len
-    small = sum(weight.numel() for weight in model.parameters()) <= _MAX_WEIGHTS
-    return unlimited and not qk_norm and not biased and parts.lm_head.bias is None and small
 
 
 def _by_page(pools: KVPools, layer: int) -> Floats:

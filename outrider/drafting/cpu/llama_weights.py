@@ -1,15 +1,16 @@
-"""Reads a Llama's weights as plain arrays."""
+"""Lays a loaded Llama's weights out as plain arrays."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
+
+from outrider.engine.layers.linear import Linear, PackedLinear
+from outrider.engine.model.llama import FusedLlama
 
 Floats = NDArray[np.float32]
 Matrix = NDArray[np.uint16] | NDArray[np.float32]
@@ -34,58 +35,46 @@ class Weights(NamedTuple):
     eps: float
 
 
-def read_weights(folder: Path, model: nn.Module, max_model_len: int) -> Weights:
-    """Read the checkpoint in `folder` of `model`, which is without weights.
-
-    Raises `KeyError` where a tensor is missing.
-    """
-    parts: Any = model
-    config = parts.config
-    tensors: dict[str, Tensor] = {}
-    for path in folder.glob("model*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (no mapping)
-                tensors[name] = file.get_tensor(name).float()
-
-    def stacked(*names: str) -> Tensor:  # of all layers; those of one layer joined
-        layers = range(config.num_hidden_layers)
-        prefixes = [f"model.layers.{i}." for i in layers]
-        return torch.stack([torch.cat([tensors[p + name] for name in names]) for p in prefixes])
-
-    projections = [f"self_attn.{name}_proj." for name in "qkv"]
-    embedding = tensors["model.embed_tokens.weight"]
+def copy_weights(network: FusedLlama) -> Weights:
+    """Return copies of the weights of a float32 model on a CPU."""
+    layers = network.layers
+    qkv_bias = torch.stack([_bias(layer.qkv) for layer in layers])
     matrices = [
-        stacked(*(name + "weight" for name in projections)),
-        stacked("self_attn.o_proj.weight"),
-        stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        stacked("mlp.down_proj.weight"),
-        embedding,
+        torch.stack([_dense(layer.qkv) for layer in layers]),
+        torch.stack([_dense(layer.o) for layer in layers]),
+        torch.stack([_dense(layer.gate_up) for layer in layers]),
+        torch.stack([_dense(layer.down) for layer in layers]),
+        network.embedding,
     ]
-    if not config.tie_word_embeddings:
-        matrices.append(tensors["lm_head.weight"])
+    head = _dense(network.output_layer)
+    if not torch.equal(head, network.embedding):
+        matrices.append(head)
     qkv, o, gate_up, down, *ends = _packed(matrices)
-    bias = torch.zeros(qkv.shape[:2])
-    if parts.model.layers[0].self_attn.q_proj.bias is not None:
-        bias = stacked(*(name + "bias" for name in projections))
-    rotary = type(parts.model.rotary_emb)(config=config)
-    with torch.inference_mode():
-        cos, sin = rotary(embedding[:1], torch.arange(max_model_len)[None])
-    half = cos.shape[-1] // 2  # the halves are equal
     return Weights(
         embedding=ends[0],
         head=ends[-1],
-        norm=tensors["model.norm.weight"].numpy(),
-        input_norm=stacked("input_layernorm.weight").numpy(),
+        norm=network.norm.numpy(),
+        input_norm=torch.stack([layer.input_norm for layer in layers]).numpy(),
         qkv=qkv,
-        qkv_bias=bias.numpy(),
+        qkv_bias=qkv_bias.numpy(),
         o=o,
-        post_norm=stacked("post_attention_layernorm.weight").numpy(),
+        post_norm=torch.stack([layer.post_norm for layer in layers]).numpy(),
         gate_up=gate_up,
         down=down,
-        cos=cos[0, :, :half].contiguous().numpy(),
-        sin=sin[0, :, :half].contiguous().numpy(),
-        eps=float(config.rms_norm_eps),
+        cos=network.rope[:, 0, 0].contiguous().numpy(),
+        sin=network.rope[:, 1, 1].contiguous().numpy(),
+        eps=float(network.eps),
     )
+
+
+def _dense(linear: Linear) -> Tensor:
+    assert isinstance(linear, PackedLinear)
+    return linear.dense_weight()
+
+
+def _bias(linear: Linear) -> Tensor:
+    assert isinstance(linear, PackedLinear)
+    return torch.zeros(linear.out_features) if linear.bias is None else linear.bias
 
 
 def _packed(matrices: list[Tensor]) -> list[Matrix]:

@@ -52,7 +52,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._packed = can_prepack(weight.dtype, weight.device)
-        self._bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach()
         weight = weight.detach().contiguous()
         with torch.inference_mode():
             self._weight = (
@@ -71,12 +71,12 @@ class PackedLinear(nn.Module):
             y = _pad_rows(self._multiply, x)
             return y if out is None else out.copy_(y)
         if out is None:
-            return F.linear(x, self._weight, self._bias)
+            return F.linear(x, self._weight, self.bias)
         flat, into = x.view(-1, self.in_features), out.view(-1, self.out_features)
-        if self._bias is None:
+        if self.bias is None:
             torch.mm(flat, self._weight.t(), out=into)
         else:
-            torch.addmm(self._bias, flat, self._weight.t(), out=into)
+            torch.addmm(self.bias, flat, self._weight.t(), out=into)
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -85,23 +85,27 @@ class PackedLinear(nn.Module):
             return self.int8(x, residual, add=True)
         if self._packed:
             return _pad_rows(self._multiply_add, x, residual)
-        if self._bias is not None:
-            residual += self._bias
+        if self.bias is not None:
+            residual += self.bias
         residual.view(-1, self.out_features).addmm_(x.view(-1, self.in_features), self._weight.t())
         return residual
 
     def round_to_int8(self, make: Callable[[Tensor, Tensor | None], Int8Product]) -> None:
         """Multiply with what `make` returns for weight [out, in] and bias from now on."""
-        weight = self._weight.to_dense() if self._packed else self._weight
-        self.int8, self._weight = make(weight, self._bias), weight.new_empty(0)
+        weight = self.dense_weight()
+        self.int8, self._weight = make(weight, self.bias), weight.new_empty(0)
+
+    def dense_weight(self) -> Tensor:
+        """Return the weight [out, in] as it was given; it must not be rounded yet."""
+        return self._weight.to_dense() if self._packed else self._weight
 
     def _multiply(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
         return y
 
     def _multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self._weight, self._bias, "add"
+            x, residual, self._weight, self.bias, "add"
         )
         return y
 

@@ -25,7 +25,9 @@ from outrider.engine.model.pack import pack_linear, pack_output_layer, pack_quan
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class LayerParts:
+    """The weights of a layer, and its keys and values."""
+
     input_norm: Tensor  # [hidden]
     qkv: Linear
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: Qwen3's norm of every q and k head
@@ -102,19 +104,19 @@ class FusedLlama:
         self._heads = config.num_attention_heads
         self._kv_heads = num_kv_heads(config)
         self._head_dim = head_dim(config)
-        self._eps = config.rms_norm_eps
-        self._embedding: Tensor = base.embed_tokens.weight.detach()
-        self._norm: Tensor = base.norm.weight.detach()
-        self._head = _output_layer(self._norm.dtype, parts.lm_head)
+        self.eps = config.rms_norm_eps
+        self.embedding: Tensor = base.embed_tokens.weight.detach()
+        self.norm: Tensor = base.norm.weight.detach()
+        self.output_layer = _output_layer(self.norm.dtype, parts.lm_head)
         self._uses: list[Use] = []
-        self._rope = self._rope_table(base.rotary_emb, max_model_len)
-        self._layers = [
+        self.rope = self._make_rope(base.rotary_emb, max_model_len)
+        self.layers = [
             self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
             for i, layer in enumerate(base.layers)
         ]
-        ops.tune([*self._uses, Use(self._head, self._norm)])
+        ops.tune([*self._uses, Use(self.output_layer, self.norm)])
 
-    def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
+    def _layer(self, layer: Any, pool: LayerPool) -> LayerParts:
         attention, mlp = layer.self_attn, layer.mlp
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         gate, up = mlp.gate_proj, mlp.up_proj
@@ -132,7 +134,7 @@ class FusedLlama:
         qkv, gate_up = _concatenated(dtype, q, k, v), _concatenated(dtype, gate, up)
         o, down = (_concatenated(dtype, each) for each in (attention.o_proj, mlp.down_proj))
         self._uses += [Use(qkv, input_norm), Use(o), Use(gate_up, post_norm, True), Use(down)]
-        return _Layer(
+        return LayerParts(
             input_norm=input_norm,
             qkv=qkv,
             qk_norm=qk_norm,
@@ -147,11 +149,11 @@ class FusedLlama:
             ),
         )
 
-    def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
+    def _make_rope(self, rotary: nn.Module, max_model_len: int) -> Tensor:
         """Return [positions, 2, 2, head_dim / 2]: the cosines of both halves, then -sin, sin."""
-        positions = torch.arange(max_model_len, device=self._embedding.device)[None]
+        positions = torch.arange(max_model_len, device=self.embedding.device)[None]
         with torch.inference_mode():
-            cos, sin = rotary(self._embedding[:1], positions)
+            cos, sin = rotary(self.embedding[:1], positions)
         half = self._head_dim // 2
         cos, sin = cos[0].view(-1, 2, half), sin[0].view(-1, 2, half)
         sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
@@ -160,8 +162,8 @@ class FusedLlama:
     @contextmanager
     def windows_at_most(self, length: int) -> Iterator[None]:
         """Shorten sliding windows to `length` keys within the context."""
-        before = self._layers
-        self._layers = [
+        before = self.layers
+        self.layers = [
             replace(layer, params=replace(layer.params, sliding_window=min(window, length)))
             if (window := layer.params.sliding_window) is not None
             else layer
@@ -170,7 +172,7 @@ class FusedLlama:
         try:
             yield
         finally:
-            self._layers = before
+            self.layers = before
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
@@ -179,11 +181,11 @@ class FusedLlama:
 
     def hidden(self, attention: StepAttention) -> Tensor:
         """Return the outputs of the last layer, not normed yet: [tokens, hidden]."""
-        batch, ops, eps = attention.batch, self._ops, self._eps
-        x = F.embedding(batch.input_ids, self._embedding)
-        rope = self._rope.index_select(0, batch.positions)
+        batch, ops, eps = attention.batch, self._ops, self.eps
+        x = F.embedding(batch.input_ids, self.embedding)
+        rope = self.rope.index_select(0, batch.positions)
         features = self._features
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.layers):
             if features is not None:
                 features.enter(i, batch.slot_mapping, x)
             qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv)
@@ -193,11 +195,11 @@ class FusedLlama:
             x = layer.o.add(heads.flatten(1), x)
             x = ops.mlp(x, layer.post_norm, eps, layer.gate_up, layer.down)
         if features is not None:
-            features.enter(len(self._layers), batch.slot_mapping, x)
+            features.enter(len(self.layers), batch.slot_mapping, x)
             if features.spec.final_norm:
-                features.final(batch.slot_mapping, ops.rms_norm(x, self._norm, eps))
+                features.final(batch.slot_mapping, ops.rms_norm(x, self.norm, eps))
         return x
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits [n, vocab_size] of `hidden` [n, hidden], in `out` if given."""
-        return self._ops.norm_linear(hidden, self._norm, self._eps, self._head, out)
+        return self._ops.norm_linear(hidden, self.norm, self.eps, self.output_layer, out)

@@ -58,7 +58,7 @@ class PagedModel:
     def __init__(
         self, network: Network, pools: KVPools, backend: AttentionBackend, info: ModelInfo
     ) -> None:
-        self._network = network
+        self.network = network
         self.pools = pools
         self._backend = backend
         self.name = info.name
@@ -85,7 +85,7 @@ class PagedModel:
     @property
     def layered(self) -> bool:
         """True if `hidden` and `head` can be called."""
-        return isinstance(self._network, LayeredNetwork)
+        return isinstance(self.network, LayeredNetwork)
 
     def resize(self, num_pages: int) -> None:
         """Give the cache another size; it loses its contents."""
@@ -108,12 +108,12 @@ class PagedModel:
 
     def windows_at_most(self, length: int) -> AbstractContextManager[None]:
         """Shorten sliding windows to `length` keys within the context, for a self-test."""
-        return self._network.windows_at_most(length)
+        return self.network.windows_at_most(length)
 
     @torch.inference_mode()
     def logits(self, batch: PackedBatch, out: Tensor | None = None) -> Tensor:
         """Run `forward`, but return logits in the model's dtype, in `out` if it is given."""
-        return self._network.forward(self._backend(batch), out)
+        return self.network.forward(self._backend(batch), out)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Write the new keys and values and return float32 logits [num_logits, vocab_size].
@@ -125,14 +125,14 @@ class PagedModel:
     @torch.inference_mode()
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Write the new keys and values and return the input of `head`: [tokens, hidden]."""
-        assert isinstance(self._network, LayeredNetwork)
-        return self._network.hidden(self._backend(batch))
+        assert isinstance(self.network, LayeredNetwork)
+        return self.network.hidden(self._backend(batch))
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab_size] of `hidden` [n, hidden], as `forward` does."""
-        assert isinstance(self._network, LayeredNetwork)
-        return _widened(self._network.head(hidden))
+        assert isinstance(self.network, LayeredNetwork)
+        return _widened(self.network.head(hidden))
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.building.config import DraftModelConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.cpu import llama_kernels
-from outrider.drafting.cpu.llama_chains import LlamaChains, can_run
+from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.cpu.llama_kernels import Draws, compiled, draw
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import Chain, DraftInput
 from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
-from outrider.engine.model.loader import ModelOptions, load_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.coupled import SamplingBatch, sample, seed_keys
 from outrider.params import SamplingParams
@@ -89,9 +89,14 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     model.to(dtype).save_pretrained(folder)
 
 
+def built(model: torch.nn.Module) -> PagedModel:
+    options = ModelOptions(page_size=8, num_pages=8, max_model_len=64, self_test=False)
+    return build_paged_model(model, options)
+
+
 def load(folder: Path) -> tuple[PagedModel, LlamaChains]:
     paged = load_model(folder, ModelOptions(page_size=8, num_pages=64), dtype=torch.float32)
-    chains = LlamaChains.load(folder, paged.pools, paged.max_model_len)
+    chains = LlamaChains.of(paged)
     assert chains is not None
     return paged, chains
 
@@ -242,19 +247,10 @@ def test_compiled_without_a_cache_folder_compiles() -> None:
     ids=["sliding window", "biases", "norms of heads", "another architecture"],
 )
 def test_llama_chains_for_other_models_leave_them_to_torch(model: torch.nn.Module) -> None:
-    assert not can_run(model, 64)
+    assert LlamaChains.of(built(model)) is None
 
 
 def test_llama_chains_for_large_models_leave_them_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LlamaChains.of(built(llama())) is not None
     monkeypatch.setattr("outrider.drafting.cpu.llama_chains._MAX_WEIGHTS", 1000)
-    assert not can_run(llama(), 64)
-
-
-def test_llama_chains_for_other_tensor_names_leave_them_to_torch(tmp_path: Path) -> None:
-    """A checkpoint of the model without its head: `transformers` adds the prefix."""
-    base = llama().model
-    base.save_pretrained(tmp_path)
-    config = LlamaConfig(**SIZES, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path)
-    paged = load_model(tmp_path, ModelOptions(page_size=8, num_pages=8), dtype=torch.float32)
-    assert LlamaChains.load(tmp_path, paged.pools, 64) is None
+    assert LlamaChains.of(built(llama())) is None
