@@ -7,6 +7,7 @@ they want.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.sampling.coupled import Lane
+
+if TYPE_CHECKING:
+    from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
 
 
 class BlockDrafter(CachedDrafter):
@@ -49,6 +53,12 @@ class BlockDrafter(CachedDrafter):
         super().__init__(head, pools, backend, limits, capture)
         if limits.tree_width == 1:  # a chain ends with the block; a tree may have more nodes
             self.max_draft_tokens = min(limits.max_draft_tokens, head.max_depth)
+        self._recorded: RecordedBlocks | None = None
+        if head.device.type == "cpu":
+            # Imported here: on a GPU nothing needs Numba.
+            from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
+
+            self._recorded = RecordedBlocks.of(head, backend, self.page_size)
 
     def num_fed(self, num_tokens: int, most: int, *, chain: bool) -> int:  # noqa: ARG002
         depth = self._depth(most)
@@ -88,6 +98,8 @@ class BlockDrafter(CachedDrafter):
         return [drafts[i] for i in range(len(ready))]
 
     def _run(self, rows: Sequence[DraftInput]) -> Tensor | None:
+        if self._recorded is not None and (outputs := self._recorded.run(rows)) is not None:
+            return outputs
         outputs = self.head.run(rows, self._backend, self.page_size)
         if outputs is None and self.head.device.type == "cuda":
             torch.cuda.synchronize(self.head.device)  # the forward's time belongs to this round

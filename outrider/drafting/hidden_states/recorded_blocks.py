@@ -6,54 +6,27 @@ At a few rows a kernel takes as long as Python takes to call it with new tensors
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.block_attention import BlockAttention
+from outrider.drafting.hidden_states.heads.block import BlockHead
+from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.engine.attention.base import AttentionBackend, StepAttention
-from outrider.engine.batch import PackedBatch
+from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cpu.attention import NumbaAttention
+from outrider.engine.cpu.int8 import rounded
 from outrider.engine.cpu.team import Recording
-from outrider.features import FeatureSpec
 
 _SHORTEST = 256  # slots that the attention of short texts has room for
-
-
-class RecordableHead(Protocol):
-    """A block drafter whose forward consists of compiled kernels, attention included."""
-
-    max_depth: int
-    max_model_len: int
-    state_size: int
-    dtype: torch.dtype
-    features: FeatureSpec
-    causal: Sequence[bool]  # by layer
-    rope: Tensor  # [max_model_len, 2, 2, dim / 2]
-    mask_token: int
-
-    def num_slots(self, depth: int) -> int:
-        """Return the slots past the true rows that `depth` guesses take."""
-
-    def write(self, features: Tensor, rope: Tensor, slots: Tensor) -> None:
-        """Write context rows [n, features.width], with their rows of `rope`, to `slots`."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return what the first layer takes of a block's tokens [n]: [n, hidden]."""
-
-    def run_block(self, x: Tensor, rope: Tensor, attention: BlockAttention) -> Tensor:
-        """Map blocks' embeddings [n, hidden], which may be overwritten, to the last outputs."""
-
-    def guessing(self, outputs: Tensor) -> Tensor:
-        """Return the outputs [rows, slots, hidden] of the slots that guess."""
 
 
 class RecordedBlocks:
     """Runs `head` for a session alone that catches up with few tokens, else not at all."""
 
-    def __init__(self, head: RecordableHead, backend: AttentionBackend, page_size: int) -> None:
+    def __init__(self, head: DFlashHead, backend: AttentionBackend, page_size: int) -> None:
         self._head, self._backend, self._page_size = head, backend, page_size
         self._most = most = head.num_slots(head.max_depth) + 1  # tokens to catch up, or slots
         # The tokens to catch up end, and the block begins, in the middle.
@@ -69,6 +42,17 @@ class RecordedBlocks:
         self._pages = self._table.numpy()[0]
         self._writes: dict[int, Recording] = {}
         self._blocks: dict[tuple[int, int], _Block] = {}
+
+    @staticmethod
+    def of(head: BlockHead, backend: AttentionBackend, page_size: int) -> RecordedBlocks | None:
+        """Return one if a forward consists of compiled kernels, attention included."""
+        if not isinstance(head, DFlashHead) or head.windows:
+            return None
+        attention = backend(pack([RowSlice([0], 0, [0], 0)], page_size, head.device))
+        compiled = all(rounded(use.linear) is not None for use in head.uses)
+        if not compiled or not isinstance(attention, NumbaAttention):
+            return None
+        return RecordedBlocks(head, backend, page_size)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DraftInput]) -> Tensor | None:

@@ -17,6 +17,7 @@ from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead
+from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.sdpa import SdpaAttention
@@ -591,18 +592,23 @@ def test_dspark_alone_computes_what_it_does_beside_others() -> None:
         NumbaOps(torch.bfloat16, int8=True).tune(head.uses)
         head.bind(KVPools(42, 16, head.dtype, CPU))
         backend = choose_backend(None, head.attention_traits(), CPU)
+        recorded = RecordedBlocks.of(head, backend, 16)
+        assert recorded is not None
         found = []
         for seed, (start, count) in enumerate(starts):
             states = eagle.features(count, head.features.width, seed=seed).bfloat16()
             text = [7 + seed + i for i in range(count)]
             row = DraftInput(RowSlice(text, start, pages, 1), 7, GREEDY, features=states)
             other = replace(row, slice=row.slice._replace(block_table=[p + 20 for p in pages]))
-            with torch.inference_mode():
-                outputs = head.run([row] if alone else [row, other], backend, 16)
+            rows = [row] if alone else [row, other]
+            outputs = recorded.run(rows)
+            few = count <= head.num_slots(head.max_depth) + 1
+            assert (outputs is not None) == (alone and few)
+            if outputs is None:
+                with torch.inference_mode():
+                    outputs = head.run(rows, backend, 16)
             assert outputs is not None
             found.append(outputs[0].clone())
-        assert head._recorded is not None
-        assert bool(head._recorded._writes) == alone
         return found
 
     starts = [(0, 12), (12, 1), (13, 8), (21, 240), (261, 3), (264, 17), (281, 3)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.features import FeatureSpec
-
-if TYPE_CHECKING:
-    from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
 
 
 class DFlashHead(BlockHead):
@@ -60,7 +57,7 @@ class DFlashHead(BlockHead):
 
         first = norm(f"{found.layer_prefixes[0]}input_layernorm.weight")
         self._layers, self._norms = stack.layers, (first, *stack.norms)
-        self._windows, self.rope = found.windows, stack.rope
+        self.windows, self.rope = found.windows, stack.rope
         self.causal: Sequence[bool] = found.causal
         self._context_norm = norm(found.name("hidden_norm.weight"))
         self._norm = norm(found.name("norm.weight"))
@@ -72,7 +69,7 @@ class DFlashHead(BlockHead):
         self._scale, self._multiplier = found.embedding_scale, found.output_multiplier
         self._softcap = found.softcap
         # What sees the whole block within a window is computed with a mask that waits.
-        self.capturable = all(self.causal[i] for i in self._windows)
+        self.capturable = all(self.causal[i] for i in self.windows)
         layers = found.layers(target)
         self.features = FeatureSpec(hidden_size=target.hidden_size, layers=layers)
         name = found.name("fc.weight")
@@ -87,8 +84,6 @@ class DFlashHead(BlockHead):
         self._target_ids = None if ids is None else ids.to(place.device)
         self._head, self._num_known = place.linear(head), len(head)
         pairs = zip(self._norms, self._layers, strict=True)
-        self._recorded: RecordedBlocks | None = None  # found at the first round
-        self._may_record = True
         self.uses = (
             *(() if self._fc is None else (Use(self._fc, alone=True),)),
             Use(self._context.product, self._context_norm),
@@ -105,11 +100,6 @@ class DFlashHead(BlockHead):
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:
-        if self._may_record:
-            self._may_record = False
-            self._recorded = self._record(backend, page_size)
-        if self._recorded is not None and (outputs := self._recorded.run(rows)) is not None:
-            return outputs
         features = torch.cat(features_of(rows))
         context = pack([row.slice for row in rows], page_size, self.device)
         self._write_rows(features.to(self.device, non_blocking=True), context)
@@ -130,21 +120,6 @@ class DFlashHead(BlockHead):
         # Padding may reach past the last position.
         batch = replace(batch, positions=batch.positions.clamp(max=self.max_model_len - 1))
         return self._run_rows(batch, BlockAttention(batch, sizes, backend))
-
-    def _record(self, backend: AttentionBackend, page_size: int) -> RecordedBlocks | None:
-        """Return a faster way to run a session alone, if there is one."""
-        if self.device.type != "cpu" or self._windows:
-            return None
-        # Imported here: on a GPU nothing needs Numba.
-        from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks
-        from outrider.engine.cpu.attention import NumbaAttention
-        from outrider.engine.cpu.int8 import rounded
-
-        attention = backend(pack([RowSlice([0], 0, [0], 0)], page_size, self.device))
-        compiled = all(rounded(use.linear) is not None for use in self.uses)
-        if not compiled or not isinstance(attention, NumbaAttention):
-            return None
-        return RecordedBlocks(self, backend, page_size)
 
     def outputs(
         self, features: Tensor, tokens: Tensor, batches: LoopBatches, backend: AttentionBackend
@@ -193,7 +168,7 @@ class DFlashHead(BlockHead):
         """Map blocks' embeddings [n, hidden], which may be overwritten, to the last outputs."""
         for i, (norm, layer) in enumerate(zip(self._norms, self._layers, strict=True)):
             qkv = self._ops.norm_linear(x, norm, self._shape.eps, layer.qkv)
-            of_layer = attention.of(causal=self.causal[i], window=self._windows.get(i))
+            of_layer = attention.of(causal=self.causal[i], window=self.windows.get(i))
             x = layer(qkv, x, rope, of_layer)
         return x
 
