@@ -103,10 +103,10 @@ def block_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     )
 
 
-def block_setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+def block_setting(config: Mapping[str, Any], key: str) -> Any:
     """Return a block drafter's setting, which may be in a group of its own."""
     group = config.get("dflash_config")
-    return group[key] if isinstance(group, dict) and key in group else config.get(key, default)
+    return group[key] if isinstance(group, dict) and key in group else config.get(key)
 
 
 def _rising(given: Any, key: str) -> list[int]:

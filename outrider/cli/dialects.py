@@ -62,8 +62,8 @@ def _needless(why: str, takes: Literal["one", "none", "maybe"] = "one") -> Rule:
     return Rule(note=why, takes=takes)
 
 
-def _only(*harmless: str, refusal: str, takes: Literal["one", "none", "maybe"] = "one") -> Rule:
-    return Rule(note="it is so here", refusal=refusal, harmless=harmless, takes=takes)
+def _only(*harmless: str, refusal: str) -> Rule:
+    return Rule(note="it is so here", refusal=refusal, harmless=harmless)
 
 
 def _refused(instead: str, takes: Literal["one", "none", "maybe"] = "one") -> Rule:

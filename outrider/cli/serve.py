@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Final
 
-from outrider.child_process import Relay
 from outrider.cli.ports import check_port, memory_folder
 from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
@@ -48,7 +47,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def stack_of(config: ServeConfig, say: Relay = relay) -> Iterator[Stack]:
+def stack_of(config: ServeConfig) -> Iterator[Stack]:
     """Yield the stack that serves this, to be entered; its socket's folder goes with it.
 
     Raises `ConfigError` where no folder can be made, or its path is too long for sockets.
@@ -61,7 +60,7 @@ def stack_of(config: ServeConfig, say: Relay = relay) -> Iterator[Stack]:
                 f"the path of sockets in {folder} is too long: let TMPDIR name a folder of at most "
                 f"{most} bytes."
             )
-        yield Stack(services(config, folder), say)
+        yield Stack(services(config, folder), relay)
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -14,12 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from outrider.drafting.cpu.llama_chains import LlamaChains
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engines import AUTO, NATIVE, VLLM, Wanted, choose
 from outrider.errors import ConfigError
 from outrider.models.local_files import check_target
+from outrider.params import SamplingParams
 from tests.support.models.architectures import ARCHITECTURES, random_model
 
 PROJECTION = re.compile(r".*\.(q|k|v|o|gate|up|down)_proj\.weight")
@@ -147,6 +151,11 @@ def test_published_format_equals_its_dequantised_weights(name: str, tmp_path: Pa
         expected = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
     assert torch.equal(Checkpoint(tmp_path / "small").tensor(DOWN), meant[DOWN])  # of a head
+    chains = LlamaChains.of(model)
+    assert (chains is None) == (family != "llama")  # others have norms of heads, or windows
+    if chains is not None:
+        drafts = [DraftInput(row._replace(num_logits=1), 1, SamplingParams(temperature=0.0))]
+        assert chains.draft(drafts)[0][0] == draft_chains(model, drafts)[0][0]
 
 
 def _nan(tensors: dict[str, Tensor]) -> None:
