@@ -103,8 +103,8 @@ class FewRowsLinear(PackedLinear):
         tiling = self.choice(len(x))
         if tiling is None:
             return super().add(x, residual)
-        if self._bias is not None:
-            residual += self._bias
+        if self.bias is not None:
+            residual += self.bias
         tiling(self._product(tiling, x, residual, add=True))
         return residual
 
@@ -122,10 +122,10 @@ class FewRowsLinear(PackedLinear):
 
         The tiling must be one that `norms` if a norm is given. A gated layer has no bias.
         """
-        assert not (gated and self._bias is not None)
+        assert not (gated and self.bias is not None)
         tiling(self._product(tiling, x, out, norm=norm, eps=eps, gated=gated))
-        if self._bias is not None:
-            out += self._bias
+        if self.bias is not None:
+            out += self.bias
         return out
 
     def _product(self, tiling: Tiling, x: Tensor, out: Tensor, **how: Any) -> Product:

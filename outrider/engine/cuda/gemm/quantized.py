@@ -31,7 +31,7 @@ class QuantizedLinear(FewRowsLinear):
         self.quantized = weight
         self.reads = _READS[weight.numbers.dtype]
         self._packed = False
-        self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
+        self.bias = None if bias is None else bias.detach().to(torch.bfloat16)
         rows, columns = weight.block
         self._scale_rows = 0 if weight.by_row else rows
         self._tiled = self.out_features % OUTPUTS == 0 and self.in_features % 8 == 0
@@ -83,8 +83,8 @@ class QuantizedLinear(FewRowsLinear):
         """
         tiling = self.choice(len(gate_up))
         assert isinstance(tiling, Small)
-        if self._bias is not None:
-            residual += self._bias
+        if self.bias is not None:
+            residual += self.bias
         tiling(self._product(tiling, gate_up, residual, add=True, silu=True))
         return residual
 
