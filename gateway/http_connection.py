@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import weakref
 from typing import Any, ClassVar, Final, cast
 
+import h11
 from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _BODY: Final = "outrider.http.response.piece"  # among the scope's extensions
+_LINE_BEGUN: Final = re.compile(  # RFC 9112, section 3; no registered method has more letters
+    rb"[-!#$%&'*+.^_`|~0-9A-Za-z]{0,32}(?: [\x21-\x7e]*(?: [HTP/0-9.]{0,8}\r?)?)?"
+)
+_MAX_LOOKS: Final = 64
+"""Each look at a head copies it, and a client may send it byte by byte."""
 
 
 class PatientProtocol(H11Protocol):
@@ -25,6 +32,7 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._pauses = 0
+        self._looks = 0  # at the head of one request
         self._waited_for = self._waits_for()
         self._timer = self.loop.call_later(self.patience_s, self._look)
 
@@ -35,6 +43,17 @@ class PatientProtocol(H11Protocol):
             scope: dict[str, Any] = cast(dict[str, Any], cycle.scope)
             # Before its task has its first turn; weak, since it has the scope.
             scope["extensions"] = {_BODY: weakref.ref(cycle)}
+        self._refuse_junk()
+
+    def _refuse_junk(self) -> None:
+        """Answer what is no request, at whose first line h11 looks once its head is whole."""
+        if self.conn.their_state is not h11.IDLE:
+            self._looks = 0
+        elif self._looks < _MAX_LOOKS and not self.transport.is_closing():
+            self._looks += 1
+            line, ended, _ = self.conn.trailing_data[0].partition(b"\n")
+            if not _LINE_BEGUN.fullmatch(line) or (ended and b" HTTP/" not in line):
+                self.send_400_response("Invalid HTTP request received.")
 
     def _should_upgrade(self) -> bool:
         """Answer as if nothing had been offered, as RFC 9110, section 7.8, allows.

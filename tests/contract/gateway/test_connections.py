@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -71,6 +72,44 @@ async def test_connection_without_request_is_closed(sent: bytes) -> None:
     ):
         writer.write(sent)
         assert await read_to_end(reader) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(random.Random(5).randbytes(1500), id="random"),
+        pytest.param(b"x" * 40, id="no method"),
+        pytest.param(b"GET /health HTTQ", id="no version"),
+        pytest.param(b"GET /health\r\n", id="HTTP/0.9"),
+        pytest.param(b"GET /caf\xc3\xa9", id="no target"),
+        pytest.param(b"EHLO example.org\r\n", id="another protocol"),
+        pytest.param(HEALTH + b"\xff" * 9, id="behind a request"),
+    ],
+)
+async def test_connection_with_junk_is_told_so_at_once(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PatientProtocol, "patience_s", 2 * DEADLINE_S)
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(sent)
+        answer = await read_to_end(reader)
+    assert b"HTTP/1.1 400 " in answer
+
+
+@pytest.mark.parametrize("cut", range(1, len(HEALTH)))
+async def test_connection_with_a_request_in_two_parts_is_answered(cut: int) -> None:
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer.write(HEALTH[:cut])
+        await asyncio.sleep(0.01)
+        writer.write(HEALTH[cut:])
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 OK")
 
 
 async def test_connection_with_endless_head_is_closed() -> None:
