@@ -1,4 +1,4 @@
-"""SIGTERM, before an event loop has it."""
+"""What a signal does to a process that does not serve yet."""
 
 from __future__ import annotations
 
@@ -13,4 +13,9 @@ def end_at_sigterm() -> None:
     no handler for: a pod that was deleted while its modules were imported went on to serve, until
     it was killed. `KeyboardInterrupt` does the same for SIGINT.
     """
-    signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
+    signal.signal(signal.SIGTERM, lambda signum, _: os._exit(ended_by(signum)))
+
+
+def ended_by(signum: int) -> int:
+    """Return the exit code of a process that a signal ended before its work was done."""
+    return 128 + signum

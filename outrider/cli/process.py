@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Final
 
 from outrider.errors import say
+from outrider.signals import ended_by
 
 STOP_GRACE_S: Final = 1.0
 """Time between SIGTERM and SIGKILL. Ctrl-C then ends everything in under 2 s."""
@@ -24,19 +25,25 @@ def relay(name: str, line: str) -> None:
 def run_until_signal(command: Coroutine[object, object, int]) -> int:
     """Run a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
 
-    SIGHUP stays ignored where it was, as by nohup. Returns the command's exit code, or 0 if a
-    signal ended it.
+    SIGHUP stays ignored where it was, as by nohup. Returns the command's exit code, or 128 plus the
+    number of the first signal if that ended the command.
     """
 
     async def body() -> int:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(command)
+        seen: list[int] = []
+
+        def on_signal(number: int) -> None:
+            seen.append(number)
+            task.cancel()
+
         outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         for number in (signal.SIGINT, signal.SIGTERM, *(() if outlives else (signal.SIGHUP,))):
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, on_signal, number)
         try:
             return await task
         except asyncio.CancelledError:
-            return 0
+            return ended_by(seen[0])
 
     return asyncio.run(body())

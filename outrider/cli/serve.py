@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import sys
@@ -86,7 +87,10 @@ async def _serve(config: ServeConfig) -> int:
             if "--no-playground" not in config.flags.get("gateway", ()):
                 tell(f"a page to try it: {stack.ready['gateway']['http']}/")
             say(ready_line(config, stack.ready), sys.stdout)
-            await stack.supervise()
+            try:
+                await stack.supervise()
+            except asyncio.CancelledError:  # a signal is how serving is meant to end
+                return 0
 
 
 def ready_line(config: ServeConfig, ready: Mapping[str, Mapping[str, str]]) -> str:

@@ -16,6 +16,7 @@ import uvloop
 
 from outrider.errors import OutriderError, refuse, say
 from outrider.rpc.logs import configure_logging
+from outrider.signals import ended_by
 
 # Read on import, since the parent may die while torch is being imported.
 _PARENT = os.getppid()
@@ -39,11 +40,11 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
     """Run `service` until SIGTERM, SIGINT or, if asked, the parent's death.
 
     Prints `ready {"service": name, ...}` on stdout once it serves. Returns 0, or 1 if the service
-    failed while serving. The same signal again ends the process at once. Raises the errors of
-    `start`, after `stop`.
+    failed while serving, or 128 plus the signal's number if the service did not serve yet. The same
+    signal again ends the process at once. Raises the errors of `start`, after `stop`.
     """
     stopping = asyncio.Event()
-    seen: set[int] = set()
+    seen: list[int] = []
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, _on_signal, signum, seen, stopping)
@@ -51,7 +52,6 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
     if exit_with_parent:
         tasks.append(asyncio.create_task(_parent_gone(_PARENT)))
     starting = asyncio.create_task(service.start())
-    failed = False
     try:
         await asyncio.wait([starting, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -60,8 +60,8 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
             failing = asyncio.create_task(service.wait_failed())
             tasks.append(failing)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            failed = failing.done() and not stopping.is_set()
-        return 1 if failed else 0
+            return 1 if failing.done() and not stopping.is_set() else 0
+        return ended_by(seen[0]) if seen else 0
     finally:
         for task in (starting, *tasks):
             task.cancel()
@@ -116,11 +116,11 @@ def progress(name: str, message: str) -> None:
     say(f"{name}: {message}")
 
 
-def _on_signal(signum: int, seen: set[int], stopping: asyncio.Event) -> None:
+def _on_signal(signum: int, seen: list[int], stopping: asyncio.Event) -> None:
     # Ctrl-C reaches the whole process group, and the parent may add a SIGTERM.
     if signum in seen:
-        os._exit(128 + signum)
-    seen.add(signum)
+        os._exit(ended_by(signum))
+    seen.append(signum)
     stopping.set()
 
 

@@ -115,7 +115,7 @@ def test_serve_on_ctrl_c_while_loading_stops_everything(
         started = time.monotonic()
         output = process.communicate(timeout=20)
     assert time.monotonic() - started < 2.0
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "Traceback" not in output[1]
     assert output[0] == ""
     assert not any(map(alive, pids))

@@ -258,7 +258,7 @@ def test_serve_at_an_empty_host_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "outrider: argument --host: must not be empty\n"
 
 
-@pytest.mark.parametrize(("before", "code"), [(signal.SIG_IGN, 3), (signal.SIG_DFL, 0)])
+@pytest.mark.parametrize(("before", "code"), [(signal.SIG_IGN, 3), (signal.SIG_DFL, 129)])
 def test_command_under_nohup_outlives_its_terminal(before: signal.Handlers, code: int) -> None:
     async def command() -> int:
         os.kill(os.getpid(), signal.SIGHUP)

@@ -83,12 +83,13 @@ def test_runtime_on_signal_stops_a_ready_service(signum: int) -> None:
         assert (process.returncode, out, err) == (0, "stopped\n", "")
 
 
-def test_runtime_on_signal_stops_a_loading_service() -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_runtime_on_signal_stops_a_loading_service(signum: signal.Signals) -> None:
     with service("hang") as process:
         assert first_line(process) == "loading\n"
-        process.terminate()
+        process.send_signal(signum)
         out, _ = process.communicate(timeout=20)
-        assert (process.returncode, out) == (0, "stopped\n")
+        assert (process.returncode, out) == (128 + signum, "stopped\n")
 
 
 @pytest.mark.parametrize(
