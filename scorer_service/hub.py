@@ -85,7 +85,9 @@ class Hub:
         return session
 
     def _drafts_for(self, request: Request) -> bool:
-        return request.speculation.enabled and not self._served.drafted_elsewhere
+        served = self._served
+        drafted = served.num_speculative_tokens and not served.drafted_elsewhere
+        return bool(request.speculation.enabled and drafted)
 
     def abort(self, session: Session, error: OutriderError | None = None) -> None:
         """End a session that the engine may still run; no-op for one that has ended."""

@@ -61,8 +61,8 @@ def take_config(
     methods, draft = _drafting(args, name, models)
     draft_device = args.draft_device
     if engine == VLLM:
-        if gives_speculation(vllm_flags) or args.num_speculative_tokens == 0:
-            methods, draft = (), None  # no request could ask for more, either
+        if gives_speculation(vllm_flags):
+            methods, draft = (), None
         draft_device = draft_device or _beside_vllm(methods, device, num_gpus, devices)
     _check_tokenizers(name, draft, methods, models)
     config = ServeConfig(
@@ -83,8 +83,8 @@ def take_config(
     )
     if synthetic and not methods:
         raise ConfigError(
-            "Synthetic acceptance is of drafts, and with --method none there are none: leave one "
-            "of the two out."
+            "Synthetic acceptance is of drafts, and with --method none or --num-speculative-tokens "
+            "0 there are none: leave one of the two out."
         )
     acceptance_rates(rates, length, config.max_scored_tokens)
     return config
@@ -170,6 +170,8 @@ def _drafting(
     args: argparse.Namespace, model: str, models: _Models
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the methods, and the checkpoint that they draft with; None: the embedded or none."""
+    if args.num_speculative_tokens == 0:
+        return (), None  # no request could ask for more, either
     draft: str | None = None if args.draft_model == EMBEDDED else args.draft_model
     target = models.folder(model)
     own_module = model != EMBEDDED and target is not None and brings_mtp(target)

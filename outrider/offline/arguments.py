@@ -15,7 +15,7 @@ from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vl
 from outrider.errors import ConfigError
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
-from outrider.offline.speculation import read_speculation, with_underscores
+from outrider.offline.speculation import read_speculation, switched_off, with_underscores
 from outrider.rpc import runtime
 from outrider.vllm.flags import num_devices
 from scorer_service.__main__ import resolve
@@ -142,7 +142,8 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
     }
     rounding = {"quantization": given.quantization, "kv_cache_dtype": given.kv_cache_dtype}
     if engine == VLLM:
-        own = {**others, "speculative_config": given.speculative_config or None, **rounding}
+        asked = None if switched_off(given.speculative_config) else given.speculative_config
+        own = {**others, "speculative_config": asked or None, **rounding}
         own["attention_backend"] = flags.pop("attention_backend")
         if given.kv_cache_dtype == KV_CACHE_DTYPES[0]:
             del own["kv_cache_dtype"]

@@ -52,9 +52,13 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
             )
         del settings["rejection_sample_method"]  # as vLLM has it; these say it
     draft = str(settings.pop("model", "") or "")
+    if switched_off(config):
+        if rates or length is not None:
+            raise _error("synthetic acceptance is of drafts: give num_speculative_tokens above 0")
+        return Speculation()
     tokens = settings.pop("num_speculative_tokens", DEFAULT_TOKENS)
     if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
-        raise _error(f"num_speculative_tokens is a number from 1 to {MAX_SPECULATIVE_TOKENS}")
+        raise _error(f"num_speculative_tokens is a number from 0 to {MAX_SPECULATIVE_TOKENS}")
     method = _method(str(settings.pop("method", "")), draft)
     for key in _ONE:
         if settings.pop(key, 1) != 1:
@@ -82,6 +86,12 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
         return Speculation(take_words(words, model, device), tokens, rates, length)
     except ConfigError as error:
         raise _error(with_underscores(error.message)) from error
+
+
+def switched_off(config: object) -> bool:
+    """Tell whether a `speculative_config` asks for no draft tokens, whatever the method."""
+    given = config.get("num_speculative_tokens") if isinstance(config, Mapping) else None
+    return type(given) is int and given == 0
 
 
 def _method(name: str, draft: str) -> str:

@@ -94,10 +94,11 @@ class Bench:
         limits: DraftLimits | None = None,
         device: str = "GPU-1",
         clock: Callable[[], float] | None = None,
+        k: int = SERVED.num_speculative_tokens,
     ) -> None:
         self.worker = RecordingWorker()
         self.metrics = metrics = ScorerMetrics(CollectorRegistry(), "default")
-        served = replace(SERVED, features=FINAL, device=device)
+        served = replace(SERVED, features=FINAL, device=device, num_speculative_tokens=k)
         self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics, clock=clock)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:

@@ -17,6 +17,12 @@ def test_scorer_without_in_process_flags_drafts_nothing() -> None:
     assert (flags["in_process_proposer"], flags["hidden_features"]) == ((), None)
 
 
+@pytest.mark.parametrize("method", ["suffix", "draft_model --model embedded"])
+def test_scorer_without_draft_tokens_builds_no_proposer(method: str) -> None:
+    flags = resolve(["--num-speculative-tokens=0", f"--in-process-proposer=--method {method}"])
+    assert flags["in_process_proposer"] == ()
+
+
 def test_draft_model_in_process_drafts_on_demand_on_target_device() -> None:
     flags = resolve(
         ["--device=cuda:1", "--in-process-proposer=--method draft_model --model 'a folder'"]

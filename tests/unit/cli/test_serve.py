@@ -24,6 +24,7 @@ from outrider.cli.services import ServeConfig, services
 from outrider.drafting.building.flags import add_method_flags
 from outrider.drafting.hidden_states.heads import mtp_formats
 from outrider.errors import ConfigError
+from outrider.methods import METHODS
 from outrider.models import facts
 
 
@@ -474,3 +475,14 @@ def test_folder_of_sockets_that_cannot_be_made_is_refused(
         with pytest.raises(ConfigError, match=told), serve.stack_of(config("embedded")):
             pass
     assert not list(long.iterdir())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("beside", [(), ("--draft-device", "cpu")])
+def test_no_draft_tokens_are_no_drafts_by_any_method(method: str, beside: tuple[str, ...]) -> None:
+    specs = services(
+        config("embedded", "--num-speculative-tokens", 0, "--method", method, *beside), "/run"
+    )
+    assert [spec.name for spec in specs] == ["scorer", "gateway"]
+    assert value(specs[0], "--num-speculative-tokens") == "0"
+    assert "--in-process-proposer" not in specs[0].argv

@@ -402,6 +402,14 @@ async def test_registry_with_limits_of_request_and_proposer_applies_both() -> No
         assert bench.submit(speculation=off).id not in bench.worker.set
 
 
+async def test_hub_without_draft_tokens_gives_no_session_to_a_proposer() -> None:
+    bench = Bench(k=0)
+    bench.attach("a")
+    asked = bench.submit(speculation=SpeculationParams(num_speculative_tokens=2))
+    assert asked.proposer is None
+    assert bench.worker.set == {}
+
+
 async def test_hub_when_session_outgrows_the_proposers_context_reassigns_it() -> None:
     bench = Bench()
     bench.attach("short", max_model_len=5)
