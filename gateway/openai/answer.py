@@ -8,7 +8,7 @@ from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.generation import Chunk, Generator
@@ -16,6 +16,7 @@ from gateway.http_connection import direct
 from gateway.openai.choices import Completion
 from gateway.openai.errors import public_error
 from gateway.openai.job import Job, completions_of, run_job
+from gateway.openai.json_pieces import json_pieces
 from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
 from outrider.errors import OutriderError
 from outrider.rpc.tasks import first_of
@@ -24,6 +25,7 @@ T = TypeVar("T")
 Refusal = Callable[[OutriderError], Response]
 """Makes the answer that says why there is none, in the API's own shape."""
 Made = tuple[Job, Rendering]
+_LARGE = 1000  # tokens and logprobs, some microseconds each
 _SILENCE_S = 10.0
 """Proxies end connections on which nothing came for a minute, as usual."""
 _SSE_HEADERS = [
@@ -92,7 +94,7 @@ class CompletionResponse(Response):
                         return
                     completions = completions_of(job, [each async for each in chunks])
                     response: Response
-                    if job.shaper.prompts:  # up to seconds: other requests go on meanwhile
+                    if _is_large(job, completions):  # other requests go on meanwhile
                         response = await asyncio.to_thread(_whole, rendering, completions)
                     else:
                         response = _whole(rendering, completions)
@@ -126,8 +128,18 @@ class CompletionResponse(Response):
         return self._refusal(shown), b"" if events is None else events.error(shown)
 
 
+def _is_large(job: Job, completions: Sequence[Completion]) -> bool:
+    """Tell whether a whole answer takes more than some milliseconds to make, up to seconds."""
+    told = 0
+    for each in completions:
+        scored = each.tokens[0].logprobs if each.tokens else None
+        told += len(each.tokens) * (1 if scored is None else 1 + len(scored.top))
+    return bool(job.shaper.prompts) or told > _LARGE
+
+
 def _whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:
-    return JSONResponse(rendering.whole(completions))
+    body = "".join(json_pieces(rendering.whole(completions)))
+    return Response(body, media_type="application/json")
 
 
 class _Stream:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.responses import Response
 
+from gateway.openai import answer as answers
 from gateway.openai import job
+from gateway.openai.choices import Completion
+from gateway.openai.rendering import Rendering
 from outrider.errors import InvalidRequestError
 from outrider.v1 import common_pb2, scorer_pb2
 from tests.support.services.fake_scorer import Script, logprobs_of
@@ -445,3 +450,35 @@ async def test_stream_with_draft_trees_tells_each_rounds_draft_by_its_place(path
     assert "drafts" not in plain.text
     assert whole.status_code == 400
     assert whole.json()["error"]["param"] == "draft_trees"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "scores"),
+    [
+        (
+            *("chat/completions", {"messages": MESSAGES}),
+            {"logprobs": True, "top_logprobs": 20},
+        ),
+        ("completions", {"prompt": "x"}, {"logprobs": 20}),
+    ],
+)
+async def test_large_answer_is_made_off_the_event_loop(
+    path: str, asked: dict[str, Any], scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+    make = answers._whole
+
+    def whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:
+        made.append((sum(len(each.tokens) for each in completions), threading.get_ident()))
+        return make(rendering, completions)
+
+    monkeypatch.setattr(answers, "_whole", whole)
+    async with running_gateway(Script(tokens("hello world" * 40))) as gateway:
+        for body in ({}, {"n": 4, **scores}):
+            async with httpx.AsyncClient(base_url=gateway.http) as client:
+                told = await client.post(f"/v1/{path}", json={**asked, **body})
+            assert told.status_code == 200
+            assert all(each["finish_reason"] == "stop" for each in told.json()["choices"])
+    (few, here), (many, thread) = made
+    assert (here, many) == (threading.get_ident(), 4 * few)
+    assert thread != here
