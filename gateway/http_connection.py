@@ -55,6 +55,16 @@ class PatientProtocol(H11Protocol):
             if not _LINE_BEGUN.fullmatch(line) or (ended and b" HTTP/" not in line):
                 self.send_400_response("Invalid HTTP request received.")
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer a broken request where no answer has begun; the application sends none then."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def _should_upgrade(self) -> bool:
         """Answer as if nothing had been offered, as RFC 9110, section 7.8, allows.
 
