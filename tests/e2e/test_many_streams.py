@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import statistics
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ import pytest
 import uvloop
 
 from benchmarks import load
+from benchmarks.lib.load.connection import Connection
 from benchmarks.lib.load.driver import Driver, Endpoint, Limits
 from benchmarks.lib.load.tally import Bound, Stream, Tally, now
 from benchmarks.lib.processes import cpu_seconds, module_child, process_tree, stopping
@@ -51,7 +52,7 @@ class Face(Protocol):
         """
 
     async def burst(self, tally: Tally) -> float:
-        """Send `BURST` requests at once; likewise."""
+        """Send `BURST` requests before any answer is read; likewise."""
 
 
 class HttpFace:
@@ -68,14 +69,45 @@ class HttpFace:
                 client.close()
 
     async def burst(self, tally: Tally) -> float:
-        limits = Limits(BURST, 60.0, 300.0, BURST)
-        return await self._driver(tally, limits).open_loop(iter([0.0] * BURST))
+        begun, under_way, ended = now(), 0, asyncio.Event()
+        endpoint, request = self._requests()
+        buffer, dialling = bytearray(2**18), asyncio.Semaphore(64)
+
+        def on_end(connection: Connection, failure: str | None) -> None:
+            nonlocal under_way
+            stream, connection.stream = connection.stream, None
+            assert stream is not None
+            tally.ended(stream) if failure is None else tally.failed(stream, failure)
+            under_way -= 1
+            if not under_way:
+                ended.set()
+
+        async def dial() -> Connection:
+            async with dialling:
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(buffer, tally.gaps, on_end), endpoint.address, endpoint.port
+                )
+            return connection
+
+        connections = await asyncio.gather(*(dial() for _ in range(BURST)))
+        for n, connection in enumerate(connections):  # in one turn: no answer is read meanwhile
+            connection.send(request(n), Stream(now()), 300.0)
+            under_way += 1
+        tally.most_open = under_way
+        await ended.wait()
+        for connection in connections:
+            connection.close()
+        await asyncio.sleep(0.1)  # or the loop would find them closing at its own end
+        return now() - begun
 
     def _driver(self, tally: Tally, limits: Limits) -> Driver:
+        return Driver(*self._requests(), limits, tally)
+
+    def _requests(self) -> tuple[Endpoint, Callable[[int], bytes]]:
         argv = ["--url", f"{self._url}/v1", "--rate", "1", "--max-tokens", f"{TOKENS}"]
         args = load.parser().parse_args(argv)
         endpoint = Endpoint.of(args.url, "/completions")
-        return Driver(endpoint, load.requests(args, endpoint, None), limits, tally)
+        return endpoint, load.requests(args, endpoint, None)
 
     def _stalled(self) -> socket.socket:
         """Return a client that asks for much and reads nothing."""
