@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import compress
+from typing import Final, NamedTuple
 
 from outrider.counts import StepCounts
 from outrider.errors import InvalidRequestError, PromptTooLongError
@@ -184,6 +186,38 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
     draft: VerifiedDraft | None = None  # that was verified, if the request asks
 
 
+PLAIN: Final = (TokenKind.PLAIN,)
+
+
+class Grown(NamedTuple):
+    """Sessions that got a plain token and no more, in columns, since most do in most steps."""
+
+    session_ids: tuple[int, ...] = ()
+    base_lens: tuple[int, ...] = ()  # as in a `Commit`
+    token_ids: tuple[int, ...] = ()
+    num_draft_tokens: tuple[int, ...] = ()  # as in a `Commit`
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """Return the same as objects."""
+        return tuple(
+            [
+                Commit(session_id, base_len, (token,), PLAIN, num_draft_tokens)
+                for session_id, base_len, token, num_draft_tokens in zip(*self, strict=True)
+            ]
+        )
+
+    def of(self, sessions: AbstractSet[int]) -> Grown:
+        """Return those of some sessions."""
+        if sessions.issuperset(self.session_ids):
+            return self
+        kept = [session_id in sessions for session_id in self.session_ids]
+        return Grown(*[tuple(compress(column, kept)) for column in self])
+
+
+NONE_GROWN: Final = Grown()
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A request that the engine had to end."""
@@ -214,7 +248,7 @@ class StepTimings:
 class StepEvents:
     """The results of one engine step; one message to the RPC side per step."""
 
-    commits: tuple[Commit, ...]
+    told: tuple[Commit, ...]  # beside `grown`
     failures: tuple[Failure, ...]
     timings: StepTimings | None  # None: no forward was completed
     set_aside: tuple[int, ...] = ()
@@ -223,6 +257,11 @@ class StepEvents:
     counts: StepCounts | None = None  # with timings
     on_demand: bool = False  # with timings: proposers are not to run ahead
     features: FeatureBatch | None = None  # hidden states for proposers that asked
+    grown: Grown = NONE_GROWN
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        return self.grown.commits + self.told
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from dataclasses import replace
 from outrider.engine_port import ServedEngine
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
-from outrider.types import Commit, Request, StepEvents, TokenKind
+from outrider.types import PLAIN, Commit, Grown, Request, StepEvents, StepTimings, TokenKind
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.round_spans import RoundSpans
-from scorer_service.sessions import Session
+from scorer_service.sessions import Session, SessionProposer
 
 _MAX_FAILED_STEPS = 8  # in a row
 
@@ -120,12 +120,13 @@ class Hub:
         if events.features is not None:
             self._send_features(events.features)
         sessions = self._sessions
-        for commit in events.commits:  # to proposers before clients, since the next step waits
+        for commit in events.told:  # to proposers before clients, since the next step waits
             session = sessions.get(commit.session_id)
             if session is not None:
                 self._advance(session, commit, step_us)
                 if session.rounds is not None:
                     session.rounds.commit(commit, timings)
+        self._grow(events.grown, timings, step_us)
         for failure in events.failures:
             session = self._sessions.get(failure.session_id)
             if session is not None:
@@ -163,10 +164,31 @@ class Hub:
         if self._failed_steps >= _MAX_FAILED_STEPS or not self._engine.running:
             self.failed.set()
 
+    def _grow(self, grown: Grown, timings: StepTimings | None, step_us: int) -> None:
+        """Do what `_advance` does for plain tokens."""
+        sessions = self._sessions
+        for session_id, base_len, token, num_draft_tokens in zip(*grown, strict=True):
+            session = sessions.get(session_id)
+            if session is None:
+                continue
+            if session.num_speculative_tokens:
+                if session.proposer is not None:
+                    self._count_round(session.proposer, session, 0)
+                session.committed.append(token)
+                session.num_draft_tokens = num_draft_tokens
+                if session.proposer is not None:
+                    self._tell(session.proposer, session, step_us)
+            take, rounds = session.mailbox.take_token, session.rounds
+            if rounds is not None or take is None or not take(token):
+                commit = Commit(session_id, base_len, (token,), PLAIN, num_draft_tokens)
+                session.mailbox.put(commit)
+                if rounds is not None:
+                    rounds.commit(commit, timings)
+
     def _advance(self, session: Session, commit: Commit, step_us: int) -> None:
         proposer = session.proposer
-        if proposer is not None and session.drafted and session.num_draft_tokens:
-            proposer.round_done(session, commit.kinds.count(TokenKind.ACCEPTED))
+        if proposer is not None:
+            self._count_round(proposer, session, commit.kinds.count(TokenKind.ACCEPTED))
         if session.num_speculative_tokens:
             session.committed += commit.token_ids
             session.num_draft_tokens = commit.num_draft_tokens
@@ -176,11 +198,18 @@ class Hub:
             self._forget(session)
             self._metrics.count_request(commit.stats, commit.finish_reason)
         elif proposer is not None:
-            if len(session.committed) < proposer.max_model_len:
-                proposer.outbox.commit(session, step_us)
-            else:
-                self.registry.reassign(session)
+            self._tell(proposer, session, step_us)
         session.mailbox.put(commit)
+
+    def _count_round(self, proposer: SessionProposer, session: Session, accepted: int) -> None:
+        if session.drafted and session.num_draft_tokens:
+            proposer.round_done(session, accepted)
+
+    def _tell(self, proposer: SessionProposer, session: Session, step_us: int) -> None:
+        if len(session.committed) < proposer.max_model_len:
+            proposer.outbox.commit(session, step_us)
+        else:
+            self.registry.reassign(session)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.id]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from outrider.errors import CapacityError, DeadlineError, InvalidRequestError, OutriderError
@@ -13,7 +14,7 @@ from outrider.rpc import codec, status
 from outrider.rpc.decoding import Unreadable
 from outrider.rpc.tasks import first_of
 from outrider.rpc.telemetry import Telemetry
-from outrider.types import Commit
+from outrider.types import PLAIN, Commit
 from outrider.v1 import scorer_pb2
 from scorer_service.call import Call, Serving
 from scorer_service.mailbox import Mailbox
@@ -32,20 +33,51 @@ _TOKEN_BYTES: Final = 5
 _MAX_COMMITS: Final = 256  # of a request in a message
 
 
+class _Singles:
+    """Rows that have one plain token in the next message, as most have in most steps."""
+
+    __slots__ = ("ids", "number", "token_ids")
+
+    def __init__(self) -> None:
+        self.number = 0  # of the next message
+        self.ids: list[int] = []
+        self.token_ids: list[int] = []
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return ids and tokens for a message, and begin with the next one."""
+        taken = self.ids, self.token_ids
+        self.number, self.ids, self.token_ids = self.number + 1, [], []
+        return taken
+
+    def drop(self, row_id: int) -> None:
+        """Forget a row, if it is there."""
+        if row_id in self.ids:
+            place = self.ids.index(row_id)
+            del self.ids[place], self.token_ids[place]
+
+
 class _Row:
     """A request of the stream."""
 
     __slots__ = (
-        *("call", "ended", "error", "id", "mailbox", "queue", "queued", "task", "timer", "wake"),
+        *("call", "ended", "error", "id", "mailbox", "queue", "queued", "single_in", "singles"),
+        *("task", "timer", "wake"),
     )
 
     def __init__(
-        self, row_id: int, call: Call | None, queue: deque[_Row], wake: Callable[[], object]
+        self,
+        row_id: int,
+        call: Call | None,
+        queue: deque[_Row],
+        singles: _Singles,
+        wake: Callable[[], object],
     ) -> None:
         self.id = row_id
         self.call = call  # None: refused
         self.queue = queue  # of rows with something to write,
+        self.singles = singles  # those whose token is in no mailbox,
         self.wake = wake  # and who writes it
+        self.single_in = -1  # number of the last message with a token of `singles`
         self.mailbox: Mailbox | None = None  # None: not with the engine, or nothing is wanted of it
         self.error: OutriderError | None = None
         self.queued = False
@@ -57,9 +89,23 @@ class _Row:
         """Note that there is something to write."""
         if not self.queued:
             self.queued = True
-            if not self.queue:
-                self.wake()
+            self._wake_first()
             self.queue.append(self)
+
+    def take_token(self, token: int) -> bool:
+        """Write a token that comes alone, if nothing of the row is to be written before it."""
+        singles = self.singles
+        if self.queued or self.single_in == singles.number:
+            return False
+        self._wake_first()
+        self.single_in = singles.number
+        singles.ids.append(self.id)
+        singles.token_ids.append(token)
+        return True
+
+    def _wake_first(self) -> None:
+        if not (self.queue or self.singles.ids):
+            self.wake()
 
     def end(self, error: BaseException | None = None) -> None:
         """Abort what still runs. What the mailbox holds may still be taken."""
@@ -71,7 +117,7 @@ class _Row:
         if self.timer is not None:
             self.timer.cancel()
         if self.mailbox is not None:
-            self.mailbox.on_ready = None
+            self.mailbox.on_ready = self.mailbox.take_token = None
         assert self.call is not None
         self.call.end(error)
 
@@ -91,6 +137,7 @@ class StepsStream:
         self._rows: dict[int, _Row] = {}  # whose end was not written
         self._last_id = -1
         self._queue: deque[_Row] = deque()
+        self._singles = _Singles()
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
         self._finishing = False
@@ -121,6 +168,7 @@ class StepsStream:
                 if row is not None:
                     row.end(asyncio.CancelledError())
                     row.mailbox = row.error = None
+                    self._singles.drop(row_id)
             if message.HasField("begin"):
                 self._begin(message.begin)
             while len(self._queue) >= _MAX_UNWRITTEN:
@@ -155,11 +203,13 @@ class StepsStream:
             return
         row.mailbox = session.mailbox
         row.mailbox.on_ready = row.ready
+        row.mailbox.take_token = row.take_token
 
     def _row(self, row_id: int, call: Call | None) -> _Row:
         loop = asyncio.get_running_loop()
         # Later than those whom the same step has woken: proposers come first.
-        return _Row(row_id, call, self._queue, lambda: loop.call_soon(self._wake.set))
+        wake = partial(loop.call_soon, self._wake.set)
+        return _Row(row_id, call, self._queue, self._singles, wake)
 
     async def _write(self, write: Write) -> None:
         while self._rows or not self._finishing:
@@ -173,14 +223,16 @@ class StepsStream:
 
     def _message(self) -> scorer_pb2.GenerateStepsResponse:
         """Return the next message, of about `_MESSAGE_BYTES` at most."""
-        ids: list[int] = []
-        counts: list[int] = []
-        token_ids: list[int] = []
-        kinds: list[bytes] = []
+        ids, token_ids = self._singles.take()
+        counts = [1] * len(ids)
+        kinds = [codec.kinds_to_bytes(PLAIN) * len(ids)]
         details: list[scorer_pb2.StepsDetails] = []
-        room = _MESSAGE_BYTES
+        room = _MESSAGE_BYTES - len(ids) * _TOKEN_BYTES
         for _ in range(len(self._queue)):
             row = self._queue.popleft()
+            if row.single_in == self._singles.number - 1:  # a message has a row once
+                self._queue.append(row)
+                continue
             row.queued = False
             count = 0
             commits = () if row.mailbox is None else row.mailbox.take_some(_MAX_COMMITS)

@@ -19,15 +19,14 @@ from outrider.policy.base import StepDone
 from outrider.rounds import Round, token_kinds
 from outrider.rows.tracker import DraftTracker
 from outrider.types import (
+    PLAIN,
     Commit,
     Failure,
     FinishReason,
-    TokenKind,
+    Grown,
     TokenLogprobs,
     VerifiedDraft,
 )
-
-_PLAIN = (TokenKind.PLAIN,)
 
 
 class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -77,45 +76,54 @@ class Committed:
         ]
 
 
-def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, ...]:
-    """Count a step's rounds, and let the policy learn from them."""
-    rows, emitted, seconds = committed.step.rows, committed.emitted, committed.seconds
+def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Commit, ...], Grown]:
+    """Count a step's rounds, and let the policy learn from them. Return what to report."""
+    seqs, others = committed.step.seqs, committed.step.others
+    emitted, seconds = committed.emitted, committed.seconds
     _count_rounds(tracker, emitted, seconds)
     tracker.account.undrafted_rounds([seq.counters for seq in committed.plain], seconds)
-    commits = [_finalize_row(tracker, row) for row in emitted if not _waits(row)]
-    commits += [commit for seq in committed.plain if (commit := _plain_commit(seq)) is not None]
-    if emitted and committed.plain:
-        places = {row.seq.session_id: place for place, row in enumerate(rows)}
-        commits.sort(key=lambda commit: places[commit.session_id])
-    others = () if len(committed.plain) == committed.step.num_tokens else rows
+    told = [_finalize_row(tracker, row) for row in emitted if not _waits(row)]
+    told += [_held_back(seq) for seq in committed.plain if seq.report_interval > 1 and _due(seq)]
+    grown = [seq for seq in committed.plain if seq.report_interval <= 1]
+    texts = [seq.token_ids for seq in grown]
+    columns = Grown(
+        tuple([seq.session_id for seq in grown]),
+        tuple([len(text) - 1 for text in texts]),
+        tuple([text[-1] for text in texts]),
+        tuple([seq.drafting.num_draft_tokens for seq in grown]),
+    )
     prompts = [len(r.slice.token_ids) for r in others if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,
-        num_rows=len(rows),
+        num_rows=len(seqs),
         tokens=len(committed.plain) + sum([len(row.output) for row in emitted]),
         at=committed.now,
         drafted=sum([bool(row.draft) for row in others]),
         # Rows' first steps, however short, may follow on any time without work.
-        comparable=len(prompts) < len(rows),
+        comparable=len(prompts) < len(seqs),
         prompt_s=tracker.policy.measured.steps.prompts_s(
             prompts, committed.step.num_tokens, seconds
         ),
         prompts_only=committed.step.prompts_only,
         temperature=committed.temperature,
     )
-    tracker.step_done([row.seq.drafting for row in rows], step, decoded=committed.decoding)
-    return tuple(commits)
+    tracker.step_done([seq.drafting for seq in seqs], step, decoded=committed.decoding)
+    return tuple(told), columns
 
 
-def _plain_commit(seq: Sequence) -> Commit | None:
-    """Return what `_finalize_row` does of a row that got a token and no more; None if it waits."""
+def _due(seq: Sequence) -> bool:
+    """Return whether the plain tokens that were held back are reported now."""
+    number = len(seq.token_ids) - seq.num_reported
+    return number >= seq.report_interval or seq.drafting.proposer.reported_to
+
+
+def _held_back(seq: Sequence) -> Commit:
+    """Return what `_finalize_row` does of plain tokens."""
     base_len, token_ids = seq.num_reported, seq.token_ids
-    number = len(token_ids) - base_len
-    if number < seq.report_interval and not seq.drafting.proposer.reported_to:
-        return None
-    seq.num_reported = base_len + number
-    tokens = (token_ids[-1],) if number == 1 else tuple(token_ids[base_len:])
-    return Commit(seq.session_id, base_len, tokens, _PLAIN * number, seq.drafting.num_draft_tokens)
+    seq.num_reported = len(token_ids)
+    tokens = tuple(token_ids[base_len:])
+    kinds = PLAIN * len(tokens)
+    return Commit(seq.session_id, base_len, tokens, kinds, seq.drafting.num_draft_tokens)
 
 
 def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: float) -> None:
@@ -142,8 +150,8 @@ def _finalize_row(tracker: DraftTracker, row: Emitted) -> Commit:
     seq, output, round_ = row.seq, row.output, row.round
     first = row.base_len == seq.num_prompt_tokens
     base_len, kinds = row.base_len, token_kinds(round_.tried, round_.accepted, len(output))
-    if (waited := base_len - seq.num_reported) > 0:
-        base_len, kinds = seq.num_reported, _PLAIN * waited + kinds
+    if seq.report_interval > 1 and (waited := base_len - seq.num_reported) > 0:
+        base_len, kinds = seq.num_reported, PLAIN * waited + kinds
         output = (*seq.token_ids[base_len : row.base_len], *output)
     seq.num_reported = base_len + len(output)
     if row.finish_reason:

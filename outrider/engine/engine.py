@@ -204,10 +204,11 @@ class Engine:
         if self._collected is not None:
             (committed, events), self._collected = self._collected, None
             on_demand = self._policy.mode is DraftMode.ON_DEMAND
-            commits = finalize_step(self._tracker, committed)
+            told, grown = finalize_step(self._tracker, committed)
             events = replace(
                 events,
-                commits=commits,
+                told=told,
+                grown=grown,
                 failures=committed.failures,
                 counts=self._tracker.account.take(),
                 on_demand=on_demand,

@@ -87,7 +87,7 @@ class StepClock:
             verify_ms=0.0,
             commit_ms=0.0,
             idle_ms=0.0 if behind else (began - self._committed_at - draft_s) * 1e3,
-            num_rows=len(step.rows),
+            num_rows=step.num_rows,
             num_tokens=step.num_tokens,
             gap_ms=gap_ms,
             draft_ms=draft_s * 1e3,

@@ -26,6 +26,7 @@ from outrider.engine.step import (
     ChosenDraft,
     DrawnTokens,
     ScheduledRow,
+    SingleRows,
     Step,
     StepResult,
     choose_draft,
@@ -92,7 +93,7 @@ class Scheduler:
             if length == seq.max_len:  # the step in flight draws its last token
                 continue
             # Only the last token, which the previous step emitted, lacks KV.
-            caught_up = seq.num_computed == length - 1 and length > seq.num_prompt_tokens
+            caught_up = seq.num_uncomputed == 1 and length > seq.num_prompt_tokens
             (decoding if caught_up else prefilling).append(seq)
         ready = Ready(decoding, self.wake_at)
         if decoding:
@@ -100,12 +101,13 @@ class Scheduler:
             self.wake_at = ready.wake_at
             if not ready.rows and self.wake_at > now:
                 return None
-        rows = self._fill(ready.rows, prefilling)
-        if not rows:
+        singles, others = self._fill(ready.rows, prefilling)
+        if not (singles or others):
             return None
         self.wake_at = now
-        num_tokens = sum([len(row.slice.token_ids) for row in rows])
-        return Step(tuple(rows), num_tokens, prompts_only=bool(decoding) and not ready.rows)
+        num_tokens = len(singles) + sum([len(row.slice.token_ids) for row in others])
+        prompts_only = bool(decoding) and not ready.rows
+        return Step(tuple(others), num_tokens, prompts_only, singles=SingleRows(singles))
 
     def schedule_ahead(self, step: Step, verified: Tensor, now: float) -> Step | None:
         """Return the step behind `step`, which is in flight and leaves its tokens in `verified`.
@@ -118,14 +120,16 @@ class Scheduler:
         for seq in self.running:
             if seq.draft is not None or seq.drafting.num_draft_tokens:
                 return None
-        rows = [row for row in step.rows if row.seq.admitted]
-        drawing = [row.seq for row in rows if row.slice.num_logits]
+        others = [row for row in step.others if row.seq.admitted]
+        drawing = [seq for seq in step.singles.seqs if seq.admitted]
+        drawing += [row.seq for row in others if row.slice.num_logits]
         if any(seq.edits_logits for seq in drawing):
             return None
+        uncomputed = [(row.seq, row.seq.num_uncomputed) for row in others]
+        for row in others:
+            row.seq.num_uncomputed += bool(row.slice.num_logits) - len(row.slice.token_ids)
         for seq in drawing:
             seq.token_ids.append(_TO_BE_DRAWN)
-        for row in rows:
-            row.seq.num_computed += len(row.slice.token_ids)
         try:
             page_size = self.config.page_size
             short = [s for s in self.running if len(s.token_ids) > len(s.block_table) * page_size]
@@ -134,15 +138,15 @@ class Scheduler:
                 return None  # a row in flight cannot be preempted
             following = self.schedule(now)
         finally:
-            for row in rows:
-                row.seq.num_computed -= len(row.slice.token_ids)
             for seq in drawing:
                 seq.token_ids.pop()
+            for seq, number in uncomputed:
+                seq.num_uncomputed = number
         if following is None:
             return None
-        with_logits = [row.seq for row in step.rows if row.slice.num_logits]
+        with_logits = step.singles.seqs + [row.seq for row in step.others if row.slice.num_logits]
         sources: Rows[int] = range(len(with_logits))
-        if with_logits != (sequences := [row.seq for row in following.rows]):
+        if with_logits != (sequences := following.seqs):
             drawn_at = dict(zip(with_logits, sources, strict=True))
             sources = [drawn_at.get(seq, -1) for seq in sequences]
         if max(sources) < 0:
@@ -152,9 +156,10 @@ class Scheduler:
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
         """Note that a step is on its way. Return sessions whose proposer was awaited in vain."""
         if step.drawn is not None:
-            drawn = zip(step.rows, step.drawn.sources, strict=True)
-            self.tracker.looked_at([row.seq for row, source in drawn if source >= 0], now)
-        rows = [(row.seq, len(row.draft)) for row in step.rows]
+            drawn = zip(step.seqs, step.drawn.sources, strict=True)
+            self.tracker.looked_at([seq for seq, source in drawn if source >= 0], now)
+        rows = [(seq, 0) for seq in step.singles.seqs]
+        rows += [(row.seq, len(row.draft)) for row in step.others]
         return tuple([seq.session_id for seq in self.tracker.launched(rows, now)])
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> Committed:
@@ -166,9 +171,7 @@ class Scheduler:
         decoding = self._decodes(step)
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
-            self.tracker.policy.measured.steps.observe_step(
-                len(step.rows), step.num_tokens, seconds
-            )
+            self.tracker.policy.measured.steps.observe_step(step.num_rows, step.num_tokens, seconds)
         num_running, page_size = max(1, len(self.running)), self.config.page_size
         temperatures = [seq.temperature for seq in self.running]
         num_requests = min(len(self.by_session), self.config.max_num_seqs)
@@ -176,25 +179,41 @@ class Scheduler:
         plain: list[Sequence] = []
         emitted: list[Emitted] = []
         failures: list[Failure] = []
-        all_logprobs = result.logprobs or ((),) * len(step.rows)
-        for row, values in zip(step.rows, result.prompt_logprobs, strict=False):
-            row.seq.prompt_logprobs += narrow(values, row.seq.request.prompt_logprobs or 0)
-        results = zip(step.rows, result.choices, result.accepted, all_logprobs, strict=True)
-        for row, choices, accepted, logprobs in results:
-            seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
-            if not seq.admitted:  # it ended while the step was in flight
-                continue
-            if seq.plain and choices and not row.draft and seq.goes_on(choices[0], drafting):
+        rest: list[int] = []  # places of rows that do more than grow by a token
+        drafted = [False] * len(step.singles) + [bool(row.draft) for row in step.others]
+        columns = zip(step.seqs, result.choices, drafted, strict=True)
+        for i, (seq, choices, has_draft) in enumerate(columns):
+            length = len(seq.token_ids)
+            if (
+                seq.plain
+                and seq.draft is None
+                and not has_draft
+                and choices
+                and seq.num_prompt_tokens < length < seq.max_len - 1
+                and choices[0] not in seq.stop_ids
+                and (drafting or not seq.drafting.num_draft_tokens)
+                and seq.admitted
+            ):
                 seq.token_ids.append(choices[0])
-                seq.num_computed = base_len
-                if base_len // page_size > seq.num_published:
+                seq.num_uncomputed = 1
+                if length // page_size > seq.num_published:
                     self._publish(seq)
                 plain.append(seq)
+            else:
+                rest.append(i)
+        for i in rest:
+            row, choices, accepted = step.row(i), result.choices[i], result.accepted[i]
+            logprobs = result.logprobs[i] if result.logprobs else ()
+            seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
+            if row.num_prompt_logits:
+                values = result.prompt_logprobs[i]
+                seq.prompt_logprobs += narrow(values, seq.request.prompt_logprobs or 0)
+            if not seq.admitted:  # it ended while the step was in flight
                 continue
             # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
             # this row's own, and are written again by the tokens that follow. What was accepted of
             # a tree has already moved to the slots before them.
-            seq.num_computed += len(row.slice.token_ids) - len(row.draft) + accepted
+            computed = seq.num_computed + len(row.slice.token_ids) - len(row.draft) + accepted
             if choices:
                 proposer_id, method = seq.drafting.proposer_id or "", seq.draft_method
                 chosen = tuple(choices[: accepted + 1])
@@ -206,7 +225,7 @@ class Scheduler:
                 if seq.constraint is not None:
                     finish_reason = seq.constraint.finish(finish_reason)
                     if finish_reason is None:  # it may have cut off what was accepted
-                        seq.num_computed = min(seq.num_computed, len(seq.token_ids) - 1)
+                        computed = min(computed, len(seq.token_ids) - 1)
                 if base_len == seq.num_prompt_tokens:
                     seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
                 if seq.drafting.num_draft_tokens and not drafting:
@@ -217,7 +236,8 @@ class Scheduler:
                     draft = VerifiedDraft(base_len, row.draft, tuple(row.slice.parents))
                 about = (proposer_id, method, finish_reason, logprobs, draft)
                 emitted.append(Emitted(seq, base_len, output, round_, *about))
-            if seq.num_computed // page_size > seq.num_published:
+            seq.num_computed = computed
+            if computed // page_size > seq.num_published:
                 self._publish(seq)
             if finish_reason is not None:
                 self.remove(seq.session_id)
@@ -240,9 +260,8 @@ class Scheduler:
     def _decodes(self, step: Step) -> bool:
         """Whether no row has more tokens than a round's."""
         k = self.config.num_speculative_tokens
-        return step.num_tokens <= len(step.rows) * (1 + k) or step.num_tokens <= sum(
-            [1 + max(k, len(row.draft)) for row in step.rows]
-        )
+        most = [1 + max(k, len(row.draft)) for row in step.others]
+        return step.num_tokens <= len(step.singles) * (1 + k) + sum(most)
 
     def _publish(self, seq: Sequence) -> None:
         """Offer pages that this step filled with committed tokens to other sequences."""
@@ -284,24 +303,35 @@ class Scheduler:
                     Admission(queue_s, seq.num_prompt_tokens, seq.num_computed)
                 )
 
-    def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
-        """Share the token budget: a token for every decoding row, prompts, then drafts."""
+    def _fill(
+        self, decoding: list[Sequence], prefilling: list[Sequence]
+    ) -> tuple[list[Sequence], list[ScheduledRow]]:
+        """Share the token budget: a token for every decoding row, prompts, then drafts.
+
+        Returns rows of a text's last token, if no row decodes with a draft, and all others.
+        """
         budget = self.config.max_num_batched_tokens
         # Drafts must not starve prompts, nor prompts each other's oldest.
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
         rows: dict[int, ScheduledRow] = {}
+        singles: list[Sequence] = []
+        page_size, num_running = self.config.page_size, len(self.running)
         drafts = self._choose_drafts(decoding, max_draft)
         for seq in decoding:
             if not seq.admitted or budget <= reserve:  # preempted by a row before it
                 continue
-            if seq.draft is None:
-                row = self._place_last(seq, rows)
-            else:
-                row = self._place(seq, budget - reserve, drafts[seq.session_id], rows)
-            if row is not None:
-                rows[seq.session_id] = row
-                budget -= 1 + len(row.draft)
+            if drafts:  # then all rows keep their order, and their places in captured steps
+                chosen = drafts.get(seq.session_id, NO_DRAFT)
+                row = self._place(seq, budget - reserve, chosen, rows)
+                if row is not None:
+                    rows[seq.session_id] = row
+                    budget -= 1 + len(row.draft)
+                continue
+            length = len(seq.token_ids)
+            if length <= len(seq.block_table) * page_size or self._cover(seq, length, rows):
+                singles.append(seq)
+                budget -= 1
         prompt_logits = self.config.max_prompt_logits
         for seq in prefilling:
             left = min(budget, prompt_logits) if seq.wants_prompt_logits else budget
@@ -313,7 +343,9 @@ class Scheduler:
                 rows[seq.session_id] = row
                 budget -= len(row.slice.token_ids)
                 prompt_logits -= row.num_prompt_logits
-        return list(rows.values())
+        if len(self.running) < num_running:
+            singles = [seq for seq in singles if seq.admitted]
+        return singles, list(rows.values())
 
     def _choose_drafts(self, decoding: list[Sequence], max_draft: int) -> dict[int, ChosenDraft]:
         """Return what is verified of each draft at hand, by its session.
@@ -334,13 +366,6 @@ class Scheduler:
                 chosen[seq.session_id] = verified = draft.kept(kept)
                 self.tracker.verifies(seq, verified.nodes)
         return chosen
-
-    def _place_last(self, seq: Sequence, rows: dict[int, ScheduledRow]) -> ScheduledRow | None:
-        """Return a row of a text's last token, with a page for it; None if there is none."""
-        start, table = seq.num_computed, seq.block_table
-        if start >= len(table) * self.config.page_size and not self._cover(seq, start + 1, rows):
-            return None
-        return ScheduledRow(seq, RowSlice((seq.token_ids[start],), start, table, 1), ())
 
     def _place(
         self, seq: Sequence, left: int, chosen: ChosenDraft, rows: dict[int, ScheduledRow]

@@ -20,7 +20,7 @@ class Sequence(DraftedRow):
 
     __slots__ = (
         *("adjuster", "admitted", "block_table", "constraint", "editors", "edits_logits"),
-        *("num_computed", "num_published", "num_reported", "page_hashes", "plain"),
+        *("num_published", "num_reported", "num_uncomputed", "page_hashes", "plain"),
         *("prompt_logprobs", "queued_at", "report_interval", "submitted_at", "temperature"),
     )
 
@@ -45,21 +45,25 @@ class Sequence(DraftedRow):
         self.plain = not (shown or self.edits_logits or constraint or request.running_stats)
         """A token without a draft needs no more than its place in the text."""
         self.temperature = request.sampling.temperature
-        self.num_computed = 0
+        self.num_uncomputed = len(self.token_ids)  # of a text that decodes it stays 1
         self.block_table: list[int] = []
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
         self.prompt_logprobs: list[list[float]] = []  # of computed tokens, until they are reported
-        self.num_reported = len(self.token_ids)  # tokens that a `Commit` has told of
         self.report_interval = 0 if shown else request.stream_interval
         """A `Commit` has as many plain tokens at least, but for the first and the last."""
+        self.num_reported = len(self.token_ids)  # that a `Commit` has told of, if above 1
         self.submitted_at = submitted_at
         self.queued_at = submitted_at  # again, when it is preempted
         self.admitted = False
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+    def num_computed(self) -> int:
+        return len(self.token_ids) - self.num_uncomputed
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        self.num_uncomputed = len(self.token_ids) - count
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -79,19 +83,6 @@ class Sequence(DraftedRow):
         """Tell whether sampling takes more than is captured: edits, another rule or logprobs."""
         captured = self.request.verification_rule.captured
         return self.edits_logits or not captured or self.request.top_logprobs is not None
-
-    def goes_on(self, token: int, drafting: bool) -> bool:
-        """Tell whether a `plain` text only grows by `token`, with no draft at hand before it.
-
-        `drafting` says that drafts are of use at present.
-        """
-        length = len(self.token_ids)
-        return (
-            self.draft is None
-            and self.num_prompt_tokens < length < self.max_len - 1
-            and token not in self.stop_ids
-            and (drafting or not self.drafting.num_draft_tokens)
-        )
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Append tokens and `walk` the draft by them."""

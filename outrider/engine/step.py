@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, compress
 from typing import NamedTuple
 
@@ -128,27 +128,74 @@ def fill_in_drafts(
     to.index_copy_(0, target, late.tokens.flatten().index_select(0, source).to(to.dtype))
 
 
+class SingleRows:
+    """Rows of one token each, a text's last, without drafts: in columns, since most rows are."""
+
+    __slots__ = ("_rows", "seqs", "starts", "tables", "tokens")
+
+    def __init__(self, seqs: list[Sequence]) -> None:
+        self.seqs = seqs
+        texts = [seq.token_ids for seq in seqs]
+        self.starts = [len(text) - 1 for text in texts]
+        self.tokens = [text[-1] for text in texts]
+        self.tables = [seq.block_table for seq in seqs]
+        self._rows: tuple[ScheduledRow, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def row(self, i: int) -> ScheduledRow:
+        """Return one row as an object."""
+        part = RowSlice((self.tokens[i],), self.starts[i], self.tables[i], 1)
+        return ScheduledRow(self.seqs[i], part, ())
+
+    @property
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        """Return all of them as objects, for work that is not done in columns."""
+        if self._rows is None:
+            self._rows = tuple(map(self.row, range(len(self.seqs))))
+        return self._rows
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The frozen input of one forward."""
+    """The frozen input of one forward: `singles`, then `others`."""
 
-    rows: tuple[ScheduledRow, ...]
+    others: tuple[ScheduledRow, ...]
     num_tokens: int
     prompts_only: bool = False  # all rows that decode wait for drafts
     device_drafts: DeviceDrafts | None = None
     """Drafts for which rows have placeholders."""
     drawn: DrawnTokens | None = None
     """Tokens for which rows have placeholders; not with device drafts."""
+    singles: SingleRows = field(default_factory=lambda: SingleRows([]))
+
+    @property
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        return self.singles.rows + self.others
+
+    def row(self, i: int) -> ScheduledRow:
+        """Return one of `rows`."""
+        behind = i - len(self.singles)
+        return self.singles.row(i) if behind < 0 else self.others[behind]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.singles.seqs) + len(self.others)
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return self.singles.seqs + [row.seq for row in self.others]
 
     @property
     def has_drafts(self) -> bool:
         """Tell whether some row has a draft to verify."""
-        return self.num_tokens > len(self.rows) and any(row.draft for row in self.rows)
+        return any(row.draft for row in self.others)
 
     @property
     def has_prompts(self) -> bool:
         """Tell whether some tokens get no logits, so that the step is not captured."""
-        return any(row.slice.num_logits < len(row.slice.token_ids) for row in self.rows)
+        return any(row.slice.num_logits < len(row.slice.token_ids) for row in self.others)
 
     def fill_in(self, input_ids: Tensor) -> None:
         """Enqueue the copy of what replaces placeholders to `input_ids` int64 [num_tokens].

@@ -296,18 +296,19 @@ class EngineWorker:
     def _publish(self, engine: Engine, events: StepEvents | None) -> None:
         if events is None:
             return
-        commits, failures = events.commits, events.failures
-        ended = [c.session_id for c in commits if c.finish_reason is not None]
+        told, failures, grown = events.told, events.failures, events.grown
+        ended = [c.session_id for c in told if c.finish_reason is not None]
         ended += [failure.session_id for failure in failures]
         with self._wakeup:
             # An abort may have come during the step: its session gets no further event.
-            commits = tuple([c for c in commits if c.session_id in self._sessions])
+            told = tuple([c for c in told if c.session_id in self._sessions])
+            grown = grown.of(self._sessions)
             failures = tuple([f for f in failures if f.session_id in self._sessions])
             self._sessions.difference_update(ended)
             for session_id in ended:
                 self._blocks.pop(session_id, None)
             self._snapshot = engine.snapshot()
-        events = replace(events, commits=commits, failures=failures)
+        events = replace(events, told=told, failures=failures, grown=grown)
         try:
             self._on_events(events)
         except Exception:

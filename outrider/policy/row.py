@@ -22,6 +22,11 @@ class Offered:
     limit: int  # tokens at most, as the request and the configuration allow
     sampled: bool = False  # its temperature makes drafts meet clearly less
     proposer: DraftOffer = NO_DRAFTS
+    draftable: bool = field(init=False)  # there is a proposer, and drafts are allowed
+
+    def __post_init__(self) -> None:
+        draftable = self.proposer.proposer_id is not None and self.limit > 0
+        object.__setattr__(self, "draftable", draftable)
 
     @property
     def max_draft_tokens(self) -> int:

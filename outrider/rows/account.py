@@ -5,6 +5,7 @@ Nothing is decided by these counts: they are for `aux_info` and metrics.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts, context_class
@@ -40,11 +41,14 @@ class DraftAccount:
             self.counts.wait_s += waited_s
         c.fallback_rounds += not drafted and d.offered.limit > 0
 
-    def launched_at_rest(self, row: Row) -> None:
-        """Count a row that `rests`, and goes into a step."""
-        row.counters.iter_count += 1
-        if row.drafting.offered.limit and row.drafting.round.looked_at is not None:
-            row.counters.fallback_rounds += 1
+    def launched_at_rest(self, rows: Iterable[Row]) -> None:
+        """Count rows that `rest`, and go into a step."""
+        may_draft = self._policy.num_speculative_tokens > 0
+        for row in rows:
+            row.counters.iter_count += 1
+            d = row.drafting
+            if may_draft and d.offered.limit and d.round.looked_at is not None:
+                row.counters.fallback_rounds += 1
 
     def arrived(self, row: Row, proposer_id: str, propose_s: float, network_s: float) -> None:
         """Count the time of a draft."""
@@ -134,6 +138,6 @@ def rests(row: Row, *, drafting: bool) -> bool:
     if row.draft is not None:
         return False
     d = row.drafting
-    if d.offered.proposer.proposer_id is None:
+    if not d.offered.draftable:
         return True
     return not (drafting or d.num_draft_tokens or d.awaited.asked or d.unlearned is not None)

@@ -159,16 +159,18 @@ class DraftTracker:
 
         `ready_rows` lack none, and nothing is noted of them.
         """
+        if not self.policy.num_speculative_tokens:  # no row is ever drafted for
+            return self.policy.choose_rows([*ready_rows, *rows], (), num_prefilling, now)
         ready: list[R] = [*ready_rows]
         waiting: list[R] = []
         may_wait, drafting = self.policy.may_wait, self.policy.mode.drafts
         for row in rows:
-            current = row.drafting.round
             if rests(row, drafting=drafting):
                 if row.drafting.offered.limit:
-                    current.looked_at = now
+                    row.drafting.round.looked_at = now
                 ready.append(row)
                 continue
+            current = row.drafting.round
             lacks_draft = row.draft is None and _is_awaited(row)
             if current.looked_at is None:
                 current.looked_at, current.at_hand = now, row.draft is not None
@@ -205,13 +207,15 @@ class DraftTracker:
         """
         self._launched_at = now
         drafting, opened, learning = self.policy.mode.drafts, [], []
+        resting: list[R] = []
         for row, drafted in rows:
             if not drafted and rests(row, drafting=drafting):
-                self.account.launched_at_rest(row)
+                resting.append(row)
                 continue
             learning.append(row)
             if self._count_launch(row, drafted, now):
                 opened.append(row)
+        self.account.launched_at_rest(resting)
         self.learn(learning)
         return opened
 
@@ -286,7 +290,7 @@ class DraftTracker:
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
         """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
         drafting = self.policy.mode.drafts
-        for row in rows:
+        for row in rows if self.policy.num_speculative_tokens else ():
             if rests(row, drafting=drafting):
                 if row.drafting.offered.limit:
                     row.drafting.round = CurrentRound(now)
@@ -302,7 +306,8 @@ class DraftTracker:
         prompts.
         """
         self.account.step(step.tokens, step.num_rows, decoded=decoded)
-        draftable = [d for d in rows if d.offered.limit and d.proposer_id]
+        may_draft = self.policy.num_speculative_tokens > 0
+        draftable = [d for d in rows if d.offered.draftable] if may_draft else []
         ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
         self.policy.step_done(
             replace(

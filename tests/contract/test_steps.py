@@ -151,6 +151,38 @@ async def test_steps_with_cancelled_request_abort_it_alone() -> None:
         assert not any(client.answers[call_id].ended for call_id in (1, 2, 4))
 
 
+async def test_steps_with_cancelled_request_write_none_of_its_tokens() -> None:
+    """Not even those that waited to be written."""
+    told: asyncio.Queue[scorer_pb2.GenerateStepsRequest] = asyncio.Queue()
+
+    async def up() -> Any:
+        while True:
+            yield await told.get()
+
+    unblocked, written = asyncio.Event(), []
+
+    async def write(message: scorer_pb2.GenerateStepsResponse) -> None:
+        written.append(message)
+        await unblocked.wait()
+
+    async with running_scorer(pause_s=0.05) as scorer:
+        stream = StepsStream(configure("slow"), scorer.servicer.accept)
+        serving = asyncio.create_task(stream.serve(up(), write))
+        for call_id in (1, 2):
+            request = generate_request([call_id, 1], max_tokens=140)
+            begin = scorer_pb2.StepsCall(id=call_id, request=request)
+            told.put_nowait(scorer_pb2.GenerateStepsRequest(begin=begin))
+        await scorer.until(lambda: sorted(stream._singles.ids) == [1, 2], "a token waits")
+        told.put_nowait(scorer_pb2.GenerateStepsRequest(cancelled_ids=[1]))
+        await scorer.until(lambda: stream._singles.ids == [2], "only one waits")
+        before = len(written)
+        unblocked.set()
+        await scorer.until(lambda: len(written) > before + 1, "both messages were written")
+        assert {call_id for message in written[before:] for call_id in message.ids} == {2}
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
 async def test_steps_with_id_used_before_refuse_it() -> None:
     async with running_scorer(pause_s=SLOW_S) as scorer, steps(scorer.stub) as client:
         await client.begin(5, generate_request(PROMPT, max_tokens=140))

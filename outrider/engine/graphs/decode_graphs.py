@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
@@ -42,6 +44,7 @@ class _Place(NamedTuple):
     """Where a step in flight leaves its outputs and times on the host."""
 
     outputs: Tensor  # int32, flat
+    array: NDArray[np.int32]  # the same
     events: Sequence[Event]  # start of a step, end of its captured part, end
 
 
@@ -73,13 +76,10 @@ class DecodeGraphs:
         self._inputs = DecodeInputs(buckets, layout)
         self._logits = torch.empty(tokens, model.vocab_size, dtype=model.dtype, device=device)
         self._verified = torch.empty(num_outputs, dtype=torch.int32, device=device)
-        self._places = [
-            _Place(
-                torch.empty(num_outputs, dtype=torch.int32, pin_memory=on_cuda),
-                make_events(device, 3),
-            )
-            for _ in range(2)
-        ]
+        self._places = []
+        for _ in range(2):
+            outputs = torch.empty(num_outputs, dtype=torch.int32, pin_memory=on_cuda)
+            self._places.append(_Place(outputs, outputs.numpy(), make_events(device, 3)))
 
         def captured(bucket: Bucket) -> _CapturedStep:
             step = self._capture(bucket, capture)
@@ -95,7 +95,7 @@ class DecodeGraphs:
         if bucket is None:
             return self._runner.launch(step)
         captured = self._buckets[bucket]
-        eager_sampling = self._inputs.fill(step.rows, bucket)
+        eager_sampling = self._inputs.fill(step, bucket)
         self._places.reverse()
         place = self._places[0]
         place.events[0].record()
@@ -111,8 +111,9 @@ class DecodeGraphs:
         verified, logprobs = captured.verified, None
         if eager_sampling:
             verified, logprobs = self._runner.verify(step, self._real_logits(step, bucket))
-        on_host = place.outputs[: verified.numel()].view(verified.shape)
-        on_host.copy_(verified, non_blocking=True)
+        number = verified.numel()
+        place.outputs[:number].view(verified.shape).copy_(verified, non_blocking=True)
+        on_host = place.array[:number].reshape(verified.shape)
         if logprobs is not None:
             logprobs = logprobs.to("cpu", non_blocking=True)  # pinned
         place.events[2].record()
@@ -124,7 +125,7 @@ class DecodeGraphs:
         events = self._places[0].events
         for bucket in self._buckets:
             captured = self._buckets[bucket]
-            self._inputs.fill((), bucket)
+            self._inputs.fill(Step((), 0), bucket)
             self._inputs.send(bucket)
             seconds = []
             for _ in range(2):
@@ -140,15 +141,14 @@ class DecodeGraphs:
 
     def _fit(self, step: Step) -> Bucket | None:
         """Return the smallest bucket for a step, or None."""
-        counts = [row.slice.num_logits for row in step.rows]
-        if sum(counts) < step.num_tokens:
+        if step.has_prompts:
             return None
-        longest, rows, trees = max(counts), len(counts), False
-        if step.has_drafts:
-            slices = [row.slice for row in step.rows if row.slice.parents]
-            trees = bool(slices)
-            if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
-                return None  # some nodes lie where a bucket has no slots
+        counts = [row.slice.num_logits for row in step.others]
+        longest, rows = max(counts, default=1), step.num_rows
+        slices = [row.slice for row in step.others if row.slice.parents]
+        if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
+            return None  # some nodes lie where a bucket has no slots
+        trees = bool(slices)
         return self._buckets.find(
             lambda b: (
                 b.query_len >= longest
@@ -159,7 +159,7 @@ class DecodeGraphs:
         )
 
     def _capture(self, bucket: Bucket, capture: Capture) -> _CapturedStep:
-        self._inputs.fill((), bucket)
+        self._inputs.fill(Step((), 0), bucket)
         self._inputs.send(bucket)
         batch, verify_batch = self._inputs.batch(bucket), self._inputs.verify_batch(bucket)
         shape = (bucket.rows, 1 + bucket.query_len)
@@ -210,13 +210,13 @@ class _InFlight:
 
     step: Step
     verified: Tensor
-    on_host: Tensor  # int32 [at least rows, 1 + query_len], once the end is reached
+    on_host: NDArray[np.int32]  # [at least rows, 1 + query_len], once the end is reached
     logprobs: Tensor | None  # as `Verified.logprobs`, then
     events: Sequence[Event]
 
     def wait(self) -> StepResult:
         forward_s, verify_s = elapsed_seconds(self.events)
-        verified = self.on_host[: len(self.step.rows)].numpy()
+        verified = self.on_host[: self.step.num_rows]
         accepted = verified[:, 0].tolist()
         logprobs = to_logprobs(self.step, self.logprobs, accepted)
         choices = [*zip(*verified[:, 1:].T.tolist(), strict=True)]

@@ -11,9 +11,10 @@ whose attention also reads which nodes descend from which.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from outrider.engine.graphs.staging import PageLayout, Staging
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
-from outrider.engine.step import DrawnTokens, ScheduledRow, fill_in_drafts
+from outrider.engine.sequence import Sequence
+from outrider.engine.step import DrawnTokens, ScheduledRow, Step, fill_in_drafts
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
@@ -63,7 +65,7 @@ class Bucket:
 
 
 def make_buckets(
-    max_num_seqs: int, query_lens: Sequence[int], tree_lens: Sequence[int] = ()
+    max_num_seqs: int, query_lens: Rows[int], tree_lens: Rows[int] = ()
 ) -> list[Bucket]:
     """Return all buckets for up to `max_num_seqs` rows, smallest first; `tree_lens` with trees.
 
@@ -118,7 +120,7 @@ class _RowConstants:
     share one.
     """
 
-    table: Sequence[int]
+    table: Rows[int]
     pages: NDArray[Any]  # int32: the known part of `table`, then the scratch page
     sampling: SamplingParams
     keys: NDArray[Any]  # int64 [2]
@@ -132,7 +134,7 @@ class DecodeInputs:
     Page tables come last in the buffer, so that one copy brings what a bucket needs and no more.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], layout: PageLayout) -> None:
+    def __init__(self, buckets: Rows[Bucket], layout: PageLayout) -> None:
         self._layout = layout
         self._num_rows = rows = max(bucket.rows for bucket in buckets)
         query_len = max(bucket.query_len for bucket in buckets)
@@ -177,8 +179,10 @@ class DecodeInputs:
             needs_eager_sampling=False,
         )
         self._known: dict[object, _RowConstants] = {}  # by sequence
-        self._at: list[_RowConstants] = [self._padding] * rows  # of each row of the buffer,
-        self._lengths = [0] * rows  # and how many of its pages the buffer has
+        self._at = [self._padding] * rows  # of each row of the buffer, and in columns:
+        self._tables_at = [self._padding.table] * rows
+        self._lengths = [0] * rows  # pages that the buffer has
+        self._eager = [False] * rows  # it needs eager sampling
 
     def batch(self, bucket: Bucket) -> PackedBatch:
         """Return a bucket's batch: views of the device's buffer, and constants."""
@@ -225,36 +229,21 @@ class DecodeInputs:
             ),
         )
 
-    def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
+    def fill(self, step: Step, bucket: Bucket) -> bool:
         """Write a step's rows, and padding rows after them, to the host's buffer.
 
         Returns whether some row needs eager sampling.
         """
-        layout, eager_sampling = self._layout, False
+        layout, singles, slices = self._layout, step.singles, [row.slice for row in step.others]
         self._staging.await_copy()
-        slices = [row.slice for row in rows]
-        tokens, starts, tables, *_ = zip(*slices, strict=True) if rows else ((),) * 3
-        for i, (table, constants) in enumerate(zip(tables, self._at, strict=False)):
-            if constants.table is not table:
-                constants = self._known.get(rows[i].seq, self._padding)
-                if constants.table is not table:
-                    constants = self._learn(rows[i])
-                self._place(i, constants)
-            if self._lengths[i] < len(table):
-                self._grow(i, constants)
-            if constants.needs_eager_sampling:
-                eager_sampling = True
-        for i in range(len(rows), bucket.rows):
-            if self._at[i] is not self._padding:
-                self._place(i, self._padding)
-        if len(self._known) > 2 * self._num_rows:
-            self._known = {row.seq: at for row, at in zip(rows, self._at, strict=False)}
+        num_rows, num_tokens = step.num_rows, step.num_tokens
+        self._take_tables(step, singles.tables + [part.block_table for part in slices], bucket)
 
         to = self._views.get(bucket) or self._view(bucket)
-        padding = (0,) * (bucket.rows - len(rows))
-        counts = np.array([*map(len, tokens), *padding])
-        first = np.array(starts + padding)
-        num_tokens = int(counts.sum())
+        padding = [0] * (bucket.rows - num_rows)
+        lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
+        counts = np.array(lengths + padding)
+        first = np.array(singles.starts + [part.start for part in slices] + padding)
         if bucket.query_len == 1:  # each row has one token, also those of padding
             lens, row_of, steps = to.ones, to.rows, to.zeros
         else:
@@ -277,7 +266,7 @@ class DecodeInputs:
         np.subtract(self._flat_tables.take(pages + to.first_pages[row_of]), pages, out=to.slots)
         np.multiply(to.slots, layout.page_size, out=to.slots)
         np.add(to.slots, to.positions, out=to.slots)
-        flat = np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens)
+        flat = [*singles.tokens, *chain.from_iterable([part.token_ids for part in slices])]
         if num_tokens == bucket.tokens:
             to.input_ids[:] = flat
         else:
@@ -286,15 +275,36 @@ class DecodeInputs:
             to.input_ids[real] = flat
             to.slots[~real] = layout.scratch_page * layout.page_size
         if to.trees is not None:
-            to.trees.fill(slices, to.cu_seqlens, to.seq_lens, to.positions)
-        return eager_sampling
+            parts = enumerate(slices, len(singles))
+            to.trees.fill(parts, to.cu_seqlens, to.seq_lens, to.positions)
+        return any(self._eager[:num_rows])
+
+    def _take_tables(self, step: Step, tables: list[Rows[int]], bucket: Bucket) -> None:
+        """Write what is new of rows and of their page tables to the host's buffer."""
+        num_rows = len(tables)
+        if not all(map(is_, tables, self._tables_at)):
+            for i, (seq, table) in enumerate(zip(step.seqs, tables, strict=True)):
+                if table is not self._tables_at[i]:
+                    constants = self._known.get(seq, self._padding)
+                    if constants.table is not table:
+                        constants = self._learn(seq, table)
+                    self._place(i, constants)
+            if len(self._known) > 2 * self._num_rows:
+                self._known = dict(zip(step.seqs, self._at, strict=False))
+        if (lengths := [*map(len, tables)]) != self._lengths[:num_rows]:
+            for i, length in enumerate(lengths):
+                if self._lengths[i] < length:
+                    self._grow(i, self._at[i])
+        for i in range(num_rows, bucket.rows):
+            if self._at[i] is not self._padding:
+                self._place(i, self._padding)
 
     def send(self, bucket: Bucket) -> None:
         """Enqueue the copy of what a bucket needs to the device."""
         self._staging.send("block_table", bucket.rows)
 
     def take_device_drafts(
-        self, late: DeviceDrafts, rows: Sequence[ScheduledRow], bucket: Bucket
+        self, late: DeviceDrafts, rows: Rows[ScheduledRow], bucket: Bucket
     ) -> None:
         """Enqueue, behind the copy, what replaces rows' drafts by those on the device."""
         firsts = [start + 1 for start in self.row_starts(bucket)[: len(rows)]]
@@ -302,8 +312,11 @@ class DecodeInputs:
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""
-        firsts = self._views[bucket].cu_seqlens[: len(drawn.sources)]
-        drawn.fill_in(self._staging.device("input_ids"), firsts)
+        input_ids, num_rows = self._staging.device("input_ids"), len(drawn.sources)
+        if bucket.query_len == 1 and drawn.sources == range(num_rows):
+            input_ids[:num_rows].copy_(drawn.verified[:num_rows, 1])
+        else:
+            drawn.fill_in(input_ids, self._views[bucket].cu_seqlens[:num_rows])
 
     def row_starts(self, bucket: Bucket) -> list[int]:
         """Return where the rows of the bucket's last step begin among its tokens."""
@@ -341,19 +354,20 @@ class DecodeInputs:
         )
         return views
 
-    def _learn(self, row: ScheduledRow) -> _RowConstants:
-        params = row.seq.request.sampling
-        self._known[row.seq] = constants = _RowConstants(
-            table=row.slice.block_table,
+    def _learn(self, seq: Sequence, table: Rows[int]) -> _RowConstants:
+        params = seq.request.sampling
+        self._known[seq] = constants = _RowConstants(
+            table=table,
             pages=self._padding.pages.copy(),
             sampling=params,
             keys=seed_keys([params.seed])[0].numpy(),
-            needs_eager_sampling=row.seq.needs_eager_sampling,
+            needs_eager_sampling=seq.needs_eager_sampling,
         )
         return constants
 
     def _place(self, i: int, constants: _RowConstants) -> None:
-        self._at[i], self._lengths[i] = constants, constants.num_pages
+        self._at[i], self._tables_at[i] = constants, constants.table
+        self._lengths[i], self._eager[i] = constants.num_pages, constants.needs_eager_sampling
         self._tables[i] = constants.pages
         for name in _SAMPLING:
             self._by_row[name][i] = getattr(constants.sampling, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ class TreeViews:
 
     def fill(
         self,
-        rows: Sequence[RowSlice],
+        rows: Iterable[tuple[int, RowSlice]],
         cu_seqlens: NDArray[Any],
         seq_lens: NDArray[Any],
         positions: NDArray[Any],
     ) -> None:
-        """Write the rows' trees, chains as trees of which nothing is hidden.
+        """Write the trees of rows, by place, and all else as chains: nothing of these is hidden.
 
         `cu_seqlens` [rows + 1], `seq_lens` [rows] and `positions` [num_tokens] are the bucket's.
         The positions of nodes are corrected.
@@ -36,7 +36,7 @@ class TreeViews:
         self.starts[:] = seq_lens
         self.visible.fill(0)
         self.parents[:] = np.arange(-1, self.parents.shape[1] - 1)
-        for i, row in enumerate(rows):
+        for i, row in rows:
             if row.parents:
                 first, at, count = row.start + 1, int(cu_seqlens[i]) + 1, len(row.parents)
                 self.starts[i] = first

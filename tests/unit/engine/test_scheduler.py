@@ -160,7 +160,7 @@ def test_scheduler_while_a_row_waits_for_its_draft_runs_prompts(
     e.post_block(PostedBlock(1, DraftTree.chain(4, truth[1:3]), "a", 0))
     both = step(e)
     assert size(both) == (3, 3 + 1 + 1), "the row with its draft, and the next tokens"
-    assert [c.session_id for c in both.commits] == [1, 2, 3]
+    assert [c.session_id for c in both.commits] == [2, 3, 1], "single tokens come first"
 
 
 def test_scheduler_with_long_drafts_leaves_budget_to_prompts() -> None:

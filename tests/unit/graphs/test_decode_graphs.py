@@ -376,7 +376,7 @@ def test_decode_inputs_when_rows_move_equal_fresh_inputs() -> None:
             rng.shuffle(rows)
         bucket = Bucket(5, rng.choice([n for n in (1, 2, 4, 8) if n >= len(present)]))
         fresh = DecodeInputs([Bucket(5, 8)], LAYOUT)
-        assert inputs.fill(present, bucket) == fresh.fill(present, bucket)
+        assert fill(inputs, present, bucket) == fill(fresh, present, bucket)
         for used in (inputs, fresh):
             used.send(bucket)
         for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
@@ -391,7 +391,7 @@ def test_decode_inputs_take_device_drafts_of_any_lengths(bucket: Bucket) -> None
     places = dict(zip((3, 1, 0), (row.seq for row in rows), strict=True))
     for session, seq in places.items():
         seq.session_id = session
-    inputs.fill(rows, bucket)
+    fill(inputs, rows, bucket)
     inputs.send(bucket)
     lengths = {row.seq.session_id: len(row.draft) for row in rows}
     inputs.take_device_drafts(DeviceDrafts(late, {3: 4, 1: 2, 0: 0}, lengths), rows, bucket)
@@ -408,10 +408,14 @@ def test_decode_inputs_when_rows_are_forgotten_keep_placed_rows() -> None:
     inputs = DecodeInputs([Bucket(5, 2)], LAYOUT)
     first, second = (make_step(rng, [1], 97).rows[0] for _ in range(2))
     for _ in range(3):
-        inputs.fill([first, second], Bucket(5, 2))
+        fill(inputs, [first, second], Bucket(5, 2))
         for _ in range(4):
-            inputs.fill(make_step(rng, [1], 97).rows, Bucket(5, 1))
-    inputs.fill([first, second], Bucket(5, 2))
+            inputs.fill(make_step(rng, [1], 97), Bucket(5, 1))
+    fill(inputs, [first, second], Bucket(5, 2))
+
+
+def fill(inputs: DecodeInputs, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
+    return inputs.fill(Step(tuple(rows), sum(len(row.draft) + 1 for row in rows)), bucket)
 
 
 def tensors(inputs: DecodeInputs, bucket: Bucket) -> list[Tensor]:
@@ -436,7 +440,7 @@ def test_decode_inputs_with_edited_logits_need_eager_sampling(params: SamplingPa
     pages = list(range(NUM_PAGES))
     row = make_row(random.Random(2), 2, pages, 50, captured=True, sampling=params)
     inputs = DecodeInputs([Bucket(3, 1)], LAYOUT)
-    assert inputs.fill([row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
+    assert fill(inputs, [row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
     drawn_by = inputs.verify_batch(Bucket(3, 1)).sampling
     inputs.send(Bucket(3, 1))
     expected = SamplingBatch.build([params], [0])

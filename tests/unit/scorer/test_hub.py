@@ -22,7 +22,9 @@ from outrider.types import (
     Commit,
     Failure,
     FinishReason,
+    Grown,
     StepEvents,
+    TokenKind,
 )
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
@@ -31,7 +33,7 @@ from scorer_service.drafting.outbox import HELD_TOKENS
 from scorer_service.drafting.registry import EXPLORE, ON_TRIAL
 from scorer_service.mailbox import Mailbox
 from scorer_service.sessions import Session
-from tests.support.services.hub import FINAL, Bench, commit, sent
+from tests.support.services.hub import FINAL, TIMINGS, Bench, commit, sent
 from tests.support.services.scorer import VOCAB
 from tests.support.services.scripted_proposer import hello
 
@@ -639,6 +641,31 @@ async def test_hub_when_engine_breaks_down_reports_failure_at_once() -> None:
 def put(mailbox: Mailbox, commit: Commit) -> None:
     if mailbox.put(commit):
         mailbox.wake()
+
+
+async def test_hub_passes_single_tokens_on_as_it_does_commits() -> None:
+    """To a stream that takes them so, to another's mailbox, and to a session's proposer."""
+    bench = Bench()
+    straight, boxed, drafted = sessions = [bench.submit() for _ in range(3)]
+    taken: list[int] = []
+    straight.mailbox.take_token = lambda token: not taken.append(token)
+    ids = tuple([session.id for session in sessions])
+    for base_len in (3, 4):
+        grown = Grown((*ids, 99), (base_len,) * 4, (5, 6, 7, 8), (2,) * 4)
+        bench.hub.on_events(StepEvents((), (), TIMINGS, grown=grown))
+        for session, token in ((boxed, 6), (drafted, 7)):
+            [got] = await session.mailbox.take()
+            assert got == Commit(session.id, base_len, (token,), (TokenKind.PLAIN,), 2)
+        if base_len == 3:
+            proposer = bench.attach("a")
+            await sent(proposer)
+    assert taken == [5] * 2
+    assert not straight.mailbox.holds_commits
+    assert [session.committed[3:] for session in sessions] == [[5] * 2, [6] * 2, [7] * 2]
+    told = {c.session: c for c in (await sent(proposer)).commits}
+    assert sorted(told) == sorted(ids)
+    assert (told[drafted.id].base_len, list(told[drafted.id].tokens)) == (4, [7])
+    assert told[drafted.id].num_draft_tokens == 2
 
 
 async def test_mailbox_with_error_gives_commits_first() -> None:
