@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
-        self._tokens = self._seconds = np.zeros(1)  # of the measured sizes, in order
+        self._tokens, self._seconds = [0.0], [0.0]  # of the measured sizes, in order
         self._slope: float = 0.0  # seconds a token, over all sizes
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -29,14 +31,21 @@ class StepTimes:
         tokens.add(num_tokens)
         times.add_time(seconds)
         points = sorted([(tokens.mean, times.mean) for tokens, times in self._sizes.values()])
-        self._tokens, slowest = np.array(points).T
-        self._seconds = np.minimum.accumulate(slowest[::-1])[::-1]
+        self._tokens = [tokens for tokens, _ in points]
+        self._seconds = [*accumulate([seconds for _, seconds in reversed(points)], min)][::-1]
         more_s, more = self._seconds[-1] - self._seconds[0], self._tokens[-1] - self._tokens[0]
         self._slope = more_s / more if more else 0.0
 
     def estimate(self, num_tokens: float) -> float:
         """Return the seconds of a step; see `estimates`."""
-        return float(self.estimates(np.array(num_tokens)))
+        tokens, seconds = self._tokens, self._seconds
+        if num_tokens >= tokens[-1]:
+            return seconds[-1] + (num_tokens - tokens[-1]) * self._slope
+        i = bisect_right(tokens, num_tokens)
+        if not i:
+            return seconds[0]
+        slope = (seconds[i] - seconds[i - 1]) / (tokens[i] - tokens[i - 1])
+        return slope * (num_tokens - tokens[i - 1]) + seconds[i - 1]
 
     def estimates(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of steps, linear between the measured sizes; 0 if there are none.
@@ -68,6 +77,13 @@ class StepSizes:
         filled = np.where(num_tokens <= num_rows, single, several)
         return np.where(np.isinf(filled), num_tokens, filled)
 
+    def run_one(self, num_rows: int, num_tokens: float) -> float:
+        """Return what `run` does for one step."""
+        single, longer = self._by_rows.get(num_rows) or self._find(num_rows)
+        if num_tokens > num_rows:
+            single = longer[bisect_left(longer, num_tokens)]
+        return num_tokens if math.isinf(single) else float(single)
+
     def _find(self, num_rows: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the size of rows of one token, and the others in order; both end in infinity."""
         fitting = [size for size in self._sizes if size[0] >= num_rows]
@@ -92,7 +108,7 @@ class EngineStepTimes(StepTimes):
         """Take in a step that only verified."""
         self.num_rows = num_rows
         self._rounds_s.clear()
-        self.observe(int(self.sizes.run(num_rows, np.array(num_tokens, np.float64))), seconds)
+        self.observe(int(self.sizes.run_one(num_rows, num_tokens)), seconds)
 
     def of_rows(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of steps of so many rows, whose tokens are given in order."""
@@ -101,7 +117,8 @@ class EngineStepTimes(StepTimes):
     def round_s(self, k: float) -> float:
         """Return the seconds of a step of as many rows as the last, with k draft tokens each."""
         if (seconds := self._rounds_s.get(k)) is None:
-            seconds = float(self.of_rows(self.num_rows, np.array(self.num_rows * (1 + k))))
+            num_tokens = self.num_rows * (1 + k)
+            seconds = self.estimate(self.sizes.run_one(self.num_rows, num_tokens))
             self._rounds_s[k] = seconds
         return seconds
 

@@ -178,7 +178,7 @@ class Hub:
                 session.num_draft_tokens = num_draft_tokens
                 if session.proposer is not None:
                     self._tell(session.proposer, session, step_us)
-            take, rounds = session.mailbox.take_token, session.rounds
+            take, rounds = session.take_token, session.rounds
             if rounds is not None or take is None or not take(token):
                 commit = Commit(session_id, base_len, (token,), PLAIN, num_draft_tokens)
                 session.mailbox.put(commit)

@@ -24,8 +24,6 @@ class Mailbox:
         """The stream ends with it, after the commits."""
         self.on_ready: Callable[[], None] | None = None
         """Called once there is enough to take, for a stream that never waits in `take`."""
-        self.take_token: Callable[[int], bool] | None = None
-        """Takes a plain token that would be a commit of its own, or returns False."""
 
     def put(self, commit: Commit) -> None:
         """Take a commit, and let the stream take all once they are enough."""

@@ -18,6 +18,7 @@ from outrider.types import PLAIN, Commit
 from outrider.v1 import scorer_pb2
 from scorer_service.call import Call, Serving
 from scorer_service.mailbox import Mailbox
+from scorer_service.sessions import Session
 
 StepsRequests = AsyncIterator[scorer_pb2.GenerateStepsRequest | Unreadable]
 Write = Callable[[scorer_pb2.GenerateStepsResponse], Awaitable[None]]
@@ -60,8 +61,8 @@ class _Row:
     """A request of the stream."""
 
     __slots__ = (
-        *("call", "ended", "error", "id", "mailbox", "queue", "queued", "single_in", "singles"),
-        *("task", "timer", "wake"),
+        *("call", "ended", "error", "id", "mailbox", "queue", "queued", "session", "single_in"),
+        *("singles", "task", "timer", "wake"),
     )
 
     def __init__(
@@ -77,6 +78,7 @@ class _Row:
         self.queue = queue  # of rows with something to write,
         self.singles = singles  # those whose token is in no mailbox,
         self.wake = wake  # and who writes it
+        self.session: Session | None = None  # None: not with the engine
         self.single_in = -1  # number of the last message with a token of `singles`
         self.mailbox: Mailbox | None = None  # None: not with the engine, or nothing is wanted of it
         self.error: OutriderError | None = None
@@ -117,7 +119,9 @@ class _Row:
         if self.timer is not None:
             self.timer.cancel()
         if self.mailbox is not None:
-            self.mailbox.on_ready = self.mailbox.take_token = None
+            self.mailbox.on_ready = None
+        if self.session is not None:
+            self.session.take_token = None
         assert self.call is not None
         self.call.end(error)
 
@@ -201,9 +205,8 @@ class StepsStream:
         except Exception as error:
             row.fail(status.outrider_error(error))
             return
-        row.mailbox = session.mailbox
-        row.mailbox.on_ready = row.ready
-        row.mailbox.take_token = row.take_token
+        row.session, row.mailbox = session, session.mailbox
+        row.mailbox.on_ready, session.take_token = row.ready, row.take_token
 
     def _row(self, row_id: int, call: Call | None) -> _Row:
         loop = asyncio.get_running_loop()

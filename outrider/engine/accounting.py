@@ -86,11 +86,12 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
     told += [_held_back(seq) for seq in committed.plain if seq.report_interval > 1 and _due(seq)]
     grown = [seq for seq in committed.plain if seq.report_interval <= 1]
     texts = [seq.token_ids for seq in grown]
+    asked = [seq.drafting.num_draft_tokens for seq in grown] if tracker.may_draft else None
     columns = Grown(
         tuple([seq.session_id for seq in grown]),
         tuple([len(text) - 1 for text in texts]),
         tuple([text[-1] for text in texts]),
-        tuple([seq.drafting.num_draft_tokens for seq in grown]),
+        (0,) * len(grown) if asked is None else tuple(asked),
     )
     prompts = [len(r.slice.token_ids) for r in others if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(

@@ -117,7 +117,7 @@ class Scheduler:
         """
         if step.has_drafts:
             return None
-        for seq in self.running:
+        for seq in self.running if self.tracker.may_draft else ():
             if seq.draft is not None or seq.drafting.num_draft_tokens:
                 return None
         others = [row for row in step.others if row.seq.admitted]
@@ -158,9 +158,9 @@ class Scheduler:
         if step.drawn is not None:
             drawn = zip(step.seqs, step.drawn.sources, strict=True)
             self.tracker.looked_at([seq for seq, source in drawn if source >= 0], now)
-        rows = [(seq, 0) for seq in step.singles.seqs]
-        rows += [(row.seq, len(row.draft)) for row in step.others]
-        return tuple([seq.session_id for seq in self.tracker.launched(rows, now)])
+        rows = [(row.seq, len(row.draft)) for row in step.others]
+        opened = self.tracker.launched(rows, now, undrafted=step.singles.seqs)
+        return tuple([seq.session_id for seq in opened])
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> Committed:
         """Commit a step's tokens to its sequences. It took `seconds` from its launch to its result.
@@ -176,22 +176,21 @@ class Scheduler:
         temperatures = [seq.temperature for seq in self.running]
         num_requests = min(len(self.by_session), self.config.max_num_seqs)
         drafting = self.tracker.policy.mode_at(num_requests.bit_length()).drafts
+        may_be_asked = self.tracker.may_draft and not drafting
         plain: list[Sequence] = []
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         rest: list[int] = []  # places of rows that do more than grow by a token
-        drafted = [False] * len(step.singles) + [bool(row.draft) for row in step.others]
-        columns = zip(step.seqs, result.choices, drafted, strict=True)
-        for i, (seq, choices, has_draft) in enumerate(columns):
+        num_singles = len(step.singles)
+        for i, (seq, choices) in enumerate(zip(step.seqs, result.choices, strict=True)):
             length = len(seq.token_ids)
             if (
                 seq.plain
                 and seq.draft is None
-                and not has_draft
-                and choices
-                and seq.num_prompt_tokens < length < seq.max_len - 1
+                and length < seq.max_len - 1
+                and (i < num_singles or step.others[i - num_singles].ends_undrafted)
                 and choices[0] not in seq.stop_ids
-                and (drafting or not seq.drafting.num_draft_tokens)
+                and not (may_be_asked and seq.drafting.num_draft_tokens)
                 and seq.admitted
             ):
                 seq.token_ids.append(choices[0])

@@ -69,6 +69,13 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     """Tokens before those with `slice.num_logits` whose logits tell the prompt's next tokens."""
 
     @property
+    def ends_undrafted(self) -> bool:
+        """Tell whether its logits are for one token, after others of the output."""
+        slice_ = self.slice
+        last = slice_.start + len(slice_.token_ids)
+        return slice_.num_logits == 1 and last > self.seq.num_prompt_tokens and not self.draft
+
+    @property
     def scored_tokens(self) -> TokenIds:
         """Return the prompt's tokens that these logits tell."""
         first = self.slice.start + 1

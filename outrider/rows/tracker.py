@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, repeat
 
 from outrider.bounded import remember
 from outrider.draft_port import DraftOffer
@@ -51,6 +51,7 @@ class DraftTracker:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.may_draft = policy.num_speculative_tokens > 0  # else no row ever has a draft
         self.account = DraftAccount(policy)
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
         self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
@@ -159,7 +160,7 @@ class DraftTracker:
 
         `ready_rows` lack none, and nothing is noted of them.
         """
-        if not self.policy.num_speculative_tokens:  # no row is ever drafted for
+        if not self.may_draft:
             return self.policy.choose_rows([*ready_rows, *rows], (), num_prefilling, now)
         ready: list[R] = [*ready_rows]
         waiting: list[R] = []
@@ -184,7 +185,7 @@ class DraftTracker:
 
     def looked_at(self, rows: Rows[Row], now: float) -> None:
         """Note that rows without drafts were chosen before their last round had ended."""
-        for row in rows:
+        for row in rows if self.may_draft else ():
             if row.drafting.offered.limit:
                 row.drafting.round.looked_at = now
 
@@ -200,15 +201,20 @@ class DraftTracker:
         """Note the nodes that a row's round verifies, if its draft told confidences."""
         row.drafting.round.nodes = nodes
 
-    def launched(self, rows: Iterable[tuple[R, int]], now: float) -> list[R]:
-        """Note that rows went into a step, each with so many draft tokens.
+    def launched(
+        self, rows: Iterable[tuple[R, int]], now: float, undrafted: Rows[R] = ()
+    ) -> list[R]:
+        """Note that rows went into a step, each with so many draft tokens, or `undrafted`.
 
         Returns those whose circuit breaker opens: they awaited their proposers' drafts in vain.
         """
         self._launched_at = now
+        if not self.may_draft:
+            self.account.launched_at_rest(chain(undrafted, (row for row, _ in rows)))
+            return []
         drafting, opened, learning = self.policy.mode.drafts, [], []
         resting: list[R] = []
-        for row, drafted in rows:
+        for row, drafted in chain(zip(undrafted, repeat(0)), rows):
             if not drafted and rests(row, drafting=drafting):
                 resting.append(row)
                 continue
@@ -290,7 +296,7 @@ class DraftTracker:
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
         """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
         drafting = self.policy.mode.drafts
-        for row in rows if self.policy.num_speculative_tokens else ():
+        for row in rows if self.may_draft else ():
             if rests(row, drafting=drafting):
                 if row.drafting.offered.limit:
                     row.drafting.round = CurrentRound(now)
@@ -306,8 +312,7 @@ class DraftTracker:
         prompts.
         """
         self.account.step(step.tokens, step.num_rows, decoded=decoded)
-        may_draft = self.policy.num_speculative_tokens > 0
-        draftable = [d for d in rows if d.offered.draftable] if may_draft else []
+        draftable = [d for d in rows if d.offered.draftable] if self.may_draft else []
         ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
         self.policy.step_done(
             replace(

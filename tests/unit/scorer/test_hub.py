@@ -648,7 +648,7 @@ async def test_hub_passes_single_tokens_on_as_it_does_commits() -> None:
     bench = Bench()
     straight, boxed, drafted = sessions = [bench.submit() for _ in range(3)]
     taken: list[int] = []
-    straight.mailbox.take_token = lambda token: not taken.append(token)
+    straight.take_token = lambda token: not taken.append(token)
     ids = tuple([session.id for session in sessions])
     for base_len in (3, 4):
         grown = Grown((*ids, 99), (base_len,) * 4, (5, 6, 7, 8), (2,) * 4)

@@ -16,7 +16,9 @@ def test_steps_run_the_next_captured_size() -> None:
     sizes = StepSizes(SIZES)
 
     def run(num_rows: int, *tokens: float) -> list[float]:
-        return list(sizes.run(num_rows, np.array(tokens)))
+        filled = [sizes.run_one(num_rows, each) for each in tokens]
+        assert filled == list(sizes.run(num_rows, np.array(tokens)))
+        return filled
 
     assert run(1, 1, 2, 5, 6) == [1, 5, 5, 40]
     assert run(9, 9, 10, 64, 64.5, 160) == [32, 64, 64, 96, 160]
@@ -33,6 +35,8 @@ def test_step_times_interpolate_between_what_was_measured() -> None:
     assert times.estimate(1) == pytest.approx(0.0075)
     assert times.estimate(12) == pytest.approx((0.0089 + 0.0110) / 2)
     assert times.estimate(2000) > times.estimate(640)
+    sizes = (0.5, 1.0, 2.5, 4.0, 12.0, 63.9, 64.0, 640.0, 700.0)
+    assert [times.estimate(n) for n in sizes] == pytest.approx(times.estimates(np.array(sizes)))
 
 
 def test_a_size_that_ran_once_cold_counts_as_fast_as_larger_ones() -> None:
