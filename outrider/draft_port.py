@@ -51,8 +51,7 @@ class DraftOffer:
 NO_DRAFTS: Final = DraftOffer(None, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class PostedBlock:
+class PostedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
     """A validated draft for one session."""
 
     session_id: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, NamedTuple
@@ -207,7 +206,7 @@ class Grown(NamedTuple):
             ]
         )
 
-    def of(self, sessions: AbstractSet[int]) -> Grown:
+    def of(self, sessions: set[int]) -> Grown:
         """Return those of some sessions."""
         if sessions.issuperset(self.session_ids):
             return self

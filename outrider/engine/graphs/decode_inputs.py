@@ -183,6 +183,7 @@ class DecodeInputs:
         self._tables_at = [self._padding.table] * rows
         self._lengths = [0] * rows  # pages that the buffer has
         self._eager = [False] * rows  # it needs eager sampling
+        self._sampling_of: Bucket | None = None  # of one token a row, whose columns hold these rows
 
     def batch(self, bucket: Bucket) -> PackedBatch:
         """Return a bucket's batch: views of the device's buffer, and constants."""
@@ -256,8 +257,10 @@ class DecodeInputs:
         np.cumsum(lens, out=to.cu_seqlens[1:])
         np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
         np.add(first, lens, out=to.seq_lens, casting="same_kind")
-        for by_row, by_token in to.sampling:
-            np.take(by_row, row_of, axis=0, out=by_token, mode="clip")
+        if self._sampling_of is not bucket:
+            for by_row, by_token in to.sampling:
+                np.take(by_row, row_of, axis=0, out=by_token, mode="clip")
+            self._sampling_of = bucket if bucket.query_len == 1 else None
         np.add(first[row_of], steps, out=to.positions)
         # There are no positions behind the longest context, which only padding tokens reach.
         np.minimum(to.positions, layout.max_model_len - 1, out=to.positions)
@@ -366,9 +369,11 @@ class DecodeInputs:
         return constants
 
     def _place(self, i: int, constants: _RowConstants) -> None:
+        self._sampling_of = None
+        pages = slice(max(self._lengths[i], constants.num_pages))  # behind it is the scratch page
         self._at[i], self._tables_at[i] = constants, constants.table
         self._lengths[i], self._eager[i] = constants.num_pages, constants.needs_eager_sampling
-        self._tables[i] = constants.pages
+        self._tables[i, pages] = constants.pages[pages]
         for name in _SAMPLING:
             self._by_row[name][i] = getattr(constants.sampling, name)
         self._by_row["keys"][i] = constants.keys

@@ -39,7 +39,7 @@ class _Host(DraftHost):
         return super().take()
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        super().post_blocks([replace(block, arrived_at=self.world.now) for block in blocks])
+        super().post_blocks([block._replace(arrived_at=self.world.now) for block in blocks])
 
 
 class LockStep(Network, Listener):

@@ -416,7 +416,7 @@ class World(Network):
         self._command(partial(self.engine.set_drafting, session, offer))
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        arrived = [replace(block, arrived_at=self.now) for block in blocks]
+        arrived = [block._replace(arrived_at=self.now) for block in blocks]
         self._command(*[partial(self.engine.post_block, block) for block in arrived])
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
