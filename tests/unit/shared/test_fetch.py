@@ -293,17 +293,17 @@ def downloading(cache: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("args", "code"),
+    "args",
     [
-        (["outrider.models.fetch", "org/model"], 143),  # also as a container's first process
-        (["scorer_service", "--model=org/model"], 0),
-        (["gateway", "--model=org/model", "--scorer=127.0.0.1:1"], 0),
+        ["outrider.models.fetch", "org/model"],  # also as a container's first process
+        ["scorer_service", "--model=org/model"],
+        ["gateway", "--model=org/model", "--scorer=127.0.0.1:1"],
     ],
 )
-def test_fetch_on_sigterm_ends(args: list[str], code: int, tmp_path: Path) -> None:
+def test_fetch_on_sigterm_ends(args: list[str], tmp_path: Path) -> None:
     with downloading(tmp_path, *args) as process:
         process.terminate()
-        assert process.wait(10) == code
+        assert process.wait(10) == 143
 
 
 def test_download_counts_as_part_of_the_start(tmp_path: Path) -> None:
