@@ -7,7 +7,6 @@ measured on two H200s with an 8B target and a 1B draft.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -24,7 +23,7 @@ from tests.support.simulators.two_devices import AGREEMENT, ANSWER, K, ShortSigh
 PROMPT, CONTEXT = 64, 1024
 _ROWS, _PLAIN_MS, _VERIFYING_MS = (1, 8, 32), (4.5, 4.9, 6.4), (5.2, 5.7, 9.0)
 _HOST_S = 2e-3  # between steps
-_NET = Net(1e-3, commit_s=30e-6, chain_s=40e-6, tree_s=40e-6)
+_NET = Net(1e-3, part_s=30e-6, chain_s=40e-6, tree_s=40e-6)
 
 
 class _Host(DraftHost):
@@ -62,8 +61,6 @@ class LockStep(Network, Listener):
         self._finished: list[str] = []
         self.stats: list[RequestStats] = []
         self.tokens = 0
-        self.propose_s: list[float] = []  # CPU time of each step's choice of drafts
-        self._world_s = 0.0  # CPU time of the simulation within them
 
     def rate(self, seconds: float) -> float:
         """Run for so long; return tokens per second, and keep the accounts of what ended then."""
@@ -74,14 +71,13 @@ class LockStep(Network, Listener):
 
     def go_on(self, seconds: float, *, until_blocks: bool = False) -> None:
         """Let time pass, and the proposer draft meanwhile."""
-        began, end = time.thread_time(), self.now + seconds
+        end = self.now + seconds
         while self._events[:1] and self._events[0][0] <= end:
             if until_blocks and self.host._blocks:
                 break
             self.step()
         else:
             self.now = end
-        self._world_s += time.thread_time() - began
 
     def _run_step(self) -> None:
         opened = [self._open() for _ in range(self._num_rows - len(self._texts))]
@@ -100,11 +96,8 @@ class LockStep(Network, Listener):
         self.go_on(1e-3 * float(np.interp(len(names), _ROWS, times)) + 2e-3 * bool(opened))
         emitted = [self._verified(name) for name in names]
         lengths = [len(self._texts[name]) for name in names]
-        began, self._world_s = time.thread_time(), 0.0
         self.host.commit(names, emitted, lengths, lambda row, n: self._texts[names[row]][:n])
-        chosen = self.host.choose_drafts(names)
-        self.propose_s.append(time.thread_time() - began - self._world_s)
-        self._drafts = dict(zip(names, chosen, strict=True))
+        self._drafts = dict(zip(names, self.host.choose_drafts(names), strict=True))
         self._finished = [name for name in names if len(self._texts[name]) >= self._ends[name]]
         for name in self._finished:
             del self._texts[name], self._drafts[name]
@@ -139,6 +132,4 @@ class LockStep(Network, Listener):
         self._tell(self.hub.submit, request, traceparent)
 
     def stepped(self, events: StepEvents) -> None:
-        began = time.thread_time()
         self._tell(self.hub.on_events, replace(events, counts=None))
-        self._world_s += time.thread_time() - began

@@ -108,13 +108,15 @@ def world_of(policy: Policy, model: HashModel, seconds: Rows[float]) -> World:
     return World(policy, config, step_s, random.Random(1), model)
 
 
-def answered(policy: Policy, *, lies: bool = False) -> World:
+def answered(policy: Policy, *, lies: bool = False, chains: bool = False) -> World:
     """Sixteen texts drafted for by trees, with the step times of an embedded target on a CPU."""
     model, clock = HashModel(VOCAB, 16, 2048, 512), Clock()
     world = world_of(policy, model, (0.026, 0.044, 0.057, 0.076, 0.228))
-    world.add((HashTrees(clock, model, eps=0.3, lies=lies), clock), Net(), own_device=True)
+    trees = HashTrees(clock, model, eps=0.3, lies=lies), clock
+    world.add(draft_model(max_branches=0) if chains else trees, Net(), own_device=not chains)
     for i in range(1, 17):
-        sampling, stop = SamplingParams(temperature=float(i % 2), seed=i), StopParams(60)
+        temperature = 1.0 if chains else float(i % 2)
+        sampling, stop = SamplingParams(temperature, seed=i), StopParams(100 if chains else 60)
         world.begin(Request(i, (i, 1), sampling, stop, SpeculationParams()))
     world.run()
     return world
@@ -135,6 +137,11 @@ def test_unlikely_branches_of_trees_are_left_out_where_tokens_take_time() -> Non
     assert accepted * of_all > 1.2 * accepted_of_all * drafted
     assert cut.committed == whole.committed == lied.committed, "a liar costs speed alone"
     assert counted(lied)[1] > 0, "and is not left out for good"
+
+
+def test_unlikely_tokens_of_chains_are_left_out_where_tokens_take_time() -> None:
+    cut, whole = answered(Cutting(4), chains=True), answered(Whole(4), chains=True)
+    assert whole.now > 1.03 * cut.now
 
 
 def test_rows_that_nobody_drafts_for_fill_no_half_of_those_that_wait_in_turns() -> None:

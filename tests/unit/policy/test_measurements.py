@@ -73,36 +73,37 @@ def test_drafts_grow_with_acceptance_and_shrink_with_load() -> None:
     assert by_rows[0] > by_rows[-1]
 
 
-def test_rows_share_a_step_by_what_their_drafts_meet() -> None:
-    """Every token has the same price, so those of the row whose drafts come true are bought."""
-    good, poor = rows(2, 8)
-    met = (good, chain_round(8, 8)), (poor, chain_round(8, 0))
-    policy = policy_after(*met, step_s=EVEN_STEP_S, num_rows=2)
-    assert policy.choose_counts([good, poor]) == [8, 0]
+DEAR_STEP_S = {n: 0.002 + 0.002 * n for n in (1, 2, 4, 8, 16)}
+# Rounds of rows, seconds of steps by tokens and of a token to be drafted, and the next drafts.
+COUNTS: dict[str, tuple[list[Round], dict[int, float], float, list[int]]] = {
+    "those of the better row": ([chain_round(8, 8), chain_round(8, 0)], EVEN_STEP_S, 0.0, [12, 0]),
+    "a chain": ([chain_round(9, 9)], DEAR_STEP_S, 0.0, [12]),
+    "a tree, of which the levels are gained": ([Round(9, 3, 3, False)], DEAR_STEP_S, 0.0, [0]),
+    "drafted at once": ([chain_round(2, 1)], {1: 0.0048, 13: 0.0048}, 0.0, [12]),
+    "drafted for long, while the step waits": ([chain_round(2, 1)], {1: 0.0048}, 0.002, [1]),
+}
 
 
-@pytest.mark.parametrize(("depth", "expected"), [(9, 9), (3, 0)])
-def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for(
-    depth: int, expected: int
+@pytest.mark.parametrize(("met", "step_s", "token_s", "expected"), COUNTS.values(), ids=COUNTS)
+def test_tokens_that_bring_more_than_their_time_are_drafted(
+    met: list[Round], step_s: dict[int, float], token_s: float, expected: list[int]
 ) -> None:
-    """All levels come true."""
-    each, steps = row(9), {n: 0.002 + 0.002 * n for n in (1, 2, 4, 8, 16)}
-    policy = policy_after((each, Round(9, depth, depth, rejected=False)), step_s=steps)
-    assert policy.choose_counts([each]) == [expected]
-
-
-@pytest.mark.parametrize(("token_s", "expected"), [(0.0, 12), (0.002, 1)])
-def test_tokens_that_take_long_to_draft_are_not_asked_for(token_s: float, expected: int) -> None:
-    """A step waits for the drafts, which take that long."""
-    each = row(12)
-    policy = policy_after((each, chain_round(2, 1)), step_s={1: 0.0048, 13: 0.0048})
-    times = policy.measured.draft_times(each)
+    all_rows = rows(len(met), 12)
+    policy = policy_after(*zip(all_rows, met, strict=True), step_s=step_s, num_rows=len(met))
+    times = policy.measured.draft_times(all_rows[0])
     times.observe(0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True)
-    assert policy.choose_counts([each]) == [expected]
+    assert policy.choose_counts(all_rows) == expected
 
 
-def test_a_row_that_drafts_nothing_comes_back_to_its_proposers_acceptance() -> None:
-    acceptance, poor, others = Acceptance(), row(), row()
+def test_acceptance_is_that_of_depth_and_kind_of_text_and_a_rows_own_while_it_drafts() -> None:
+    acceptance, sampled = Acceptance(), row(sampled=True)
+    poor, others = row(proposer="b"), row(proposer="b")
+    met(acceptance, 100, (row(), chain_round(4, 2)))
+    met(acceptance, 100, (sampled, chain_round(4, 0)))
+    first, second, third, _ = acceptance.survivals([row()], 4)[0]
+    assert first > second > 0.9
+    assert third < 0.1
+    assert acceptance.survivals([sampled], 1)[0] < 0.1
     met(acceptance, 100, (others, chain_round(4, 4)))
     met(acceptance, 8, (poor, chain_round(4, 0)))
     before = acceptance.survivals([poor, others], 1)
@@ -110,16 +111,6 @@ def test_a_row_that_drafts_nothing_comes_back_to_its_proposers_acceptance() -> N
     after = acceptance.survivals([poor, others], 1)
     assert before[0] < 0.7 * before[1]
     assert after[0] == pytest.approx(after[1], rel=0.1)
-
-
-def test_acceptance_differs_by_depth_and_by_kind_of_text() -> None:
-    acceptance = Acceptance()
-    met(acceptance, 100, (row(), chain_round(4, 2)))
-    met(acceptance, 100, (row(sampled=True), chain_round(4, 0)))
-    first, second, third, _ = acceptance.survivals([row()], 4)[0]
-    assert first > second > 0.9
-    assert third < 0.1
-    assert acceptance.survivals([row(sampled=True)], 1)[0] < 0.1
 
 
 def test_proposers_of_ever_new_names_do_not_fill_the_memory() -> None:
@@ -151,37 +142,37 @@ def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
 @pytest.mark.parametrize("num_rows", [8, 100])
 def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
     """Though only a few of its rows choose: a fraction more would be the next size."""
-    policy, plain = AdaptivePolicy(4), (num_rows, num_rows)
-    steps, dear = policy.measured.steps, ((num_rows, 2 * num_rows), (128, 640))
-    steps.sizes = StepSizes([plain, *dear])
-    for size, seconds in ((dear[0], 0.1), (dear[1], 0.2), (plain, 0.010)):
-        steps.observe_step(*size, seconds)
+    policy = AdaptivePolicy(4)
+    size_s = {(num_rows, num_rows): 0.01, (num_rows, 2 * num_rows): 0.1, (128, 640): 0.2}
+    policy.measured.steps.sizes = StepSizes(size_s)
+    for size, seconds in sorted(size_s.items(), key=lambda each: -each[1]):
+        policy.measured.steps.observe_step(*size, seconds)
     for choosing in range(1, num_rows + 1):
         assert policy.choose_counts(rows(choosing)) == [0] * choosing
 
 
-@pytest.mark.parametrize(
-    ("drafts", "mean_s", "contention_s"),
-    [
-        ([(1, 0.020, 0.001, False)], 0.020, 0.5),
-        (
-            [(1, 0.020, 0.001, False), (1, 0.004, 0.001, True), (99, 0.02, 0.001, False)],
-            4e-3,
-            16e-3,
-        ),
-        ([(1, 1.0, 0.001, True), (20, 0.006, 0.002, False)], 0.006, 0.5),
-        ([(1, 0.005, 0.001, False), (20, 0.006, 0.002, True)], 0.006, 0.5),
-    ],
-    ids=["no others", "others alone", "faster beside steps", "slower alone"],
-)
+# Drafts, as numbers of like ones with their delay and drafting time, alone or beside steps; and
+# the delay and the contention that follow from them.
+DELAYS: dict[str, tuple[list[tuple[int, float, float, bool]], float, float]] = {
+    "no others": ([(1, 0.020, 0.001, False)], 0.020, 0.5),
+    "others alone": (
+        [(1, 0.02, 1e-3, False), (1, 4e-3, 1e-3, True), (99, 0.02, 1e-3, False)],
+        4e-3,
+        0.016,
+    ),
+    "faster beside steps": ([(1, 1.0, 0.001, True), (20, 0.006, 0.002, False)], 0.006, 0.5),
+    "slower alone": ([(1, 0.005, 0.001, False), (20, 0.006, 0.002, True)], 0.006, 0.5),
+}
+
+
+@pytest.mark.parametrize(("drafts", "mean_s", "contention_s"), DELAYS.values(), ids=DELAYS)
 def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdated(
     drafts: list[tuple[int, float, float, bool]], mean_s: float, contention_s: float
 ) -> None:
     """Rows that do not wait have no others; 32 rows in one step have none beside steps again."""
-    times, at = DraftTimes(), itertools.count()
-    for num, seconds, draft_s, alone in drafts:
-        for _ in range(num):
-            times.observe(next(at), seconds, draft_s, 4, alone=alone)
+    times, each = DraftTimes(), [draft for num, *draft in drafts for _ in range(num)]
+    for at, (seconds, draft_s, alone) in enumerate(each):
+        times.observe(at, seconds, draft_s, 4, alone=alone)
     assert times.delays.mean_s(4) == pytest.approx(mean_s)
     assert times.contention_s(4, 0.5) == pytest.approx(contention_s, rel=0.1)
 
@@ -237,23 +228,12 @@ def test_confidence_that_was_never_tried_is_believed_whatever_siblings_met() -> 
         assert policy.cut([(row(), DraftNodes(bytes([told])))], 1, 1) == [kept]
 
 
-@pytest.mark.parametrize(
-    ("alone_s", "beside_s"), [(0.004, None), (None, 0.006), (0.004, 0.0039), (0.004, 0.0041)]
-)
-@pytest.mark.parametrize(
-    ("num_ready", "now", "least", "most"),
-    [(31, 0.05, 0.05, 0.05), (31, 0.001, 0.0035, 0.0065), (1, 0.001, 0.0035, 0.0065)],
-    ids=["for one that is overdue", "for one that comes soon", "for many"],
-)
+@pytest.mark.parametrize("beside_s", [None, 0.0039, 0.0041])
+@pytest.mark.parametrize(("now", "num_ready"), [(0.050, 31), (0.001, 31), (0.001, 1)])
 def test_ready_rows_wait_for_drafts_that_come_soon(
-    alone_s: float | None,
-    beside_s: float | None,
-    num_ready: int,
-    now: float,
-    least: float,
-    most: float,
+    beside_s: float | None, now: float, num_ready: int
 ) -> None:
-    """Seconds of drafts, alone and beside steps, and when the ready ones of 32 rows start."""
+    """Drafts take 4 ms alone, and so long beside steps. At 50 ms they are overdue."""
     policy, at = policy_after(), itertools.count()
     for tokens, seconds in ((1, 0.010), (32, 0.012), (160, 0.020)):
         policy.measured.steps.observe_step(min(tokens, 32), tokens, seconds)
@@ -262,11 +242,11 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
         one.drafting.num_draft_tokens = 4
         one.drafting.round = CurrentRound(deadline=0.110)
     times = policy.measured.draft_times(row())
-    for delay_s in (alone_s, beside_s) * 20:
+    for delay_s in (0.004, beside_s) * 20:
         if delay_s is not None:
-            times.observe(next(at), delay_s, delay_s, 4, alone=delay_s == alone_s)
+            times.observe(next(at), delay_s, delay_s, 4, alone=delay_s == 0.004)
     start_at = Waiting(policy.measured).start_at(each[:num_ready], each[num_ready:], 0, now)
-    assert least <= start_at <= most
+    assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
 
 
 def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confidences() -> None:

@@ -21,7 +21,8 @@ def steps_s(on_demand: float, ahead: float | None = None) -> dict[DraftMode, flo
     return {OFF: 0.010, ON_DEMAND: on_demand, AHEAD: on_demand if ahead is None else ahead}
 
 
-FAST, SLOW = steps_s(0.025, 0.020), steps_s(0.05)  # drafts pay, and do not, with three tokens
+# With three tokens drafts pay, and do not; and pay even if few rows draft.
+FAST, SLOW, FEW = steps_s(0.025, 0.020), steps_s(0.05), steps_s(0.012)
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Load:
     temperature: float = 0.0
     prompt_every: int = 0  # steps: then one has a newcomer's prompt
     fewer: int = 0  # rows in every second step
-    runs_ahead: bool = True  # the proposer can
+    ahead_every: int = 1  # steps: one has a row whose proposer can run ahead
     comparable: bool = True
     draftable: float = 1.0  # share of rows that may have drafts
     answered: float = 1.0  # share of these that their proposer has heard of while it drafts
@@ -69,7 +70,7 @@ class Load:
                     prompt_s=prompt_s,
                     temperature=self.temperature,
                     proposer_ids=frozenset(self.proposer),
-                    may_run_ahead=self.runs_ahead,
+                    may_run_ahead=self.ahead_every > 0 and self.steps % self.ahead_every == 0,
                 )
             )
         return taken
@@ -81,23 +82,20 @@ class Load:
 
 @pytest.mark.parametrize("best", MODES)
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_trials_find_the_fastest_mode_and_keep_it(best: DraftMode, rows: int) -> None:
+def test_trials_find_the_fastest_mode_and_lose_little_time(best: DraftMode, rows: int) -> None:
     times = steps_s(0.034)
-    load = Load(rows, times | {best: 0.75 * times[best]})
-    load.play(3000)
-    assert load.incumbent is best
-    assert load.play(10_000)[best] > 0.95 * 10_000
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_trials_of_worse_modes_lose_little_time(rows: int) -> None:
-    load, steps = Load(rows), 50_000
+    times[best] *= 0.75
+    load, steps = Load(rows, times), 50_000
     load.play(5000)
+    assert load.incumbent is best
     taken = load.play(steps)
-    tokens = sum([n * (3 if mode.drafts else 1) for mode, n in taken.items()])
-    lost_s = sum([n * FAST[mode] for mode, n in taken.items()]) - tokens * FAST[AHEAD] / 3
+    tokens_s = {mode: times[mode] / (3 if mode.drafts else 1) for mode in MODES}
+    lost_s = sum(
+        [n * times[mode] * (1 - tokens_s[best] / tokens_s[mode]) for mode, n in taken.items()]
+    )
     assert min(taken.values()) > 0
-    assert lost_s < 1.2 * MOST_LOST * steps * FAST[AHEAD]
+    allowed = 1.2 if best.drafts else 1.3  # rows come back from a trial without their drafts
+    assert lost_s < allowed * MOST_LOST * steps * times[best]
 
 
 def test_trials_of_equal_modes_do_not_alternate() -> None:
@@ -110,71 +108,54 @@ def test_trials_of_equal_modes_do_not_alternate() -> None:
     assert len(incumbents) <= 3
 
 
-@pytest.mark.parametrize(
-    ("load", "steps", "drafts"),
-    [
-        pytest.param(Load(100, steps_s(0.0099), tokens=1.0), 2000, False, id="they bring nothing"),
-        pytest.param(Load(100, steps_s(0.0099), tokens=1.01), 2000, False, id="next to nothing"),
-        pytest.param(Load(8, steps_s(0.025), prompt_every=2), 3000, True, id="beside prompts"),
-        pytest.param(Load(8, SLOW, prompt_every=1), 3000, False, id="slow, all prompts"),
-        pytest.param(Load(8, steps_s(0.02), prompt_every=1), 3000, True, id="fast, all prompts"),
-        pytest.param(Load(64, answered=0.1), 4000, False, id="the proposer never catches up"),
-        pytest.param(Load(64, steps_s(0.012), draftable=0.25), 150, True, id="a quarter drafts"),
-        pytest.param(Load(64, steps_s(0.012)), 150, True, id="all draft"),
-        pytest.param(Load(32, steps_s(0.012), fewer=1), 400, True, id="32 and 31 rows in turn"),
-    ],
-)
-def test_drafts_are_made_where_they_bring_something(load: Load, steps: int, drafts: bool) -> None:
-    """Newcomers' prompts do not count as time of a mode, even if every step has one."""
-    load.play(steps)
-    assert load.incumbent.drafts == drafts
-    assert (load.play(4 * steps)[OFF] > 0.8 * 4 * steps) != drafts
-
-
+DRAFTS = {ON_DEMAND, AHEAD}
 FASTER_AHEAD = {"step_s": steps_s(0.034, 0.022), "temperature": 0.0}
 FASTER_ON_DEMAND = {"step_s": steps_s(0.022, 0.034), "temperature": 1.0}
 SLOW_SAMPLED = {"rows": 32, "step_s": SLOW, "temperature": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("phases", "last", "modes"),
-    [
-        ([(3000, {}), (10_000, {"step_s": SLOW})], (400, {}), {OFF}),
-        ([(10_000, {}), (500, {"step_s": SLOW})], (400, {}), {OFF}),
-        ([(20_000, SLOW_SAMPLED)], (400, {}), {OFF}),
-        (
-            [(20_000, SLOW_SAMPLED), (300, {"rows": 4, "step_s": FAST, "temperature": 0.0})],
-            (1000, {"rows": 32}),
-            {ON_DEMAND, AHEAD},
-        ),
-        ([(4000, FASTER_AHEAD), (4000, FASTER_ON_DEMAND)] * 2, (50, FASTER_AHEAD), {AHEAD}),
-        ([(2000, {"rows": 1, "step_s": SLOW})], (400, {}), {OFF}),
-        (
-            [(2000, {"rows": 1, "step_s": SLOW}), (1, {"proposer": "b"})],
-            (10, {}),
-            {ON_DEMAND, AHEAD},
-        ),
-        ([(1000, {"comparable": False, "step_s": SLOW})], (100, {}), {ON_DEMAND, AHEAD}),
-    ],
-    ids=[
-        "drafts came to bring less than none",
-        "and soon",
-        "drafts that do not pay",
-        "other texts begin trials of all sizes anew",
-        "texts that come back find their mode at once",
-        "another proposer's drafts did not pay",
-        "another proposer is tried at once",
-        "steps that cannot be compared",
-    ],
-)
-def test_mode_follows_rows_texts_and_proposers(
-    phases: list[tuple[int, Any]], last: tuple[int, Any], modes: set[DraftMode]
+def arriving(rows: int, times: Mapping[DraftMode, float]) -> list[tuple[int, dict[str, Any]]]:
+    """Phases of a load of `rows` that come one after the other."""
+    early = [(2, {"rows": rows * part // 8, "step_s": times}) for part in (1, 4, 6)]
+    return [*early, (3000, {"rows": rows})]
+
+
+OTHER_TEXTS = [(20_000, SLOW_SAMPLED), (300, {"rows": 4, "step_s": FAST, "temperature": 0.0})]
+ALTERNATING = [(4000, FASTER_AHEAD), (4000, FASTER_ON_DEMAND)] * 2
+TWICE_AS_MANY = [*arriving(128, SLOW), *arriving(64, FAST)]
+# Phases are steps and what changes with them. In most of the last ones the modes are these.
+CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
+    "no tokens gained": (Load(100, steps_s(0.0099), tokens=1.0), [2000], 8000, {OFF}),
+    "next to none": (Load(100, steps_s(0.0099), tokens=1.01), [2000], 8000, {OFF}),
+    "beside prompts": (Load(8, prompt_every=2), [3000], 12_000, DRAFTS),
+    "slow, all prompts": (Load(8, SLOW, prompt_every=1), [3000], 12_000, {OFF}),
+    "fast, all prompts": (Load(8, prompt_every=1), [3000], 12_000, DRAFTS),
+    "the proposer never catches up": (Load(64, answered=0.1), [4000], 16_000, {OFF}),
+    "a quarter drafts": (Load(64, FEW, draftable=0.25), [150], 600, DRAFTS),
+    "all draft": (Load(64, FEW), [150], 600, DRAFTS),
+    "32 and 31 rows in turn": (Load(32, FEW, fewer=1), [400], 1600, DRAFTS),
+    "no gain any more": (Load(), [10_000, (500, {"step_s": SLOW})], 400, {OFF}),
+    "drafts that do not pay": (Load(), [(20_000, SLOW_SAMPLED)], 400, {OFF}),
+    "other texts begin all sizes anew": (Load(), OTHER_TEXTS, (1000, {"rows": 32}), DRAFTS),
+    "texts come back": (Load(), ALTERNATING, (50, FASTER_AHEAD), {AHEAD}),
+    "a proposer's drafts do not pay": (Load(1, SLOW), [2000], 400, {OFF}),
+    "another's are tried": (Load(1, SLOW), [2000, (1, {"proposer": "b"})], 10, DRAFTS),
+    "not comparable": (Load(8, SLOW, comparable=False), [1000], 100, DRAFTS),
+    "128 came one by one": (Load(1), arriving(128, SLOW), 400, {OFF}),
+    "and did not end the drafts of 64": (Load(1), TWICE_AS_MANY, 400, DRAFTS),
+    "some run ahead": (Load(), [(3000, {"ahead_every": 3})], 400, {AHEAD}),
+}
+
+
+@pytest.mark.parametrize(("load", "phases", "last", "modes"), CASES.values(), ids=list(CASES))
+def test_mode_follows_rows_texts_prompts_and_proposers(
+    load: Load, phases: list[Any], last: Any, modes: set[DraftMode]
 ) -> None:
-    load = Load()
-    for steps, changes in phases:
-        load.play(steps, **changes)
-    taken = load.play(last[0], **last[1])
-    assert sum([taken[mode] for mode in modes]) >= 0.8 * last[0]
+    """Newcomers' prompts do not count as time of a mode, even if every step has one."""
+    for phase in (*phases, last):
+        steps, changes = phase if isinstance(phase, tuple) else (phase, {})
+        taken = load.play(steps, **changes)
+    assert sum([taken[mode] for mode in modes]) >= 0.8 * steps
 
 
 def test_unlucky_rounds_after_other_texts_do_not_end_drafts() -> None:
@@ -202,22 +183,8 @@ def test_sizes_of_batch_have_their_own_modes_and_are_not_tried_again_soon() -> N
     assert load.modes.current.mode.drafts
 
 
-def test_loads_of_twice_as_many_rows_are_compared_for_themselves() -> None:
-    """128 requests that came one after the other ended the drafts of 64, for which these paid."""
-    load = Load(1)
-    for rows, step_s in ((128, SLOW), (64, FAST)):
-        for arrived in (rows // 8, rows // 2, 3 * rows // 4, rows):
-            load.play(2, rows=arrived, step_s=step_s)
-        load.play(3000)
-        assert load.incumbent.drafts == (step_s is FAST)
-        assert load.modes._size == rows.bit_length()
-
-
 def test_ahead_and_on_demand_are_compared_only_if_somebody_runs_ahead() -> None:
-    load = Load()
-    for i in range(3000):
-        load.play(1, runs_ahead=i % 3 == 0)  # some steps have no such row
-    assert load.incumbent is AHEAD
-    load.play(1000, runs_ahead=False, step_s=steps_s(0.020))
+    load = Load(step_s=steps_s(0.020))
+    load.play(1000, ahead_every=0)
     assert load.play(10_000)[ON_DEMAND] == 0
-    assert load.play(10_000, runs_ahead=True)[ON_DEMAND] > 0
+    assert load.play(10_000, ahead_every=1)[ON_DEMAND] > 0
