@@ -32,15 +32,11 @@ class Delays:
             self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
             self.tokens.add(num_tokens)
 
-    @property
-    def token_s(self) -> float:
-        """Mean seconds per drafted token."""
-        drafting_s = self.whole_s.mean * self.drafting.mean
-        return drafting_s / self.tokens.mean if drafting_s else 0.0
-
     def mean_s(self, num_tokens: Num) -> Num:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
-        return self.whole_s.mean * (1.0 - self.drafting.mean) + self.token_s * num_tokens
+        drafting = self.drafting.mean
+        longer = num_tokens / self.tokens.mean if drafting else 0.0 * num_tokens
+        return self.whole_s.mean * (1.0 - drafting + drafting * longer)
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""

@@ -19,7 +19,7 @@ from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting, next_half
 
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
-TRY_STEPS = 4  # of longer drafts and waits, after many in which hardly any row drafted
+TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
 
 
 class AdaptivePolicy(Policy):

@@ -13,20 +13,14 @@ class CircuitBreaker:
     """Open for some rounds after misses in a row; one more miss then opens it for longer."""
 
     deadline_misses: int = 0
-    rounds_left: int = 0
+    rounds_left: int = 0  # while it is open
     last_open_rounds: int = 0
 
-    @property
-    def is_open(self) -> bool:
-        return self.rounds_left > 0
-
-    def close(self) -> None:
-        """Wait for drafts again: one came."""
+    def close(self, *, verified: bool = False) -> None:
+        """Wait for drafts again: one came. If one was `verified` the proposer has recovered."""
         self.deadline_misses = self.rounds_left = 0
-
-    def forgive(self) -> None:
-        """Take a verified draft as a sign that the proposer has recovered."""
-        self.deadline_misses = self.last_open_rounds = 0
+        if verified:
+            self.last_open_rounds = 0
 
     def missed(self) -> bool:
         """Note a draft that was awaited in vain. Return whether the breaker opens."""

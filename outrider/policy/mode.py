@@ -5,15 +5,14 @@ the steps beside it, where both share a device, nor how many rows have their dra
 So the modes are timed, in committed tokens per second of all rows. The best one goes on, and the
 others are tried in turn, so seldom that trials lose little of the time.
 
-The best mode depends on the number of rows and on the texts. So it is found for each size of batch,
-by powers of two, and for greedy and for sampled texts.
+The best mode depends on the number of rows and on the texts: see `ModeSelector`.
 """
 
 from __future__ import annotations
 
 import math
 
-from outrider.averages import OUTLIER, Average
+from outrider.averages import Average
 from outrider.bounded import remember
 from outrider.policy.base import DraftMode, StepDone
 from outrider.policy.row import SAMPLED_TEMPERATURE
@@ -58,31 +57,23 @@ class ModeTrials:
 
     @property
     def compared(self) -> bool:
-        """True if the mode's drafts are on trial, or were compared with none."""
-        return self.on_trial or (self._is_known and self._speeds[DraftMode.OFF].rate > 0.0)
-
-    @property
-    def _is_known(self) -> bool:
-        """True if the incumbent was measured as well as a trial tells."""
-        return self._speeds[self.incumbent].seconds.weight >= 0.8 * self._trial_steps
+        """True if drafts are on trial, or were compared with none."""
+        return self.on_trial or self._speeds[DraftMode.OFF].rate > 0.0
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
-        rounds = min(SETTLING_ROUNDS, self._trial_steps / 4)
-        self.settling = rounds if self.mode.drafts else rounds / 2
+        self.settling = min(SETTLING_ROUNDS, self._trial_steps / 4)
 
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
         tokens, drafts = step.tokens / step.num_running, self.mode.drafts
         current, best = self._speeds[self.mode], self._speeds[self.incumbent]
-        if typical_s := max(current.seconds.mean, best.seconds.mean):
-            seconds = min(seconds, OUTLIER * typical_s)
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         if self.catching_up:  # the rows of the step stand for all
-            draftable = step.draftable * step.num_running
-            self.catching_up = 2 * step.answered * step.num_rows <= draftable
+            answered = 2 * step.answered * step.num_rows
+            self.catching_up = answered <= step.draftable * step.num_running
         if self.settling > 0.0:
             # Settling ends in any case, though no proposer catches up, or nothing is drafted.
             if self.catching_up:
@@ -112,7 +103,9 @@ class ModeTrials:
         if ahead:
             others = [mode for mode in DraftMode if mode is not self.incumbent]
         fastest = max(others, key=lambda mode: speeds[mode].rate)
-        if drafts and self._is_known and speeds[fastest].rate > WORTH * speeds[self.incumbent].rate:
+        best = speeds[self.incumbent]
+        is_known = best.seconds.weight >= 0.8 * self._trial_steps  # as well as a trial tells
+        if drafts and is_known and speeds[fastest].rate > WORTH * best.rate:
             return fastest
         if self._steps_left > 0.0:
             return self.incumbent
@@ -131,11 +124,8 @@ class ModeTrials:
         if self._steps_left > 0.0:
             compared = num_rows * (self._trial_steps - self._steps_left)  # rounds of one row
             luck = 2.0 / math.sqrt(max(1.0, compared))
-            early = not self.incumbent.drafts and 4 * self._steps_left > 3 * self._trial_steps
-            return False if not early and tried.rate < (1.0 - luck) * best.rate else None
-        if self.mode.drafts:  # they shorten no step: where they bring no tokens, less was luck
-            return tried.rate > WORTH * best.rate and tried.tokens.mean >= 1.0
-        return tried.rate > best.rate
+            return False if tried.rate < (1.0 - luck) * best.rate else None
+        return tried.rate > best.rate * (WORTH if self.mode.drafts else 1.0)
 
     def _end(self, *, won: bool) -> None:
         self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
@@ -147,7 +137,7 @@ class ModeTrials:
 
 
 class ModeSelector:
-    """Runs trials by size of batch and kind of text.
+    """Runs trials by size of batch, in powers of two, and for greedy and for sampled texts.
 
     Each begins with what was better at the size or kind before it. A number of rows that goes
     below a power of two and back stays one size, and a mean temperature around that of sampled
@@ -200,8 +190,6 @@ class ModeSelector:
 
     def mode_at(self, size: int) -> DraftMode:
         """Return the mode of a number of rows, by its bit length."""
-        if abs(size - self._size) <= 1:
-            return self.current.mode  # it stays the same if only a few rows come or go
         if known := self._known.get((size, self._sampled)):
-            return known.incumbent
+            return known.mode
         return DraftMode.OFF if 1 << size > MANY_ROWS else self.current.incumbent

@@ -110,7 +110,7 @@ class Drafting:
     @property
     def waits(self) -> bool:
         """True if the row waits for drafts at all."""
-        may_come = self.proposer_id is not None and not self.breaker.is_open
+        may_come = self.proposer_id is not None and not self.breaker.rounds_left
         return may_come and self.num_draft_tokens > 0 and self.measured.worth_waiting
 
 

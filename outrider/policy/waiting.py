@@ -10,9 +10,8 @@ and a row does not wait at all if its proposer's mean delay is beyond that. The 
 later is used as far as it is still true.
 
 Where rows draft on demand on another device, one half of them is verified while that device drafts
-for the other half. With t(n) the seconds of a step of n rows and D(n) those until they have their
-drafts, all rows together have a round in t(n) + D(n). Halves have one in
-t(n / 2) + max(t(n / 2), D(n / 2)), but none shorter than the drafts or the steps of both.
+for the other half. With t(n) the seconds of a step of n rows and D those until they have their
+drafts, all rows together have a round in t(n) + D, and halves have one in 2 t(n / 2).
 """
 
 from __future__ import annotations
@@ -63,22 +62,18 @@ class Waiting:
     def in_halves(self, rows: Rows[Row]) -> bool:
         """Return whether one half of the rows is to be verified while others are drafted for.
 
-        With the network time w the proposer keeps up if it drafts for at most a step and w. The
-        rest of a delay is w, and once the proposer is never idle, what it is late: so only half of
-        the rest counts. Delays that were measured in halves are of half as many drafts: more of
-        these cost less than as many again.
+        Delays that were measured in halves are of half as many drafts: more of these cost less
+        than as many again.
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
-        k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
+        k, times = longest.num_draft_tokens, self._measured.draft_times(longest)
         step_s = self._steps.estimate((len(rows) + 1) // 2 * (1 + k))
-        delay_s, drafting_s = delays.mean_s(k), k * delays.token_s
-        more_s = drafting_s / 2 if self._halves else 0.0
-        together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s + more_s
-        keeps_up = drafting_s <= step_s + (delay_s - drafting_s) / 2
-        self._halves = keeps_up and 0.0 < 2 * step_s <= together_s
+        delay_s = times.delays.mean_s(k) * (1.0 + times.delays.drafting.mean / 2 * self._halves)
+        together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s
+        self._halves = 0.0 < 2 * step_s <= together_s
         return self._halves
 
     def start_at(
@@ -125,6 +120,4 @@ class Waiting:
 def next_half(ready: list[R], num_waiting: int) -> list[R]:
     """Return the rows of the next microbatch: of the ready ones those that waited longest."""
     most = (len(ready) + num_waiting + 1) // 2
-    if len(ready) <= most:
-        return ready
     return sorted(ready, key=lambda row: row.drafting.round.committed_at)[:most]

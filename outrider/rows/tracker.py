@@ -233,13 +233,13 @@ class DraftTracker:
         wanted = _is_awaited(row) or (current.at_hand and d.num_draft_tokens > 0)
         self._count_hit(row, wanted)
         if drafted:
-            d.breaker.forgive()
+            d.breaker.close(verified=True)
             return False
         if row.draft is not None:  # there was a draft, which this step did not verify
             return False
         if current.committed_at < current.deadline <= now:
             d.awaited.in_vain = current.committed_at, now
-        if d.breaker.is_open:
+        if d.breaker.rounds_left:
             d.breaker.rounds_left -= 1
             return False
         # A proposer from which nothing has come for long is missed, waited for or not.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.hybrid import HybridProposer
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
@@ -27,7 +28,6 @@ from tests.support.simulators.simulation import (
     World,
     copying,
     draft_model,
-    hybrid,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -168,7 +168,8 @@ def check(schedule: Schedule) -> None:
         max_model_len=MAX_LEN,
     )
     if beside == "in one process":
-        world.add(hybrid(*[copying(name, max_branches) for name in COPYING], model), net)
+        methods = [copying(name, max_branches)[0] for name in COPYING]
+        world.add((HybridProposer([*methods, model[0]]), model[1]), net)
     else:
         world.add(model, net)
     if beside in COPYING:

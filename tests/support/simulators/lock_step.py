@@ -23,7 +23,7 @@ from tests.support.simulators.two_devices import AGREEMENT, ANSWER, K, ShortSigh
 PROMPT, CONTEXT = 64, 1024
 _ROWS, _PLAIN_MS, _VERIFYING_MS = (1, 8, 32), (4.5, 4.9, 6.4), (5.2, 5.7, 9.0)
 _HOST_S = 2e-3  # between steps
-_NET = Net(1e-3, part_s=30e-6, chain_s=40e-6, tree_s=40e-6)
+_NET = Net(1e-3, commit_s=30e-6, chain_s=40e-6, tree_s=40e-6)
 
 
 class _Host(DraftHost):
@@ -54,10 +54,8 @@ class LockStep(Network, Listener):
         super().__init__(self.host, random.Random(1), K, vocab_size=VOCAB, max_model_len=CONTEXT)
         method = draft_1b(16_384, max_sessions=64, prefill_budget=1 << 16)
         self.add(method, _NET, own_device=True)
-        self._target = ShortSighted(VOCAB, 1, 1)
-        self._texts: dict[str, list[int]] = {}
-        self._ends: dict[str, int] = {}
-        self._drafts: dict[str, list[int]] = {}
+        self._target, self._ends = ShortSighted(VOCAB, 1, 1), dict[str, int]()
+        self._texts, self._drafts = dict[str, list[int]](), dict[str, list[int]]()
         self._finished: list[str] = []
         self.stats: list[RequestStats] = []
         self.tokens = 0
@@ -74,10 +72,9 @@ class LockStep(Network, Listener):
         end = self.now + seconds
         while self._events[:1] and self._events[0][0] <= end:
             if until_blocks and self.host._blocks:
-                break
+                return
             self.step()
-        else:
-            self.now = end
+        self.now = end
 
     def _run_step(self) -> None:
         opened = [self._open() for _ in range(self._num_rows - len(self._texts))]

@@ -27,7 +27,6 @@ from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import Proposer, ProposerLimits
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -150,11 +149,6 @@ def copying(method: str, max_branches: int = 8) -> tuple[Proposer, Clock]:
     return COPYING[method](max_branches=max_branches), Clock()
 
 
-def hybrid(*methods: tuple[Proposer, Clock]) -> tuple[Proposer, Clock]:
-    """Several methods in one proposer, which takes the time of the last."""
-    return HybridProposer([method for method, _ in methods]), methods[-1][1]
-
-
 class Network:
     """A scorer's hub and its proposers, over streams that may stall and break."""
 
@@ -195,13 +189,6 @@ class Network:
         """The engine's step or a proposer's work takes so long."""
         self.at(self.now + seconds, then)
 
-    def _python_s(self, net: Net, blocks: Sequence[draft_pb2.Block]) -> float:
-        nodes = [len(block.parents) for block in blocks]  # 0 of a chain
-        trees = len(nodes) - nodes.count(0)
-        slow = bool(blocks and net.slow_chance) and self.rng.random() < net.slow_chance
-        python_s = net.chain_s * nodes.count(0) + net.tree_s * trees + net.node_s * sum(nodes)
-        return python_s + net.slow_s * slow
-
     # The event loop's turns.
 
     def _tell(self, call: Callable[..., object], *args: object) -> None:
@@ -220,8 +207,14 @@ class Network:
 
         def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
             player.outbox += [(attached, message) for message in messages]
-            blocks = [block for message in messages for block in message.blocks.blocks]
-            player.clock.now += self._python_s(player.net, blocks)
+            net, blocks = (
+                player.net,
+                [each for message in messages for each in message.blocks.blocks],
+            )
+            sizes = [len(block.parents) for block in blocks]  # 0 of a chain
+            slow = bool(blocks and net.slow_chance) and self.rng.random() < net.slow_chance
+            player.clock.now += sum([net.tree_s if size else net.chain_s for size in sizes])
+            player.clock.now += net.node_s * sum(sizes) + net.slow_s * slow
 
         player.inbox.append(Attach(player.link, send, 512))
         self._tell(lambda: None)
@@ -342,7 +335,7 @@ class World(Network):
         self.requests: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}
         self.last: dict[int, Commit] = {}
-        self.steps = self.steps_on_demand = 0  # since `rate` began
+        self.num_tokens = self.steps = self.steps_on_demand = 0  # since `rate` began
         self._commands: list[Callable[[], None]] = []
         self._in_flight = False
         self.num_rows = 0
@@ -365,29 +358,15 @@ class World(Network):
         """Keep `rows` requests in flight. `apart`: the first answers end one after the other."""
         self.num_rows = rows
         for i in range(len(self.requests) - len(self.last), rows):
-            self.begin(
-                self._request(self.answer_len * (i + 1) // rows if apart else self.answer_len)
-            )
+            self.begin(self._request(self.answer_len * (i + 1 if apart else rows) // rows))
 
     def rate(self, seconds: float, *, after: float = 0.0) -> float:
         """Tokens per second of so many, which begin after others."""
         if after:
             self.run(self.now + after)
-        before, until = self.num_tokens, self.now + seconds
-        self.steps = self.steps_on_demand = 0
-        self.run(until)
-        return (self.num_tokens - before) / seconds
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of all answers so far."""
-        prompts = [len(request.prompt_token_ids) for request in self.requests.values()]
-        return sum(map(len, self.committed.values())) - sum(prompts)
-
-    def step(self) -> None:
-        super().step()
-        if not self._in_flight:
-            self.engine.check_invariants()
+        self.num_tokens = self.steps = self.steps_on_demand = 0
+        self.run(self.now + seconds)
+        return self.num_tokens / seconds
 
     def _request(self, max_tokens: int) -> Request:
         """Make the request that follows those so far; subclasses have requests of their own."""
@@ -437,12 +416,12 @@ class World(Network):
         self.engine.check_invariants()
         self._carry_out()
         self._in_flight = self.engine.launch()
-        if self._in_flight:
-            flight = self.engine._in_flight
-            assert flight is not None
+        if flight := self.engine._in_flight:
             self._step_now = self.step_s(flight.step)
             self._takes(self._step_now, self._collect)
         self._finalize(self.engine.wake_at)
+        if not self._in_flight:
+            self.engine.check_invariants()
 
     def _carry_out(self) -> None:
         for command in self._commands:
@@ -468,6 +447,7 @@ class World(Network):
             session = commit.session_id
             assert commit.base_len == len(self.committed[session])
             self.committed[session] += commit.token_ids
+            self.num_tokens += len(commit.token_ids)
             if commit.finish_reason is not None:
                 self.last[session] = commit
         if (timings := events.timings) is not None:

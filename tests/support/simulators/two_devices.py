@@ -22,7 +22,6 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy
 from outrider.types import Request
 from tests.support.models.hash_model import MASK, HashModel
 from tests.support.simulators.simulation import (
@@ -114,7 +113,6 @@ class TwoDevices(World):
         speculate: bool = True,
         max_branches: int = 16,
         own_device: bool = True,
-        policy: Policy | None = None,
         seed: int = 1,
         ragged: bool = False,
     ) -> None:
@@ -126,7 +124,7 @@ class TwoDevices(World):
             max_num_batched_tokens=budget,
             enable_prefix_caching=False,
         )
-        policy = policy or AdaptivePolicy(K)
+        policy = AdaptivePolicy(K)
         policy.measured.steps.padded = not ragged
         target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
         super().__init__(policy, config, partial(_step_s, ragged=ragged), rng, target)
