@@ -131,10 +131,7 @@ class Policy:
 
 
 class FixedPolicy(Policy):
-    """Each row waits `max_wait_s` for its draft, to compare drafts; with K = 0 none.
-
-    By default that is longer than a draft takes on a busy machine: none is to come late.
-    """
+    """Each row waits `max_wait_s` for its draft, by default longer than a slow one takes."""
 
     def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 1.0) -> None:
         super().__init__(num_speculative_tokens)

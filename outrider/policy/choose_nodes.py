@@ -1,13 +1,12 @@
 """Choose the draft tokens that a step verifies, once over all its rows.
 
-A step of `rows` rows that verifies n draft tokens takes t(rows + n) seconds. Each row commits one
-token in any case, and a draft token more if the walk of accepted tokens reaches it. So the chosen
-nodes maximise
+Each row commits one token in any case, and a draft token more if the walk of accepted tokens
+reaches it. So the chosen nodes maximise, with t() the seconds of a step by its tokens,
 
     (rows + sum of the chosen survivals) / t(rows + number of chosen nodes)
 
-A child survives at most as often as its parent. So the best n nodes are the n likeliest ones, and
-they contain the parents of all of them. That holds whatever shape t() has.
+A child survives at most as often as its parent. So whatever shape t() has, the best n nodes are the
+n likeliest ones, and they contain the parents of all of them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Step times say what verifying costs, and delays what waiting costs. Neither says
 the steps beside it, where both share a device, nor how many rows have their drafts ahead in time.
 So the modes are timed, in committed tokens per second of all rows. The best one goes on, and the
 others are tried in turn, so seldom that trials lose little of the time.
-
-The best mode depends on the number of rows and on the texts: see `ModeSelector`.
 """
 
 from __future__ import annotations
@@ -141,9 +139,7 @@ class ModeSelector:
 
     Each begins with what was better at the size or kind before it. A number of rows that goes
     below a power of two and back stays one size, and a mean temperature around that of sampled
-    texts stays one kind. A load that grows past 64 rows to 128 is not of the size of 64.
-
-    The time that prompts take is left out: it comes with every text, drafted for or not.
+    texts stays one kind. The time that prompts take is left out: it comes with every text.
     """
 
     def __init__(self) -> None:

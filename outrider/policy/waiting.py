@@ -6,8 +6,7 @@ hand at no cost, which is so for a share `free` of them. So waiting pays if
 
     d <= gain * step_time / (1 + free * gain)
 
-and a row does not wait at all if its proposer's mean delay is beyond that. The draft that comes
-later is used as far as it is still true.
+and a row does not wait at all if its proposer's mean delay is beyond that.
 
 Where rows draft on demand on another device, one half of them is verified while that device drafts
 for the other half. With t(n) the seconds of a step of n rows and D those until they have their
