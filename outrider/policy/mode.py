@@ -60,7 +60,8 @@ class ModeTrials:
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
-        self.settling = min(SETTLING_ROUNDS, self._trial_steps / 4)
+        rounds = min(SETTLING_ROUNDS, self._trial_steps / 4)
+        self.settling = rounds if self.mode.drafts else rounds / 2
 
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
@@ -186,6 +187,8 @@ class ModeSelector:
 
     def mode_at(self, size: int) -> DraftMode:
         """Return the mode of a number of rows, by its bit length."""
+        if abs(size - self._size) <= 1:
+            return self.current.mode  # it stays the same if only a few rows come or go
         if known := self._known.get((size, self._sampled)):
-            return known.mode
+            return known.incumbent
         return DraftMode.OFF if 1 << size > MANY_ROWS else self.current.incumbent
