@@ -1,7 +1,4 @@
-"""Times of drafts: what they take from a commit to their arrival, alone and beside steps.
-
-All times are in seconds.
-"""
+"""Seconds of drafts: what they take from a commit to their arrival, alone and beside steps."""
 
 from __future__ import annotations
 

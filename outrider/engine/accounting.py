@@ -105,7 +105,6 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
         prompt_s=tracker.policy.measured.steps.prompts_s(
             prompts, committed.step.num_tokens, seconds
         ),
-        prompts_only=committed.step.prompts_only,
         temperature=committed.temperature,
     )
     tracker.step_done([seq.drafting for seq in seqs], step, decoded=committed.decoding)

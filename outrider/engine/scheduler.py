@@ -112,8 +112,7 @@ class Scheduler:
             return None
         self.wake_at = now
         num_tokens = len(singles) + sum([len(row.slice.token_ids) for row in others])
-        prompts_only = bool(decoding) and not ready.rows
-        return Step(tuple(others), num_tokens, prompts_only, singles=SingleRows(singles))
+        return Step(tuple(others), num_tokens, singles=SingleRows(singles))
 
     def schedule_ahead(self, step: Step, verified: Tensor, now: float) -> Step | None:
         """Return the step behind `step`, which is in flight and leaves its tokens in `verified`.

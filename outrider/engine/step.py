@@ -170,7 +170,6 @@ class Step:
 
     others: tuple[ScheduledRow, ...]
     num_tokens: int
-    prompts_only: bool = False  # all rows that decode wait for drafts
     device_drafts: DeviceDrafts | None = None
     """Drafts for which rows have placeholders."""
     drawn: DrawnTokens | None = None

@@ -59,7 +59,6 @@ class StepDone:
     draftable: int = 0  # rows that may have drafts
     answered: int = 0  # of these, whose proposer has sent a block
     prompt_s: float = 0.0  # that prompts took beside the other rows
-    prompts_only: bool = False  # all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted
     proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft
     may_run_ahead: bool = False  # one of them can

@@ -102,9 +102,7 @@ class ModeTrials:
         if ahead:
             others = [mode for mode in DraftMode if mode is not self.incumbent]
         fastest = max(others, key=lambda mode: speeds[mode].rate)
-        best = speeds[self.incumbent]
-        is_known = best.seconds.weight >= 0.8 * self._trial_steps  # as well as a trial tells
-        if drafts and is_known and speeds[fastest].rate > WORTH * best.rate:
+        if drafts and speeds[fastest].rate > WORTH * speeds[self.incumbent].rate:
             return fastest
         if self._steps_left > 0.0:
             return self.incumbent
@@ -160,9 +158,6 @@ class ModeSelector:
             for proposer_id in unknown:
                 remember(self._proposers, proposer_id, None)
             self._restart()
-        if step.prompts_only:  # its time is that of the round which the others wait for
-            self._last_step_at = None
-            return
         before, self._last_step_at = self._last_step_at, step.at
         changed = self._change(step.num_running, step.temperature)
         if step.comparable and before is not None and not changed:

@@ -61,8 +61,7 @@ class Waiting:
     def in_halves(self, rows: Rows[Row]) -> bool:
         """Return whether one half of the rows is to be verified while others are drafted for.
 
-        Delays that were measured in halves are of half as many drafts: more of these cost less
-        than as many again.
+        Delays measured in halves are of half the drafts: more cost less than as many again.
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
