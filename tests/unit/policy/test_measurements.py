@@ -111,6 +111,8 @@ def test_acceptance_is_that_of_depth_and_kind_of_text_and_a_rows_own_while_it_dr
     after = acceptance.survivals([poor, others], 1)
     assert before[0] < 0.7 * before[1]
     assert after[0] == pytest.approx(after[1], rel=0.1)
+    met(acceptance, 200, (others, chain_round(4, 0)))
+    assert acceptance.survivals([row(proposer="b")], 1)[0] < 0.2, "what they met before has faded"
 
 
 def test_proposers_of_ever_new_names_do_not_fill_the_memory() -> None:
