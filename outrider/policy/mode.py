@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.averages import Average
+from outrider.averages import OUTLIER, Average
 from outrider.bounded import remember
 from outrider.policy.base import DraftMode, StepDone
 from outrider.policy.row import SAMPLED_TEMPERATURE
@@ -68,6 +68,8 @@ class ModeTrials:
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
         tokens, drafts = step.tokens / step.num_running, self.mode.drafts
         current, best = self._speeds[self.mode], self._speeds[self.incumbent]
+        if current.seconds.mean:  # a machine may pause
+            seconds = min(seconds, OUTLIER * current.seconds.mean)
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         if self.catching_up:  # the rows of the step stand for all

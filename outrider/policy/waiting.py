@@ -9,8 +9,9 @@ hand at no cost, which is so for a share `free` of them. So waiting pays if
 and a row does not wait at all if its proposer's mean delay is beyond that.
 
 Where rows draft on demand on another device, one half of them is verified while that device drafts
-for the other half. With t(n) the seconds of a step of n rows and D those until they have their
-drafts, all rows together have a round in t(n) + D, and halves have one in 2 t(n / 2).
+for the other half. With t(n) the seconds of a step of n rows, D those until they have their drafts,
+and B those that drafting takes of D, all rows together have a round in t(n) + D. Halves have one in
+the longer of 2 t(n / 2) and 2 B.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ class Waiting:
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
-        k, times = longest.num_draft_tokens, self._measured.draft_times(longest)
+        k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
         step_s = self._steps.estimate((len(rows) + 1) // 2 * (1 + k))
-        delay_s = times.delays.mean_s(k) * (1.0 + times.delays.drafting.mean / 2 * self._halves)
+        drafting_s = delays.mean_s(k) * delays.drafting.mean
+        delay_s = delays.mean_s(k) + drafting_s / 2 * self._halves
         together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s
-        self._halves = 0.0 < 2 * step_s <= together_s
+        self._halves = 0.0 < 2 * max(step_s, drafting_s) <= together_s
         return self._halves
 
     def start_at(

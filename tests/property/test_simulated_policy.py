@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from outrider.policy.base import DraftMode
+from outrider.policy.waiting import Waiting
 from tests.support.simulators.in_process import InProcess
 from tests.support.simulators.lock_step import LockStep
 from tests.support.simulators.one_device import OneDevice
@@ -106,6 +107,17 @@ def test_first_tokens_of_a_burst_come_as_soon_as_without_drafts(rows: int) -> No
     """The draft model's own way through the first prompts would delay all of them."""
     without = first_tokens_s(rows, speculate=False)
     assert first_tokens_s(rows, speculate=True) < 1.01 * without
+
+
+def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows of which all draft on demand, beside newcomers' prompts."""
+    halves, whole = (TwoDevices(64, 0.0, max_branches=0) for _ in range(2))
+    rate = halves.rate(2.0, after=2.0)
+    monkeypatch.setattr(Waiting, "in_halves", lambda *_: False)
+    assert rate > 1.1 * whole.rate(2.0, after=2.0)
+    both = halves.last.keys() & whole.last.keys()
+    assert len(both) > 50
+    assert all(halves.committed[i] == whole.committed[i] for i in both)
 
 
 def test_many_rows_after_one_keep_their_drafts() -> None:
