@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -75,10 +77,20 @@ def find_runner(drafter: object) -> Any:
     A drafter is told neither its runner nor the names of rows, and the worker class that hands
     them over takes one more flag.
     """
+    return _find_caller("drafter", drafter)
+
+
+def find_worker(runner: object) -> Any:
+    """Return the worker that is loading the model of a `runner`; None if no caller is one."""
+    return _find_caller("model_runner", runner)
+
+
+def _find_caller(attribute: str, value: object) -> Any:
+    """Return the object with that attribute of which a method runs; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if caller is not drafter and getattr(caller, "drafter", None) is drafter:
+        if caller is not value and getattr(caller, attribute, None) is value:
             return caller
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -161,6 +173,62 @@ def keep_cpu_generators(runner: Any) -> None:
         return output
 
     runner._sample, runner._bookkeeping_sync = sampled, booked
+
+
+def target_shape(config: Any) -> tuple[int, int]:
+    """Return a target's layers, and the values of its hidden states."""
+    model = config.model_config
+    return int(model.get_total_num_hidden_layers()), int(model.get_hidden_size())
+
+
+def without_states(config: Any) -> str:
+    """Return why a `VllmConfig` computes states that cannot be kept in slots; empty if it can."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "only the last stage (--pipeline-parallel-size) hosts proposers."
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        return "ranks share positions (--decode-context-parallel-size)."
+    if config.kv_transfer_config is not None:
+        return "what --kv-transfer-config brings has keys and values only."
+    return ""
+
+
+def hands_out_layers(model: Any) -> bool:
+    """Tell whether vLLM can take states between layers out of a model."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    return bool(supports_eagle3(model))
+
+
+def full_group(groups: Sequence[Any]) -> tuple[int, int]:
+    """Return the first group of layers that keeps all positions of a text, and its page size.
+
+    Raises `ConfigError` if there is none.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for i, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        layers = getattr(spec, "kv_cache_specs", {"": spec})  # by name, where they differ in width
+        if all(isinstance(each, FullAttentionSpec) for each in layers.values()):
+            return i, int(spec.block_size)
+    raise ConfigError(
+        "--hidden-features cannot be kept: no layer of the target keeps all positions of a text."
+    )
+
+
+def page_of(runner: Any) -> tuple[int, int]:
+    """Return the bytes of a page of keys and values in all layers that share it, and its tokens."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
+    _, page_size = full_group(groups)
+    sizes = [
+        group.kv_cache_spec.page_size_bytes
+        * (1 if hasattr(group.kv_cache_spec, "kv_cache_specs") else len(group.layer_names))
+        for group in groups
+    ]
+    return max(sizes), page_size
 
 
 def draft_token_ids(names: list[str], drafts: list[list[int]]) -> Any:

@@ -84,7 +84,7 @@ def _asks(args: Any) -> bool:
 
 def _refusal(args: Any) -> str:
     """Return why this version or these flags cannot be scheduled ahead; empty if they can."""
-    if lacking := versions.missing_names() + versions.missing_names(ahead=True):
+    if lacking := versions.missing_names() + versions.missing_names(versions.AHEAD):
         return f"this version of vLLM lacks {'; '.join(lacking)}."
     if args.pipeline_parallel_size > 1:
         return "vLLM does not schedule stages (--pipeline-parallel-size) ahead."

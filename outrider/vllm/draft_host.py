@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from outrider.draft_port import NoHiddenStates, PostedBlock
+from outrider.draft_port import HiddenStateControl, NoHiddenStates, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.policy.base import DraftMode
 from outrider.rounds import BlockFate, chain_round, token_kinds
@@ -33,6 +33,7 @@ from outrider.types import (
     StepTimings,
 )
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
+from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 from outrider.vllm.waiting import Lockstep
@@ -75,7 +76,8 @@ class DraftHost(Inbox):
         step, which is scheduled before they are chosen.
         """
         super().__init__()
-        self.features = NoHiddenStates()
+        self.features: HiddenStateControl = NoHiddenStates()
+        self._states: HostedStates | None = None
         self.listener = Listener()
         self.tracker = DraftTracker(policy)
         self._policy = policy
@@ -93,6 +95,10 @@ class DraftHost(Inbox):
         self._accounting = Accounting(self.tracker, clock)
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
+
+    def keep(self, states: HostedStates) -> None:
+        """Hand out hidden states; called once, before any request."""
+        self.features = self._states = states
 
     # Any thread: the hub's calls.
 
@@ -222,7 +228,12 @@ class DraftHost(Inbox):
         step.ran, num_tokens = step.running, sum(step.running.tokens.values())
         step.timings = StepTimings(0.0, forward_ms, 0.0, 0.0, 0.0, len(step.emitted), num_tokens)
         on_demand = self.tracker.policy.mode is DraftMode.ON_DEMAND
-        self._untold = StepEvents(tuple(commits), (), step.timings, on_demand=on_demand)
+        features = None
+        if self._states is not None:
+            features = self._states.collect(self._by_session, names, step.rows)
+        self._untold = StepEvents(
+            tuple(commits), (), step.timings, features=features, on_demand=on_demand
+        )
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
@@ -304,7 +315,10 @@ class DraftHost(Inbox):
         """Take all rows' texts for wrong, after a fault: they begin again."""
         for row in self._rows.values():
             row.stale = True
-        self._untold = None
+        untold, self._untold = self._untold, None
+        if untold is not None and untold.features is not None:
+            for rows in untold.features.rows:
+                self.features.give_back(rows.window, len(rows.rows))
         self._accounting.begin_again()
 
     def take_stats(self, name: str) -> RequestStats | None:
@@ -336,6 +350,8 @@ class DraftHost(Inbox):
             row = self._by_session.get(session_id)
             if row is not None and not row.ended:
                 self.tracker.attach(row, offer, self._clock())
+                if self._states is not None:
+                    self._states.follow(row, offer.features)
         for session_id, queue in blocks.items():
             row = self._by_session.get(session_id)
             if row is not None and not row.ended:

@@ -50,6 +50,7 @@ class ServerOptions:
     listen_unix: str | None
     scorer_id: str
     speculation_policy: str
+    hidden_features: str | None
     deployment: Deployment
 
     @staticmethod
@@ -66,6 +67,7 @@ class ServerOptions:
         p.add_argument("--listen-unix")
         p.add_argument("--scorer-id")
         p.add_argument("--speculation-policy", choices=SPECULATION_POLICIES, default="adaptive")
+        p.add_argument("--hidden-features")
         add_deployment_flags(p)
         given = vars(p.parse_args(shlex.split(flags)))
         given["deployment"] = take_deployment(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.params import VerificationRule
 from outrider.policy.row import Drafting
@@ -31,6 +33,9 @@ class HostedRow(DraftedRow):
         self.noted = True  # the tracker knows its last round
         self.ended = False
         self.stale = False  # the text may not be vLLM's
+        # Where its hidden states are, as `PagedRow` says:
+        self.num_computed = 0
+        self.block_table: Sequence[int] = ()
 
     @property
     def nodes(self) -> DraftNodes:

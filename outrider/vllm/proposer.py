@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from outrider.vllm import adapter, versions
 from outrider.vllm.ahead import StepsAhead
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.draft_server import DraftServer, ServerOptions
+from outrider.vllm.hidden_states.capture import Capture, hand_out_layers, states_of
 from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
 
 _MAX_FAULTS = 16  # then the draft side is given up
 _WORKER = "outrider.vllm.worker.GPUWorker"
 NO_FEATURES = (
-    "vLLM hands none to remote proposers. Use vLLM's own method in its --speculative-config "
-    "(eagle, eagle3, mtp, medusa), or a draft_model, suffix or ngram proposer"
+    "start it with --hidden-features {states} (`vllm serve` takes it in --additional-config), or "
+    "use vLLM's own method in its --speculative-config (eagle, eagle3, mtp, medusa)"
 )
 NOT_COUPLED = (
     "--async-scheduling takes proposers only where sampling is coupled: leave it out, or leave out "
@@ -52,6 +54,8 @@ class RemoteProposer:
         self._server: DraftServer | None = None
         self._rule = VerificationRule.REJECTION
         self._ahead = adapter.schedules_ahead(vllm_config)
+        asked = self._options.hidden_features
+        self._features = None if asked is None else states_of(asked, vllm_config)
         self._num_faults = 0
         self.info: dict[str, str] = {}
         """The draft side's addresses and the verification rule."""
@@ -75,6 +79,8 @@ class RemoteProposer:
             lacking = versions.missing_names()
             _log.warning("%s It lacks: %s", note, "; ".join(lacking) or "nothing")
         self._runner, served = runner, self._served
+        if self._features is not None:
+            hand_out_layers(runner, self._features)
         self._rule = couple(runner, served.seed)
         self.info = {"verification": self._rule.value}
         if self._ahead:
@@ -92,8 +98,11 @@ class RemoteProposer:
             max_graph_rows=adapter.max_graph_rows(runner.vllm_config),
             ahead=self._ahead,
         )
+        if self._features is not None:
+            host.keep(Capture(runner, adapter.find_worker(runner), self._features).states)
         self._server = DraftServer(host, self._options)
-        self.info |= self._server.start(served_model(served, self._options, str(runner.device)))
+        model = served_model(served, self._options, str(runner.device))
+        self.info |= self._server.start(replace(model, features=self._features))
         if not self._ahead:
             adapter.watch_steps(runner, self._begin, self._launched)
         _log.info(

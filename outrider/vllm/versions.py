@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 SUPPORTED: Final = ("0.23", "0.32")
 """Versions whose names and signatures were checked."""
@@ -102,78 +103,132 @@ _SOURCE_WORDS: Final = {
 """Attributes that exist only in instances, as the source mentions them."""
 
 
-_AHEAD_PARAMETERS: Final = {
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
-    "vllm.config:VllmConfig.__post_init__": ("self",),
-    "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": ("self", "scheduler_output"),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
-        *("self", "scheduler_output", "sampler_output"),
-    ),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": ("self",),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._copy_valid_sampled_token_count": (
-        *("self", "next_token_ids", "valid_sampled_tokens_count"),
-    ),
-    "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request": ("params", "_"),
-}
-_AHEAD_FIELDS: Final = {
-    "vllm.engine.arg_utils:EngineArgs": (
-        *("async_scheduling", "speculative_config", "pipeline_parallel_size"),
-        "kv_transfer_config",
-    ),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        *("total_num_scheduled_tokens", "scheduled_cached_reqs", "has_structured_output_requests"),
-        "pending_structured_output_tokens",
-    ),
-    "vllm.v1.core.sched.output:CachedRequestData": ("all_token_ids",),
-    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids",),
-    "vllm.v1.sample.metadata:SamplingMetadata": ("output_token_ids",),
-    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
-        *("prompt_token_ids", "output_token_ids", "sampling_params", "num_tokens"),
-    ),
-}
-_AHEAD_WORDS: Final = {
-    "vllm.config.vllm": ("get_args(NgramGPUTypes)",),
-    "vllm.v1.worker.gpu_model_runner": (
-        *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
-        *("self.input_ids =", "self.query_start_loc =", "self.requests:", "_preprocess(\n"),
-        *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
-        *("self._invalid_req_indices =", "self._model_runner_output ="),
-        "if self.input_batch.prev_sampled_token_ids is None:",
-    ),
-    "vllm.v1.worker.gpu_input_batch": (
-        "self.spec_token_ids",
-        "self.logitsprocs =",
-        "num_prompt_tokens",
-    ),
-}
-"""What only `--async-scheduling` needs, in the same three tables."""
+class Names(NamedTuple):
+    """Names of vLLM that something needs."""
+
+    parameters: Mapping[str, tuple[str, ...]]  # the first ones of functions, by path
+    fields: Mapping[str, tuple[str, ...]]  # of classes, by path
+    words: Mapping[str, tuple[str, ...]]
+    """Attributes that exist only in instances, as the source of a module mentions them."""
 
 
-def missing_names(*, ahead: bool = False) -> list[str]:
-    """Return what the installed vLLM lacks of the names that the plug-in needs.
+PLUGIN: Final = Names(_PARAMETERS, _FIELDS, _SOURCE_WORDS)
+"""What the plug-in and a scorer's engine need."""
 
-    `ahead`: of those instead that only `--async-scheduling` needs.
-    """
-    parameters_of, fields_of, words_of = (
-        (_AHEAD_PARAMETERS, _AHEAD_FIELDS, _AHEAD_WORDS)
-        if ahead
-        else (_PARAMETERS, _FIELDS, _SOURCE_WORDS)
-    )
+AHEAD: Final = Names(
+    {
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
+        "vllm.config:VllmConfig.__post_init__": ("self",),
+        "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": ("self", "scheduler_output"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
+            *("self", "scheduler_output", "sampler_output"),
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": ("self",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._copy_valid_sampled_token_count": (
+            *("self", "next_token_ids", "valid_sampled_tokens_count"),
+        ),
+        "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request": (
+            "params",
+            "_",
+        ),
+    },
+    {
+        "vllm.engine.arg_utils:EngineArgs": (
+            *("async_scheduling", "speculative_config", "pipeline_parallel_size"),
+            "kv_transfer_config",
+        ),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            *(
+                "total_num_scheduled_tokens",
+                "scheduled_cached_reqs",
+                "has_structured_output_requests",
+            ),
+            "pending_structured_output_tokens",
+        ),
+        "vllm.v1.core.sched.output:CachedRequestData": ("all_token_ids",),
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids",),
+        "vllm.v1.sample.metadata:SamplingMetadata": ("output_token_ids",),
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+            *("prompt_token_ids", "output_token_ids", "sampling_params", "num_tokens"),
+        ),
+    },
+    {
+        "vllm.config.vllm": ("get_args(NgramGPUTypes)",),
+        "vllm.v1.worker.gpu_model_runner": (
+            *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
+            *("self.input_ids =", "self.query_start_loc =", "self.requests:", "_preprocess(\n"),
+            *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
+            *("self._invalid_req_indices =", "self._model_runner_output ="),
+            "if self.input_batch.prev_sampled_token_ids is None:",
+        ),
+        "vllm.v1.worker.gpu_input_batch": (
+            "self.spec_token_ids",
+            "self.logitsprocs =",
+            "num_prompt_tokens",
+        ),
+    },
+)
+"""What `--async-scheduling` needs besides."""
+
+STATES: Final = Names(
+    {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache": (
+            *("self", "kv_cache_config"),
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward": ("self", "input_ids"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec": ("self",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_eagle3_aux_layers_from_config": (
+            "self",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._setup_eagle3_aux_hidden_state_outputs": (
+            "self",
+        ),
+        "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": ("self",),
+        "vllm.model_executor.models.interfaces:supports_eagle3": ("model",),
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_groups": ("vllm_config", "kv_cache_spec"),
+    },
+    {
+        "vllm.v1.kv_cache_interface:KVCacheConfig": ("num_blocks", "kv_cache_groups"),
+        "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
+        "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "page_size_bytes"),
+        "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("block_ids", "num_computed_tokens"),
+        "vllm.v1.worker.block_table:MultiGroupBlockTable": ("__getitem__",),
+        "vllm.config:VllmConfig": ("kv_transfer_config",),
+        "vllm.config:ParallelConfig": (
+            *("pipeline_parallel_size", "decode_context_parallel_size"),
+            "prefill_context_parallel_size",
+        ),
+        "vllm.config:ModelConfig": ("get_total_num_hidden_layers", "get_hidden_size"),
+    },
+    {
+        "vllm.v1.worker.gpu_model_runner": (
+            *("self.use_aux_hidden_state_outputs", "self.query_start_loc =", "self.requests:"),
+            "hidden_states, aux_hidden_states = model_output",
+        ),
+        "vllm.v1.worker.block_table": ("self.slot_mapping =",),
+    },
+)
+"""What `--hidden-features` needs besides."""
+
+
+def missing_names(needed: Names = PLUGIN) -> list[str]:
+    """Return what the installed vLLM lacks of the names that something needs."""
     missing = []
-    for path, parameters in parameters_of.items():
+    for path, parameters in needed.parameters.items():
         found = _find(path)
         if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != (
             parameters
         ):
             missing.append(f"{path}({', '.join(parameters)})")
-    for path, fields in fields_of.items():
+    for path, fields in needed.fields.items():
         found = _find(path)
         known = set() if found is None else {*dir(found), *getattr(found, "__annotations__", ())}
         missing += [f"{path}.{name}" for name in fields if name not in known]
-    for module, words in words_of.items():
+    for module, words in needed.words.items():
         source = inspect.getsource(importlib.import_module(module))
         missing += [f"{module}: {word}" for word in words if word not in source]
     return missing

@@ -15,7 +15,8 @@ def test_adapter_finds_every_name_in_this_version() -> None:
     import vllm
 
     assert versions.missing_names() == [], f"vLLM {vllm.__version__} moved them"
-    assert versions.missing_names(ahead=True) == [], "what --async-scheduling needs moved"
+    assert versions.missing_names(versions.AHEAD) == [], "what --async-scheduling needs moved"
+    assert versions.missing_names(versions.STATES) == [], "what --hidden-features needs moved"
     assert vllm.__version__.startswith(versions.SUPPORTED), "a version that was not tried"
 
 

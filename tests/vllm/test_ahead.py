@@ -199,7 +199,7 @@ def test_flags_that_cannot_be_scheduled_ahead_are_refused_by_name(
         config_of(pipeline_parallel_size=2)
     with pytest.raises(Exception, match="async scheduling is only supported"):
         config_of(speculative_config={**PLUGIN, "model": "collections.OrderedDict"})
-    monkeypatch.setitem(versions._AHEAD_FIELDS, "vllm.config:VllmConfig", ("another_name",))
+    monkeypatch.setitem(versions.AHEAD.fields, "vllm.config:VllmConfig", ("another_name",))
     with pytest.raises(ConfigError, match=r"lacks vllm.config:VllmConfig.another_name\."):
         config_of()
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.draft_port import DeviceStates
+from outrider.engine.hidden_states.paged_row import PagedRow
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
-from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 
@@ -32,7 +32,7 @@ MAX_AHEAD_BYTES = 32 * 2**20  # per step, before projections, of rows that may b
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    seq: Sequence
+    seq: PagedRow
     order: FeatureOrder
     row_bytes: int
     sent: int = 0  # rows
@@ -94,7 +94,12 @@ class HiddenStateStreams:
         """Return the spec of the captured states."""
         return self._pool.spec
 
-    def follow(self, seq: Sequence, order: FeatureOrder | None) -> None:
+    @property
+    def any(self) -> bool:
+        """Tell whether rows of any session are sent."""
+        return bool(self._streams)
+
+    def follow(self, seq: PagedRow, order: FeatureOrder | None) -> None:
         """Send a session's rows from the first on; None: no longer."""
         self._streams.pop(seq.session_id, None)
         if order is not None:
@@ -155,7 +160,7 @@ class HiddenStateStreams:
                     return DeviceStates(part.start, copy.on_device[at : at + part.count])
         return None
 
-    def gather(self, sessions: Mapping[int, Sequence]) -> None:
+    def gather(self, sessions: Mapping[int, PagedRow]) -> None:
         """Begin to copy the rows that are due of living `sessions`; `take` comes next.
 
         A fault here costs drafts, never a request.
@@ -213,7 +218,7 @@ class HiddenStateStreams:
                 self._give_up([part for part, _ in copy.parts])
         self._seconds += time.perf_counter() - began
 
-    def _choose(self, sessions: Mapping[int, Sequence]) -> dict[FeatureSpec, list[_Part]]:
+    def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
         for session_id, stream in list(self._streams.items()):
             if sessions.get(session_id) is not stream.seq:

@@ -1,0 +1,80 @@
+"""Hidden states of vLLM's target that proposers are sent, as the native engine sends them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.vllm.hosted_row import HostedRow
+
+Located = Callable[[str], tuple[int, Sequence[int]]]
+
+
+class HostedStates:
+    """Implements `HiddenStateControl`; sends committed rows of a pool that the steps fill.
+
+    vLLM takes no commands between steps, so matrices are kept by a thread of their own, and room
+    that proposers give back is counted when the next step has ended.
+    """
+
+    def __init__(self, pool: HiddenStatePool, located: Located) -> None:
+        """Send rows of `pool`.
+
+        `located` returns how many positions of a request had states before its last step, and its
+        pages, by vLLM's name for it.
+        """
+        self._streams = HiddenStateStreams(pool)
+        self._located = located
+        self._returned: deque[tuple[FeatureWindow, int]] = deque()
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="outrider-projections")
+        self.broken = False
+        """States of a step are missing: nothing is sent any more."""
+
+    # Any thread.
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        """Return `size` bytes to a window."""
+        self._returned.append((window, size))
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
+        """Keep a projection on the device; the future ends when it is there."""
+        return self._copier.submit(self._streams.put_projection, spec, matrix)
+
+    def drop_projection(self, sha256: bytes) -> None:
+        """Forget a projection that no proposer uses."""
+        self._copier.submit(self._streams.drop_projection, sha256)
+
+    # The stepping thread.
+
+    def follow(self, row: HostedRow, order: FeatureOrder | None) -> None:
+        """Send a request's rows from the first on; None: no longer."""
+        self._streams.follow(row, order)
+
+    def collect(
+        self, rows: Mapping[int, HostedRow], names: Iterable[str], advanced: Iterable[HostedRow]
+    ) -> FeatureBatch | None:
+        """Return what may be sent after a step.
+
+        `rows` are all requests by session, `names` those that the step had, and `advanced` those
+        among them that go on from a token that it emitted. Pages of others may be another's by now.
+        """
+        while self._returned:
+            self._streams.give_back(*self._returned.popleft())
+        if self.broken or not self._streams.any:
+            return None
+        within = {}
+        for row in rows.values():
+            row.num_computed = 0
+            within[row.name] = row
+        for row in advanced:
+            row.num_computed = len(row.token_ids) - 1  # the last one was not computed yet
+        for name in names:
+            if (row_ := within.get(name)) is not None and not row_.ended:
+                computed, row_.block_table = self._located(name)
+                row_.num_computed = row_.num_computed or computed
+        self._streams.gather(rows)
+        return self._streams.take()
