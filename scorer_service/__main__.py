@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
 _VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
-_NATIVE_ONLY = ("in_process_proposer", "hidden_features", "attention_backend")
+_NATIVE_ONLY = ("in_process_proposer", "attention_backend")
 
 
 def parser() -> flag_types.RaisingParser:

@@ -169,6 +169,8 @@ class ScorerOptions:
         """Return the flags of the draft side in vLLM's worker; its gRPC is reached through ours."""
         flags: list[object] = ["--host", self.host, "--port", 0, "--data-port", self.data_port]
         flags += ["--scorer-id", self.scorer_id, "--speculation-policy", self.speculation_policy]
+        if self.hidden_features is not None:
+            flags += ["--hidden-features", self.hidden_features]
         if self.listen_unix is not None:  # in the same folder, where proposers look for its data
             flags += ["--listen-unix", f"{self.listen_unix}.vllm"]
         if (tls := self.deployment.tls) is not None:

@@ -24,7 +24,6 @@ from outrider.vllm.flags import OWN_METHODS, OWN_SETTINGS, num_devices
 _DEFAULT_MAX_DRAFT_TOKENS = 16  # of proposers
 SOCKET: Final = "scorer.sock"
 """Name of the scorer's socket in its folder."""
-_IN_VLLMS_WORDS: Final = "give vLLM's own --speculative-config after --"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +73,6 @@ class ServeConfig:
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
         if self.drafted_by_vllm and self.methods:
             self.own_speculation()  # raises
-        if self.engine == VLLM and self.head and self.draft_device is not None:
-            instead = "leave --draft-device out, and vLLM drafts itself"
-            raise ConfigError(
-                f"--method {self.head} reads hidden states, which vLLM does not give out: "
-                f"{instead if self.head in OWN_METHODS else _IN_VLLMS_WORDS}."
-            )
         if self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus:
             raise ConfigError(
                 f"--draft-device {self.draft_device} is the model's own: leave it out, and the "
@@ -123,7 +116,7 @@ class ServeConfig:
             beside = "draft beside it, as --draft-device cpu"
             raise ConfigError(
                 f"--method {','.join(self.methods)} is not vLLM's own: name one of "
-                f"{', '.join(OWN_METHODS)}, or {_IN_VLLMS_WORDS if self.head else beside}."
+                f"{', '.join(OWN_METHODS)}, or {beside}."
             )
         config: dict[str, object] = {"method": method, "num_speculative_tokens": 4}
         if method == "mtp":

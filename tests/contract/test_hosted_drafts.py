@@ -112,5 +112,8 @@ async def test_hosted_server_refuses_hidden_state_methods_and_names_vllms(
     features = draft_pb2.FeatureSpec(hidden_size=8, final_norm=True)
     fields = {"method": "eagle", "methods": ["eagle"], "features": features}
     async with hosted(monkeypatch) as up, dialled(up.address, **fields) as proposer:
-        with pytest.raises(grpc.aio.AioRpcError, match="captures none: vLLM hands none"):
+        with pytest.raises(
+            grpc.aio.AioRpcError,
+            match=r"captures none: start it with --hidden-features final .*vLLM's own method",
+        ):
             await proposer.say_hello()

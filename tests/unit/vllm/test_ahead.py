@@ -124,6 +124,7 @@ def test_penalties_see_the_drafts_that_are_verified() -> None:
 def test_sampling_that_is_not_coupled_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "untried", lambda: "")
     plugin: Any = object.__new__(RemoteProposer)
-    vars(plugin).update(_runner=None, _served=SimpleNamespace(seed=0), _ahead=True)
+    served = SimpleNamespace(seed=0)
+    vars(plugin).update(_runner=None, _served=served, _ahead=True, _features=None)
     with pytest.raises(ConfigError, match=r"--async-scheduling .* --logprobs-mode"):
         plugin.bind(SimpleNamespace())
