@@ -123,7 +123,7 @@ def _server(name: str, args: argparse.Namespace, folder: str) -> Iterator[tuple[
     command = ["vllm.entrypoints.openai.api_server", "--model", folder, *both, *theirs]
     if name == "outrider":
         command = ["outrider.cli", "serve", folder, "--engine", "vllm", "--method", "none"]
-        command += ["--device", args.device, *both, "--", *theirs]
+        command += ["--device", args.device, "--grpc-port", "0", *both, "--", *theirs]
     with tempfile.TemporaryDirectory(prefix="bench-") as logs, stopping([]) as children:
         say(f"starting {name}")
         child = module_child(name, command, Path(logs), children)
