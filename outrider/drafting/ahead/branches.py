@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +26,7 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Trunk:
+class Trunk(NamedTuple):
     """A session whose cache holds `length` committed tokens and, after them, its whole chain."""
 
     length: int
@@ -44,8 +42,7 @@ class Branch(NamedTuple):
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedBranch:
+class DraftedBranch(NamedTuple):
     """A branch with its chain, whose keys and values are all in the cache, and its own pages."""
 
     branch: Branch
@@ -53,13 +50,19 @@ class DraftedBranch:
     first_page: int  # place of `pages` in the block table
     pages: array[int]  # owned, with room for a token more: hand them to `adopt` or `drop`
     guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
-    forks: Forks  # [K + 1, F]
     confidences: bytes  # of `guess`
+    batch: Forks  # of all rows that were drafted together
+    row: int  # its number there
 
     @property
     def tokens(self) -> list[int]:
         """Its chain: at positions length, length + 1, ..."""
         return self.guess[:-1]
+
+    @property
+    def forks(self) -> Forks:
+        """The candidates along its guess: [K + 1, F]. Few branches come true and are asked."""
+        return self.batch[self.row]
 
 
 def draft_branches(
@@ -114,8 +117,9 @@ def draft_branches(
             first_page=row.start // page_size,
             pages=pages,
             guess=guesses[i],
-            forks=forks[i],
             confidences=confidences[(i - first) * width : (i - first + 1) * width],
+            batch=forks,
+            row=i,
         )
         for i, (branch, row, pages) in enumerate(rows, start=first)
     ]

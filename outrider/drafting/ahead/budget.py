@@ -86,7 +86,7 @@ def plan_branches(
 
 def choose_budget(
     plans: Plans,
-    forward_s: Callable[[int], float],
+    forward_s: Callable[[Floats], Floats],
     draft_s: float,
     pace: Pace,
     *,
@@ -96,17 +96,17 @@ def choose_budget(
 ) -> Budget:
     """Return the budget of most tokens per second; without branches to draft on demand.
 
-    A forward of n branches takes `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
+    Forwards of n branches take `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
     Drafts on demand that are `joined` with branches have as many tokens, and take as long.
     """
     rows = (plans.chances > 0.0).sum(axis=0)
     most = int(np.count_nonzero(rows))
-    if not forward_s(1):
-        return Budget(most, wanted)  # nothing was measured yet
     # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
+    forward = forward_s(rows[:most].cumsum().astype(np.float64))
+    if not forward.any():
+        return Budget(most, wanted)  # nothing was measured yet
     chances = np.ascontiguousarray(plans.chances.T[:most])
     hits = chances.sum(axis=1).cumsum() / len(plans.chances)
-    forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])
     tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
     spent = pace.spent_s + _SLACK * pace.step_s
     rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, draft_s, spent, joined)

@@ -98,14 +98,16 @@ class Outcomes:
         if not self._noted:
             return
         gaps: list[NDArray[np.float32]] = []
-        true: list[NDArray[np.bool_]] = []
+        candidates: list[NDArray[np.int32]] = []
+        tokens: list[int] = []
         for forks, truth, hit in self._noted:
             line = forks.candidates[:, 0].tolist()
             met = common_prefix_len(line, truth)
             n = min(len(line), len(truth), met + 1)
             self._accepted.add(met / n, n)
             gaps.append(forks.gaps[:n])
-            true.append(forks.candidates[:n] == np.array(truth[:n])[:, None])
+            candidates.append(forks.candidates[:n])
+            tokens += truth[:n]
             if len(line) > 1 and line[0] == truth[0]:
                 # A verified draft whose first token is accepted brings a second token.
                 share = self._undrafted[hit]
@@ -114,7 +116,7 @@ class Outcomes:
         fading = np.where(self._seen > _PRIOR_WEIGHT, _KEPT ** len(self._noted), 1.0)
         self._noted.clear()
         cells = _cells(np.concatenate(gaps)).ravel()
-        came = np.concatenate(true).ravel()
+        came = (np.concatenate(candidates) == np.array(tokens)[:, None]).ravel()
         size = _KINDS * _BUCKETS
         self._true *= fading
         self._true += np.bincount(cells, came, size).reshape(_KINDS, -1)

@@ -159,7 +159,7 @@ class Brancher:
     def _budget(self, plans: Plans, wanted: int, pace: Pace, joined: int = 0) -> Budget:
         return choose_budget(
             plans,
-            lambda n: self._rows_s.estimate(n + joined),
+            lambda n: self._rows_s.estimates(n + joined),
             self._draft_s.mean,
             replace(pace, spent_s=0.0) if self._awaited else pace,
             wanted=wanted,

@@ -210,7 +210,7 @@ def budget(
     plans = plan_all([(np.array([place] * 5), K, 0.0)] * sessions, 16)
     return choose_budget(
         plans,
-        forward_s,
+        lambda rows: np.array([forward_s(int(n)) for n in rows]),
         K * forward_s(1),
         pace,
         wanted=K,
