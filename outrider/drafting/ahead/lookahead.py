@@ -7,7 +7,6 @@ from collections.abc import MutableSequence, Sequence
 import numpy as np
 
 from outrider.drafting.ahead.branches import DraftedBranch, adopt, drop
-from outrider.drafting.confidence import confidences_of
 from outrider.drafting.drafters import Forks
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.types import common_prefix_len
@@ -20,16 +19,18 @@ class Lookahead:
     pages of its own. The best candidate at the line's end is guessed, too, and is not in the cache.
     """
 
-    __slots__ = ("beyond", "branches", "forks", "line")
+    __slots__ = ("beyond", "beyond_confidences", "branches", "confidences", "forks", "line")
 
     def __init__(self) -> None:
         self.branches: list[DraftedBranch] = []
         self.beyond: Forks | None = None  # candidates behind the branches' guesses, once known
+        self.beyond_confidences = b""  # of the best of these; one of each branch
         self._clear()
 
     def _clear(self) -> None:
         self.line: list[int] = []
         self.forks: Forks | None = None  # [len(line) + 1, F], or not known
+        self.confidences = b""  # of the guess; empty without candidates
 
     @property
     def guess(self) -> list[int]:
@@ -40,9 +41,7 @@ class Lookahead:
 
     def draft(self, num_tokens: int) -> tuple[list[int], bytes]:
         """Return the guess's first tokens and their confidences, empty if these are not known."""
-        if self.forks is None:
-            return self.guess[:num_tokens], b""
-        return self.guess[:num_tokens], confidences_of(self.forks.gaps[:num_tokens, 1])
+        return self.guess[:num_tokens], self.confidences[:num_tokens]
 
     @property
     def end(self) -> tuple[int, int]:
@@ -66,6 +65,7 @@ class Lookahead:
         self.line = self.line[known:]
         if self.forks is not None:
             self.forks = self.forks[known:]
+            self.confidences = self.confidences[known:]
         return known
 
     def _take_branch(
@@ -83,10 +83,13 @@ class Lookahead:
             adopt(pool, block_table, chosen)
             place, chain = chosen.branch.accepted, chosen.tokens
             parts = [self.forks[: place + 1], chosen.forks]
+            confidences = self.confidences[: place + 1] + chosen.confidences
             if beyond is not None:
                 chain = chosen.guess
                 parts.append(beyond[i])
+                confidences += self.beyond_confidences[i : i + 1]
             self.line = [*self.line[:place], chosen.branch.token, *chain]
+            self.confidences = confidences
             self.forks = Forks(
                 np.concatenate([part.candidates for part in parts]),
                 np.concatenate([part.gaps for part in parts]),

@@ -11,6 +11,7 @@ from outrider.averages import Average
 from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft_branches, lengthen
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
+from outrider.drafting.confidence import by_row, confidences_of
 from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.drafters import CATCH_UP, ForkDrafter, Forks
 from outrider.drafting.proposer import Pace
@@ -72,8 +73,10 @@ class Brancher:
         self._rows_s.observe(len(rows) + len(drafted), seconds / num_tokens)
         self._draft_s.add_time(seconds)
         chains: list[list[int]] = forks.chains.tolist()
+        told = by_row(confidences_of(forks.gaps[:, :, 1]), [num_tokens] * len(rows))
         for i, ((state, _), chain) in enumerate(zip(rows, chains, strict=True)):
-            state.ahead.line, state.ahead.forks = chain, forks[i]
+            ahead = state.ahead
+            ahead.line, ahead.forks, ahead.confidences = chain, forks[i], told[i]
         return [state for state in states if state.ahead.branches]
 
     def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
@@ -108,10 +111,10 @@ class Brancher:
         started = self._clock()
         forks = lengthen(self._drafter, branches, NUM_RANKS)
         self._rows_s.observe(len(branches), self._clock() - started)
-        first = 0
+        first, told = 0, confidences_of(forks.gaps[:, 0, 1])
         for state in states:
             end = first + len(state.ahead.branches)
-            state.ahead.beyond = forks[first:end]
+            state.ahead.beyond, state.ahead.beyond_confidences = forks[first:end], told[first:end]
             first = end
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
