@@ -16,6 +16,7 @@ WORKLOADS = {
     POD: ["outrider-scorer"],
     GROUP: ["outrider-scorer-ranks-leader", "outrider-scorer-ranks-worker"],
 }
+HEAD = "proposers.m.method=mtp,proposers.m.model=org/m"
 
 
 def scorer_pods(values: Path, *sets: str) -> dict[str, Any]:
@@ -57,6 +58,22 @@ def test_vllm_drafts_with_its_own_module_by_flags_behind_dashes() -> None:
         flag, _, value = own.partition("=")
         assert flag == "--speculative-config"
         assert json.loads(value) == {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.mark.parametrize("placement", ["remote", "sidecar"])
+def test_vllm_keeps_the_states_that_heads_read(placement: str) -> None:
+    head = ("proposers.m.method=eagle3", "proposers.m.model=org/m")
+    sets = (*head, f"proposers.m.placement={placement}", "scorer.vllmFlags.seed=1")
+    (template,) = scorer_pods(POD, *sets).values()
+    args = template["spec"]["containers"][0]["args"]
+    own = args[: args.index("--")]
+    assert {"--engine=vllm", "--hidden-features=eagle3"} <= set(own)
+
+
+def test_vllm_keeps_the_states_that_were_asked_for() -> None:
+    shared = "scorer.vllmFlags.decode-context-parallel-size=1"  # as if it were not given
+    for template in scorer_pods(POD, "scorer.hiddenFeatures=2\\,final", shared).values():
+        assert "--hidden-features=2,final" in template["spec"]["containers"][0]["args"]
 
 
 def test_pods_of_group_find_their_leader() -> None:
@@ -122,7 +139,23 @@ def test_groups_when_autoscaled_are_scaled_whole(engine: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("proposers.m.method=mtp,proposers.m.model=org/m", "which scorer.engine vllm does not"),
+        (
+            f"{HEAD},scorer.parallel.pipeline=2,scorer.parallel.tensor=2",
+            "which vLLM does not give out with scorer.parallel.pipeline",
+        ),
+        (
+            f"{HEAD},scorer.vllmFlags.prefill-context-parallel-size=2",
+            "which vLLM does not give out with scorer.vllmFlags.prefill-context-parallel-size",
+        ),
+        (
+            f"{HEAD},scorer.vllmFlags.kv-offloading-size=1",
+            "which vLLM does not give out with scorer.vllmFlags.kv-offloading-size",
+        ),
+        (f"{HEAD},scorer.vllmFlags.speculative-config=x", "and then gives no hidden states"),
+        (
+            "scorer.hiddenFeatures=final,scorer.vllmFlags.kv-transfer-config=x",
+            "hiddenFeatures: vLLM does not give out hidden states with scorer.vllmFlags.kv-tr",
+        ),
         ("scorer.inProcess.method=ngram", "scorer.inProcess is the native engine's"),
         ("scorer.resources.limits.nvidia\\.com/gpu=2", "its limit has to be nvidia.com/gpu: 4"),
         (

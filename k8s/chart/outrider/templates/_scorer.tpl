@@ -12,6 +12,19 @@
 {{- default ($states | compact | uniq | sortAlpha | join ",") (toString .Values.scorer.hiddenFeatures) -}}
 {{- end -}}
 
+{{/* The value with which vLLM cannot give out hidden states, or nothing (docs/vllm.md). */}}
+{{- define "outrider.withoutStates" -}}
+{{- $found := list -}}
+{{- with .Values.scorer -}}
+{{- if gt (int .parallel.pipeline) 1 }}{{ $found = append $found "scorer.parallel.pipeline" }}{{ end -}}
+{{- range $flag, $value := .vllmFlags -}}
+{{- $shared := and (has $flag (list "decode-context-parallel-size" "prefill-context-parallel-size")) (ne (toString $value) "1") -}}
+{{- if or $shared (has $flag (list "kv-transfer-config" "kv-offloading-size")) }}{{ $found = append $found (printf "scorer.vllmFlags.%s" $flag) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- first (append $found "") -}}
+{{- end -}}
+
 {{/* What a scorer downloads to draft itself: arguments of the init container, as a JSON list. */}}
 {{- define "outrider.inProcessFetch" -}}
 {{- $names := list -}}
