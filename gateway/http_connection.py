@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import weakref
 from typing import Any, ClassVar, Final, cast
@@ -61,9 +62,9 @@ class PatientProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
+            with contextlib.suppress(h11.LocalProtocolError):  # the answer to HEAD has no body
+                super().send_400_response(msg)
+        self.transport.close()
 
     def _should_upgrade(self) -> bool:
         """Answer as if nothing had been offered, as RFC 9110, section 7.8, allows.

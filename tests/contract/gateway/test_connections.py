@@ -99,19 +99,22 @@ async def test_connection_with_junk_is_told_so_at_once(
     assert b"HTTP/1.1 400 " in answer
 
 
-@pytest.mark.parametrize("media", ["application/json", "text/plain"])  # this is refused unread
+@pytest.mark.parametrize(
+    ("method", "media"),
+    [("POST", "application/json"), ("POST", "text/plain"), ("HEAD", "text/plain")],  # text: unread
+)
 @pytest.mark.parametrize("pause_s", [0.0, PATIENCE_S / 4])
 async def test_connection_with_a_broken_body_logs_no_error(
-    media: str, pause_s: float, caplog: pytest.LogCaptureFixture
+    method: str, media: str, pause_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {media}\r\n"
+    head = f"{method} /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {media}\r\n"
     async with running_gateway(Script(tokens("abc"))) as gateway:
         async with connected(gateway) as (reader, writer):
             writer.write(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
             await asyncio.sleep(pause_s)
             writer.write(b"no number\r\n")
             answer = await read_to_end(reader)
-        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 415 "))
+        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 405 ", b"HTTP/1.1 415 "))
         assert answer.count(b"HTTP/1.1") == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
