@@ -187,6 +187,7 @@ STATES: Final = Names(
             "self",
         ),
         "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": ("self",),
+        "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ("self",),
         "vllm.model_executor.models.interfaces:supports_eagle3": ("model",),
         "vllm.v1.core.kv_cache_utils:get_kv_cache_groups": ("vllm_config", "kv_cache_spec"),
     },

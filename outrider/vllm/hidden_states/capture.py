@@ -64,7 +64,9 @@ class Capture:
         self._forward, self._initialize = runner._model_forward, runner.initialize_kv_cache
         runner._model_forward, runner.initialize_kv_cache = self._run, self._allocate
         self._measure = worker.determine_available_memory
+        self._warm_up = worker.compile_or_warm_up_model
         worker.determine_available_memory = self._available_memory
+        worker.compile_or_warm_up_model = self._begin
 
     def _available_memory(self) -> int:
         """Return what is left for keys and values beside hidden states, in bytes."""
@@ -77,6 +79,11 @@ class Capture:
         self._initialize(kv_cache_config, *args, **kwargs)
         self._group, self._pool.page_size = adapter.full_group(kv_cache_config.kv_cache_groups)
         self._pool.resize(kv_cache_config.num_blocks)
+
+    def _begin(self) -> Any:
+        times = self._warm_up()
+        self.states.begin()
+        return times
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
@@ -18,7 +20,8 @@ class HostedStates:
     """Implements `HiddenStateControl`; sends committed rows of a pool that the steps fill.
 
     vLLM takes no commands between steps, so matrices are kept by a thread of their own, and room
-    that proposers give back is counted when the next step has ended.
+    that proposers give back is counted when the next step has ended. Matrices that come before
+    `begin` wait for it: a graph that vLLM captures is lost if another thread allocates meanwhile.
     """
 
     def __init__(self, pool: HiddenStatePool, located: Located) -> None:
@@ -31,6 +34,8 @@ class HostedStates:
         self._located = located
         self._returned: deque[tuple[FeatureWindow, int]] = deque()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="outrider-projections")
+        self._lock = threading.Lock()
+        self._early: list[Callable[[], None]] | None = []  # what waits for `begin`
         self.broken = False
         """States of a step are missing: nothing is sent any more."""
 
@@ -42,13 +47,40 @@ class HostedStates:
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
         """Keep a projection on the device; the future ends when it is there."""
-        return self._copier.submit(self._streams.put_projection, spec, matrix)
+        done: Future[None] = Future()
+
+        def put() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                self._streams.put_projection(spec, matrix)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._submit(put)
+        return done
 
     def drop_projection(self, sha256: bytes) -> None:
         """Forget a projection that no proposer uses."""
-        self._copier.submit(self._streams.drop_projection, sha256)
+        self._submit(partial(self._streams.drop_projection, sha256))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._early is None:
+                self._copier.submit(job)
+            else:
+                self._early.append(job)
 
     # The stepping thread.
+
+    def begin(self) -> None:
+        """Let matrices be kept: vLLM has captured its graphs."""
+        with self._lock:
+            early, self._early = self._early or [], None
+            for job in early:
+                self._copier.submit(job)
 
     def follow(self, row: HostedRow, order: FeatureOrder | None) -> None:
         """Send a request's rows from the first on; None: no longer."""
