@@ -193,6 +193,11 @@ def without_states(config: Any) -> str:
     return ""
 
 
+def runs_eagerly(config: Any) -> bool:
+    """Tell whether nothing compiles a target's layers, which then may change tensors in place."""
+    return not config.compilation_config.mode  # CompilationMode.NONE
+
+
 def hands_out_layers(model: Any) -> bool:
     """Tell whether vLLM can take states between layers out of a model."""
     from vllm.model_executor.models.interfaces import supports_eagle3

@@ -198,7 +198,8 @@ STATES: Final = Names(
         "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("block_ids", "num_computed_tokens"),
         "vllm.v1.worker.block_table:MultiGroupBlockTable": ("__getitem__",),
-        "vllm.config:VllmConfig": ("kv_transfer_config",),
+        "vllm.config:VllmConfig": ("kv_transfer_config", "compilation_config"),
+        "vllm.config:CompilationConfig": ("mode",),
         "vllm.config:ParallelConfig": (
             *("pipeline_parallel_size", "decode_context_parallel_size"),
             "prefill_context_parallel_size",

@@ -198,6 +198,8 @@ def config_of(flags: str, **given: Any) -> Any:
 def test_what_keeps_no_states_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="none of 'final', 'eagle3'"):
         config_of("--hidden-features 99")
+    with pytest.raises(ConfigError, match="--hidden-features 0: without compilation"):
+        config_of("--hidden-features 0,2", enforce_eager=True)
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with pytest.raises(ConfigError, match="--kv-transfer-config brings has keys and values only"):
         config_of("--hidden-features final", kv_transfer_config=transfer)

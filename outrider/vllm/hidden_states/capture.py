@@ -28,6 +28,11 @@ def states_of(text: str, config: Any) -> FeatureSpec:
     spec = parse_features(text, *adapter.target_shape(config))
     if reason := adapter.without_states(config):
         raise ConfigError(f"--hidden-features cannot be kept: {reason}")
+    if 0 in spec.layers and adapter.runs_eagerly(config):
+        raise ConfigError(
+            "--hidden-features 0: without compilation (--enforce-eager), vLLM's kernels overwrite "
+            "what enters the first layer. Leave one of the two out."
+        )
     if lacking := versions.missing_names(versions.STATES):
         raise ConfigError(f"--hidden-features needs names that vLLM moved: {'; '.join(lacking)}")
     return spec
