@@ -92,7 +92,7 @@ def test_scorer_start_on_another_machine_with_wrong_flags_is_refused_in_a_line(
     ("flag", "instead"),
     [
         ("--attention-backend=flash", "give its own after --, as -- --attention-backend"),
-        ("--hidden-features=eagle3", "start a proposer beside it, or give its own --speculative"),
+        ("--in-process-proposer=--method=ngram", "start a proposer beside it, or give its"),
     ],
 )
 def test_flag_of_the_native_engine_names_what_vllm_has_instead(

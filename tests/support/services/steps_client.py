@@ -24,6 +24,7 @@ class Received:
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: common_pb2.PromptLogprobs | None = None
     accounts: int = 0  # messages with aux_info
+    parts: int = 0  # messages of a stream of steps with tokens
     last: scorer_pb2.ScorerServiceGenerateResponse | None = None  # with the end
     error: OutriderError | None = None
 
@@ -88,6 +89,7 @@ class StepsClient:
         for call_id, count in zip(message.ids, message.counts, strict=True):
             answer = self.answers[call_id]
             assert not answer.ended, "nothing comes after the end"
+            answer.parts += 1
             answer.token_ids += message.token_ids[at : at + count]
             answer.kinds += message.kinds[at : at + count]
             at += count

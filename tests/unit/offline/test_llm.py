@@ -460,7 +460,7 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
         ({"speculative_config": {"method": "ngram", "window": 2}}, "unrecognized .* window=2"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 500}},
-            "num_speculative_tokens is a number from 1 to 128",
+            "num_speculative_tokens is a number from 0 to 128",
         ),
         (
             {"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 2}},
