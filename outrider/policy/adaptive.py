@@ -34,14 +34,14 @@ class AdaptivePolicy(Policy):
 
     @property
     def mode(self) -> DraftMode:
-        return self._modes.current.mode
+        return self._modes.current.mode if self.num_speculative_tokens else DraftMode.OFF
 
     @property
     def may_wait(self) -> bool:
         return self.mode.drafts and not self._modes.current.catching_up
 
     def mode_at(self, size: int) -> DraftMode:
-        return self._modes.mode_at(size)
+        return self._modes.mode_at(size) if self.num_speculative_tokens else DraftMode.OFF
 
     @property
     def _unknown(self) -> bool:

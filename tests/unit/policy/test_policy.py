@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from outrider.config import SPECULATION_POLICIES, EngineConfig
+from outrider.engine.engine import Engine
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import FixedPolicy, Policy
+from outrider.policy.base import DraftMode, FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.rpc.feature_codec import SessionMessage
@@ -259,6 +260,22 @@ def test_without_speculation_nothing_waits_or_counts(
     assert stats.rounds == stats.output_tokens
     assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
     assert (1 in bench.engine.snapshot().undrafted_sizes) == (policy == "off"), "nobody asks"
+
+
+@pytest.mark.parametrize("policy", SPECULATION_POLICIES)
+def test_without_draft_tokens_steps_count_as_steps_without_drafts(policy: str) -> None:
+    model = HashModel(num_pages=64)
+    config = EngineConfig(
+        page_size=4, num_pages=model.num_pages, max_model_len=64, num_speculative_tokens=0
+    )
+    engine = Engine(model, config, policy=POLICIES[policy](0))
+    assert engine.snapshot().undrafted_sizes >= {1, 2, 3}
+    engine.submit(Request(0, (1, 2)))
+    for _ in range(3):
+        events = engine.step()
+        assert events is not None
+        assert events.counts is not None
+        assert events.counts.way == DraftMode.OFF.value
 
 
 def test_every_policy_of_the_flag_is_built() -> None:
