@@ -97,6 +97,7 @@ def can_run(network: FusedLlama, max_model_len: int) -> bool:
     windows = [layer.params.sliding_window for layer in layers]
     return (
         len(packed) == len(linears)
+        and all(each.int8 is None for each in packed)
         and all(each.bias is None for each in packed[len(layers) :])
         and all(layer.qk_norm is None for layer in layers)
         and all(window is None or window >= max_model_len for window in windows)

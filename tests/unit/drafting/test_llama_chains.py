@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ from outrider.drafting.drafters import Chain, DraftInput
 from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
+from outrider.engine.layers.linear import PackedLinear
+from outrider.engine.model.llama import FusedLlama
 from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.coupled import SamplingBatch, sample, seed_keys
@@ -254,3 +257,12 @@ def test_llama_chains_for_large_models_leave_them_to_torch(monkeypatch: pytest.M
     assert LlamaChains.of(built(llama())) is not None
     monkeypatch.setattr("outrider.drafting.cpu.llama_chains._MAX_WEIGHTS", 1000)
     assert LlamaChains.of(built(llama())) is None
+
+
+def test_llama_chains_for_rounded_weights_leave_them_to_torch() -> None:
+    paged = built(llama())
+    assert isinstance(paged.network, FusedLlama)
+    product = paged.network.layers[1].down
+    assert isinstance(product, PackedLinear)
+    product.round_to_int8(Mock())
+    assert LlamaChains.of(paged) is None
