@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.generation import Chunk, Generator
@@ -93,11 +94,10 @@ class CompletionResponse(Response):
                         await _send_events(giving_back, events, stream)
                         return
                     completions = completions_of(job, [each async for each in chunks])
-                    response: Response
-                    if _is_large(job, completions):  # other requests go on meanwhile
-                        response = await asyncio.to_thread(_whole, rendering, completions)
-                    else:
-                        response = _whole(rendering, completions)
+                    large = _is_large(job, completions)
+                    whole = partial(_whole, rendering, completions, large=large)
+                    # Other requests go on while a large one is made.
+                    response = await asyncio.to_thread(whole) if large else whole()
         except Exception as error:
             response, piece = self._failure(public_error(error), made, events)
             self._places.close()
@@ -137,9 +137,12 @@ def _is_large(job: Job, completions: Sequence[Completion]) -> bool:
     return bool(job.shaper.prompts) or told > _LARGE
 
 
-def _whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:
-    body = "".join(json_pieces(rendering.whole(completions)))
-    return Response(body, media_type="application/json")
+def _whole(rendering: Rendering, completions: Sequence[Completion], *, large: bool) -> Response:
+    """Return the answer; of a `large` one in pieces, between which other threads have turns."""
+    value = rendering.whole(completions)
+    if not large:
+        return JSONResponse(value)
+    return Response("".join(json_pieces(value)), media_type="application/json")
 
 
 class _Stream:

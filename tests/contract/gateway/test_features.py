@@ -468,9 +468,9 @@ async def test_large_answer_is_made_off_the_event_loop(
     made: list[tuple[int, int]] = []
     make = answers._whole
 
-    def whole(rendering: Rendering, completions: Sequence[Completion]) -> Response:
+    def whole(rendering: Rendering, completions: Sequence[Completion], *, large: bool) -> Response:
         made.append((sum(len(each.tokens) for each in completions), threading.get_ident()))
-        return make(rendering, completions)
+        return make(rendering, completions, large=large)
 
     monkeypatch.setattr(answers, "_whole", whole)
     async with running_gateway(Script(tokens("hello world" * 40))) as gateway:
