@@ -43,11 +43,10 @@ class DraftAccount:
 
     def launched_at_rest(self, rows: Iterable[Row]) -> None:
         """Count rows that `rest`, and go into a step."""
-        may_draft = self._policy.num_speculative_tokens > 0
         for row in rows:
             row.counters.iter_count += 1
             d = row.drafting
-            if may_draft and d.offered.limit and d.round.looked_at is not None:
+            if d.offered.limit and d.round.looked_at is not None:
                 row.counters.fallback_rounds += 1
 
     def arrived(self, row: Row, proposer_id: str, propose_s: float, network_s: float) -> None:
