@@ -205,7 +205,7 @@ def _cut(archives: Sequence[Path], part_bytes: int, out: Path) -> None:
             if left < min(2**20, len(data) - at):  # no crumbs
                 number, left = number + 1, part_bytes
                 folder = out / f".part{number}"
-                folder.mkdir()
+                folder.mkdir(parents=True)
                 shutil.copy(_UNPACK, folder / "unpack.sh")
             chunk = data[at : at + left]
             file = f"{archive.name}.{index:02d}"
