@@ -12,11 +12,11 @@ from gateway.processes import Worker, die_with_parent
 from gateway.workers.supervisor import Workers
 from outrider.errors import ConfigError, refuse
 from outrider.flag_types import RaisingParser
+from outrider.process.signals import end_at_sigterm
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.runtime import importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
 from outrider.settings import add_flag, settings_of
-from outrider.signals import end_at_sigterm
 
 _GC_THRESHOLDS = (50_000, 10, 10)
 """Streams make and drop thousands of objects a step, hardly any in reference cycles. With Python's

@@ -10,11 +10,11 @@ from outrider.drafting.building.config import ModelConfig, check_files
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import OutriderError, refuse
 from outrider.flag_types import RaisingParser
+from outrider.process.signals import end_at_sigterm
+from outrider.process.temporary import temporary_folder
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.rpc.targets import parse_entries
 from outrider.settings import add_flag, settings_of
-from outrider.signals import end_at_sigterm
-from outrider.temporary import temporary_folder
 from proposer_service.config import ProposerConfig
 
 

@@ -18,9 +18,9 @@ from typing import Final, cast
 
 from outrider.drafting.proposer import FeatureProposer, Proposer, ProposerTraits
 from outrider.errors import DeadlineError
+from outrider.process.watchdog import Watchdog
 from outrider.rpc.tasks import first_of
 from outrider.rpc.telemetry import Telemetry
-from outrider.watchdog import Watchdog
 from proposer_service.cycle import Cycle, Item, Stop
 from proposer_service.inbox import Inbox
 from proposer_service.metrics import ProposerMetrics

@@ -18,10 +18,10 @@ from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
 from outrider.models.resolve import find_local, resolve_model
+from outrider.process.signals import end_at_sigterm
+from outrider.process.temporary import temporary_folder
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.settings import add_flag, settings_of
-from outrider.signals import end_at_sigterm
-from outrider.temporary import temporary_folder
 from outrider.vllm.flags import (
     add_parallel_flags,
     node_rank,

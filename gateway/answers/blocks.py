@@ -64,7 +64,7 @@ class BlockReader:
         self._parser = AnswerParser(self._reading)
         self._with_reasoning = with_reasoning
         self.blocks: list[Block] = []
-        self.called = False
+        self.calls: list[Block] = []
         self._open: Block | None = None
 
     @property
@@ -87,9 +87,9 @@ class BlockReader:
 
     def _changes(self, event: Event) -> Iterator[Change]:
         if isinstance(event, Call):
-            self.called = True
             call_id = self._reading.new_call_id()
-            yield from self._begin(Block(len(self.blocks), "call", event.name, call_id))
+            self.calls.append(Block(len(self.blocks), "call", event.name, call_id))
+            yield from self._begin(self.calls[-1])
             return
         if isinstance(event, Arguments):
             assert self._open is not None, "arguments follow their call"

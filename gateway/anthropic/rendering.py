@@ -62,7 +62,7 @@ class MessageRendering:
         """Return the fields known at the end: `delta`, `usage`, and what was asked for."""
         usage = ending.usage
         return {
-            "delta": self._stop(ending, called=reader.called),
+            "delta": self._stop(ending, called=bool(reader.calls)),
             "usage": {
                 "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
                 "cache_creation_input_tokens": 0,

@@ -116,9 +116,7 @@ class Shaper:
 
     def blocks(self) -> BlockReader:
         """Create the reader of one answer's blocks, as other APIs than OpenAI's chats have them."""
-        if self.reading is None:
-            return BlockReader(None, with_reasoning=True)
-        return BlockReader(self.reading.reading, with_reasoning=self.reading.with_reasoning)
+        return BlockReader(None) if self.reading is None else self.reading.reader()
 
     def _echoed(
         self, index: int, scores: Scores, tokens: Sequence[OutputToken]

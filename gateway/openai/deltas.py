@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gateway.answers.events import Call, Content, Event, Reasoning
+from gateway.answers.blocks import Block, BlockReader, Ended, Grown
 from gateway.answers.formats import Reading
-from gateway.answers.parser import AnswerParser
 
-_CONTENT = "content"
-_REASONING = ("reasoning_content", "reasoning")  # clients read the one or the other
+_NAMES = {"text": ("content",), "reasoning": ("reasoning_content", "reasoning")}
+"""Kinds of blocks -> their fields; of reasoning clients read the one or the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,55 +20,29 @@ class MessageReading:
     reading: Reading
     with_reasoning: bool
 
+    def reader(self) -> BlockReader:
+        """Create the reader of one answer."""
+        return BlockReader(self.reading, with_reasoning=self.with_reasoning)
 
-class MessageReader:
-    """Reads one choice's text as it comes."""
 
-    def __init__(self, how: MessageReading) -> None:
-        self._how = how
-        self._parser = AnswerParser(how.reading)
-        self._calls = 0
-
-    @property
-    def called(self) -> bool:
-        """Tell whether the answer has a tool call."""
-        return bool(self._calls)
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Count the tokens of reasoning so far."""
-        return self._parser.reasoning_tokens
-
-    def delta(self, texts: Sequence[str], *, last: bool) -> dict[str, Any]:
-        """Return what tokens add to the message, by their texts; `last`: the answer ends."""
-        events = self._parser.read(texts, last=last)
-        delta: dict[str, Any] = {}
-        for event in events:
-            for name, value in self._fields(event):
-                if name == "tool_calls":
-                    _add_call(delta.setdefault(name, []), value)
-                else:
-                    delta[name] = delta.get(name, "") + value
-        return delta
-
-    def _fields(self, event: Event) -> Iterator[tuple[str, Any]]:
-        if isinstance(event, Content):
-            yield _CONTENT, event.text
-        elif isinstance(event, Reasoning):
-            if self._how.with_reasoning:
-                yield from ((name, event.text) for name in _REASONING)
-        elif isinstance(event, Call):
-            self._calls += 1
-            function = {"name": event.name, "arguments": ""}
-            call = {
-                "index": self._calls - 1,
-                "id": self._how.reading.new_call_id(),
-                "type": "function",
-            }
-            yield "tool_calls", {**call, "function": function}
-        else:
-            function = {"arguments": event.text}
-            yield "tool_calls", {"index": self._calls - 1, "function": function}
+def delta_of(reader: BlockReader, texts: Sequence[str], *, last: bool) -> dict[str, Any]:
+    """Return what tokens add to the message, by their texts; `last`: the answer ends."""
+    delta: dict[str, Any] = {}
+    for change in reader.read(texts, last=last):
+        block, grown = change.block, change.text if isinstance(change, Grown) else ""
+        if block.kind != "call":
+            for name in _NAMES[block.kind] if grown else ():
+                delta[name] = delta.get(name, "") + grown
+        elif not isinstance(change, Ended):
+            calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+            index = len(reader.calls) - 1
+            if not isinstance(change, Grown):
+                calls.append({"index": index, **_call(block)})
+            elif not calls or calls[-1]["index"] != index:
+                calls.append({"index": index, "function": {"arguments": grown}})
+            else:
+                calls[-1]["function"]["arguments"] += grown
+    return delta
 
 
 class WholeMessage(NamedTuple):
@@ -85,25 +58,15 @@ def message_of(how: MessageReading | None, texts: Sequence[str]) -> WholeMessage
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
     if how is None:
         return WholeMessage(message)
-    reader = MessageReader(how)
-    delta = reader.delta(texts, last=True)
-    calls = [
-        {name: value for name, value in call.items() if name != "index"}
-        for call in delta.get("tool_calls", ())
-    ]
-    content = delta.get(_CONTENT)
-    message[_CONTENT] = content if content is not None or calls else ""
-    for name in _REASONING:
-        if name in delta:
-            message[name] = delta[name]
-    if calls:
-        message["tool_calls"] = calls
-    return WholeMessage(message, reader.called, reader.reasoning_tokens)
+    reader = how.reader()
+    delta = delta_of(reader, texts, last=True)
+    message["content"] = None if reader.calls else ""
+    if reader.calls:
+        delta["tool_calls"] = [_call(block) for block in reader.calls]
+    return WholeMessage({**message, **delta}, bool(reader.calls), reader.reasoning_tokens)
 
 
-def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:
-    """Add a piece of a call to those of one delta."""
-    if calls and calls[-1]["index"] == piece["index"]:
-        calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-    else:
-        calls.append(piece)
+def _call(block: Block) -> dict[str, Any]:
+    """Return a call, with its arguments so far."""
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": block.call_id, "type": "function", "function": function}

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from gateway.generation import Chunk, Ending
 from gateway.openai.choices import Completion, Shaper, event, finish_reason
-from gateway.openai.deltas import MessageReader
+from gateway.openai.deltas import delta_of
 from gateway.openai.errors import error_body
 from gateway.openai.frames import TextFrame
 from gateway.openai.job import Job
@@ -105,7 +105,7 @@ class _Choice:
         self._index = index
         self._chat = shaper.kind == "chat"
         reading = shaper.reading
-        self._reader = None if reading is None else MessageReader(reading)
+        self._reader = None if reading is None else reading.reader()
         self._plain = not (  # events tell text alone
             shaper.with_logprobs or shaper.token_kinds or shaper.prompt_lens or shaper.with_drafts
         )
@@ -130,7 +130,7 @@ class _Choice:
         told = bool(text)
         if self._reader is not None:
             texts = [token.text for token in chunk.tokens]
-            content = self._reader.delta(texts, last=chunk.ending is not None)
+            content = delta_of(self._reader, texts, last=chunk.ending is not None)
             told = bool(content)
             text = content.get("content", "") if content.keys() == _CONTENT_ALONE else ""
         if self._plain:
@@ -146,7 +146,7 @@ class _Choice:
 
     def end(self, ending: Ending, endings: Sequence[Ending]) -> bytes:
         """Return the event with the finish reason; `endings` of all choices if this is the last."""
-        shaper, called = self._shaper, self._reader is not None and self._reader.called
+        shaper, called = self._shaper, self._reader is not None and bool(self._reader.calls)
         self._tokens = ending.usage.completion_tokens
         extra = {} if not endings or shaper.include_usage else shaper.aux_fields(endings)
         reason = finish_reason(ending, called=called)

@@ -18,10 +18,10 @@ from gateway.ports import bind
 from gateway.processes import Worker
 from gateway.workers.metrics import retire
 from gateway.workers.shared import SharedCounts
-from outrider.child_process import ServiceProcess, ServiceSpec, describe_exit, stop_all
 from outrider.errors import OutriderError, say
+from outrider.process.child_process import ServiceProcess, ServiceSpec, describe_exit, stop_all
+from outrider.process.temporary import temporary_folder
 from outrider.rpc.tasks import Background, all_or_first_error
-from outrider.temporary import temporary_folder
 
 _LOAD_S: Final = 600.0
 """For a worker to start, beside the time that it waits for a scorer: it may download a tokenizer.

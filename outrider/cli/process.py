@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Final
 
 from outrider.errors import say
-from outrider.signals import ended_by
+from outrider.process.signals import ended_by
 
 STOP_GRACE_S: Final = 1.0
 """Time between SIGTERM and SIGKILL. Ctrl-C then ends everything in under 2 s."""

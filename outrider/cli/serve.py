@@ -19,7 +19,7 @@ from outrider.cli.services import SOCKET, ServeConfig, services
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, say
 from outrider.flag_types import MAX_SOCKET_PATH
-from outrider.temporary import temporary_folder
+from outrider.process.temporary import temporary_folder
 
 _PREFIX: Final = "outrider-"
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.aux_layers import states_read
-from outrider.child_process import ServiceSpec
 from outrider.cli.ports import HOST
 from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
 from outrider.config import NUM_SPECULATIVE_TOKENS, SPECULATION_POLICIES
@@ -19,6 +18,7 @@ from outrider.engines import NATIVE, VLLM
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, SELF_LIMITING_METHODS
 from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS, resolve_model
+from outrider.process.child_process import ServiceSpec
 from outrider.vllm.flags import OWN_METHODS, OWN_SETTINGS, num_devices
 
 _DEFAULT_MAX_DRAFT_TOKENS = 16  # of proposers

@@ -7,10 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Self
 
-from outrider.child_process import Relay, ServiceProcess, ServiceSpec, describe_exit, stop_all
 from outrider.cli.client import why_not_attached
 from outrider.cli.process import START_DEADLINE_S, STOP_GRACE_S
 from outrider.errors import ConfigError, InternalError, OutriderError, ProposerRefusedError
+from outrider.process.child_process import (
+    Relay,
+    ServiceProcess,
+    ServiceSpec,
+    describe_exit,
+    stop_all,
+)
 from outrider.rpc.tasks import all_or_first_error
 
 _ATTACH_DEADLINE_S = 15.0

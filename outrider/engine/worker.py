@@ -29,8 +29,8 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
+from outrider.process.watchdog import Watchdog
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
-from outrider.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

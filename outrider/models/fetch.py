@@ -15,7 +15,7 @@ from outrider.flag_types import RaisingParser, from_zero
 from outrider.models.download import DownloadError
 from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
-from outrider.signals import end_at_sigterm
+from outrider.process.signals import end_at_sigterm
 
 _PAUSE_S = 10.0
 

@@ -24,7 +24,7 @@ from outrider.errors import ConfigError, InvalidRequestError, OutriderError, fai
 from outrider.flag_types import RaisingParser
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
-from outrider.temporary import temporary_folder
+from outrider.process.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from outrider.offline.engine import LocalEngine

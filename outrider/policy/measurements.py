@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.bounded import remember
-from outrider.draft_times import DraftTimes
 from outrider.drafted_nodes import DraftNodes, Forest
 from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.policy.draft_times import DraftTimes
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.rounds import Round
 from outrider.step_times import EngineStepTimes

@@ -15,8 +15,8 @@ from typing import Protocol
 import uvloop
 
 from outrider.errors import OutriderError, refuse, say
+from outrider.process.signals import ended_by
 from outrider.rpc.logs import configure_logging
-from outrider.signals import ended_by
 
 # Read on import, since the parent may die while torch is being imported.
 _PARENT = os.getppid()

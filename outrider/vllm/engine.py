@@ -29,6 +29,7 @@ from outrider.errors import (
 )
 from outrider.models.eos import read_eos_token_ids
 from outrider.params import SamplingParams, StopParams, VerificationRule
+from outrider.process.watchdog import PATIENCE_S
 from outrider.types import (
     Commit,
     EngineInfo,
@@ -45,7 +46,6 @@ from outrider.vllm.params import Abilities, sampling_fields, structured_fields
 from outrider.vllm.reaper import Reaper
 from outrider.vllm.start_log import StartLog
 from outrider.vllm.stats import Load
-from outrider.watchdog import PATIENCE_S
 
 _LOOK_S: Final = 1.0
 _REASON_CHARS: Final = 500

@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider import watchdog
 from outrider.device import device_id
 from outrider.drafting.building.config import DeterministicConfig, NgramConfig, SuffixConfig
 from outrider.drafting.copying.ngram import NgramProposer
@@ -29,6 +28,7 @@ from outrider.drafting.proposer import (
 )
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
+from outrider.process import watchdog
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.exposition import encode

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from torch import Tensor
 
-from outrider import watchdog
 from outrider.config import EngineConfig
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.process import watchdog
 from outrider.rpc.channel import open_channel
 from outrider.v1 import scorer_pb2_grpc
 from scorer_service import app, core

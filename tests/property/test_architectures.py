@@ -11,9 +11,9 @@ import torch
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import Model, RowSlice, pack
 from outrider.engine.model.loader import ModelOptions, build_paged_model
-from outrider.engine.sampling.verify import verify_tree
 from outrider.errors import UnsupportedModelError
 from tests.support.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
+from tests.support.models.verification import verify_tree
 
 PAGE_SIZE = 4
 NUM_PAGES = 64

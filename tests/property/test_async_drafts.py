@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.draft_times import DraftTimes
 from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
@@ -32,6 +31,7 @@ from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step
 from outrider.params import SamplingParams
 from outrider.policy.base import FixedPolicy
+from outrider.policy.draft_times import DraftTimes
 from outrider.types import Request
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun

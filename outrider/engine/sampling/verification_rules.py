@@ -1,8 +1,8 @@
 """Verification rules other than coupled: the target's choice, given the draft.
 
 All rules share one frame. At each place of a row the scorer names one token, its choice; a drafted
-token is accepted exactly when it is the choice and all before it were accepted (`verify.verify`).
-The coupled choice is the target's own draw and does not look at the draft. Under the rules here the
+token is accepted exactly when it is the choice and all before it were accepted (`verify_rows`). The
+coupled choice is the target's own draw and does not look at the draft. Under the rules here the
 choice at a drafted place may be the drafted token itself:
 
 rejection     with chance min(1, target_prob / draft_prob), else a draw from the residual of the
@@ -12,13 +12,12 @@ block         if the draft up to it, or further, is likely enough (Sun et al. 20
 typical       if the target finds the token typical enough (Medusa, Cai et al. 2024): lossy
 top_p_window  if the token is a candidate, or the tokens after it agree (PaddleNLP): lossy
 
-The first four functions are the definitions, a row at a time; `apply_rules` is them, batched.
 docs/sampling.md argues why the exact ones keep the law. With temperature 0 every rule is coupled.
+The definitions, a row at a time, are in tests/support/models/verification.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,105 +37,6 @@ from outrider.engine.sampling.coupled import (
 from outrider.params import SamplingParams, TokenIds, Verification, VerificationRule
 
 _MAX_PROBS = 2**22  # held at once: 8 bytes each, and several times over
-
-# The definitions. `target_probs` [vocab] is after all processing: edits, temperature, top-k, top-p
-# and min-p.
-
-
-def rejection(
-    drafted: int,
-    draft_probs: DraftProbs | None,
-    target_probs: Sequence[float],
-    uniform: float,
-    noise: Sequence[float],
-) -> int:
-    """Return the choice at one drafted place; `noise` is standard Gumbel noise, one per token.
-
-    Without `draft_probs` the draft is a point mass. Where rounding leaves nothing of the residual,
-    the draw is from the target's own distribution.
-    """
-    ids, probs = draft_probs or ((drafted,), (1.0,))
-    total = sum(probs)  # float32 values sum to 1 only about
-    residual = [*target_probs]
-    for token, prob in zip(ids, probs, strict=True):
-        residual[token] = max(0.0, residual[token] - prob / total)
-    if uniform * probs[ids.index(drafted)] / total < target_probs[drafted]:
-        return drafted
-    weights = residual if any(residual) else target_probs
-    scores = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(weights, noise, strict=True)]
-    return scores.index(max(scores))
-
-
-def block(
-    draft: TokenIds,
-    draft_probs: Sequence[DraftProbs | None],
-    target_probs: Sequence[Sequence[float]],
-    uniforms: Sequence[float],
-    noise: Sequence[Sequence[float]],
-) -> list[int]:
-    """Return the choices at all drafted places, given what `rejection` is given at each.
-
-    `ratio` is how likely the target is to write the draft so far, over how likely the proposer was
-    to draw it, capped at 1 from place to place. A round ends at the last place that passes. (Sun et
-    al. 2024, arXiv 2403.10444, algorithm 2.)
-    """
-    ratio, accepted = 1.0, 0
-    recovered: list[int] = []
-    for i, token in enumerate(draft):
-        ids, probs = draft_probs[i] or ((token,), (1.0,))
-        total = sum(probs)
-        residual = [ratio * prob for prob in target_probs[i]]
-        for t, prob in zip(ids, probs, strict=True):
-            residual[t] = max(0.0, residual[t] - prob / total)
-        left, missing = sum(residual), 1 - ratio
-        # All of both is 0 where the draft is what the target would write.
-        if i and uniforms[i - 1] * (left + missing) <= left:
-            accepted = i
-        weights = residual if any(residual) else target_probs[i]
-        scores = [
-            math.log(p) + g if p > 0 else -math.inf for p, g in zip(weights, noise[i], strict=True)
-        ]
-        recovered.append(scores.index(max(scores)))
-        ratio = min(1.0, ratio * target_probs[i][token] * total / probs[ids.index(token)])
-    if uniforms[-1] < ratio:
-        accepted = len(draft)
-    return [*draft[:accepted], *recovered[accepted:]]
-
-
-def typical(
-    drafted: int, target_probs: Sequence[float], drawn: int, epsilon: float, alpha: float
-) -> int:
-    """Return the choice at one drafted place; `drawn` is the target's own coupled draw."""
-    entropy = -sum(p * math.log(p) for p in target_probs if p > 0)
-    threshold = min(epsilon, alpha * math.exp(-entropy))
-    return drafted if target_probs[drafted] > threshold else drawn
-
-
-def top_p_window(
-    draft: TokenIds,
-    target_probs: Sequence[Sequence[float]],
-    allowed: Sequence[bool],
-    drawn: Sequence[int],
-    max_candidate_len: int,
-    verify_window: int,
-) -> list[int]:
-    """Return the choices at all drafted places; `drawn` are the target's coupled draws.
-
-    Candidates are the likeliest tokens that top_k, top_p and min_p leave, at most
-    `max_candidate_len` of them, with ties. Another draft needs a whole window of drafts after it
-    that are likeliest tokens, and must be `allowed`, that is not masked.
-    """
-    ranks = [sum(p > probs[t] for p in probs) for t, probs in zip(draft, target_probs, strict=True)]
-    choices = []
-    for i, token in enumerate(draft):
-        candidate = ranks[i] < max_candidate_len and target_probs[i][token] > 0
-        window = ranks[i + 1 : i + 1 + verify_window]
-        agrees = allowed[i] and len(window) == verify_window and not any(window)
-        choices.append(token if candidate or agrees else drawn[i])
-    return choices
-
-
-# Batched.
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +115,11 @@ def _rejections(places: _Places) -> Tensor:
 
 
 def _blocks(places: _Places) -> Tensor:
+    """Accept by `ratio`: how likely the target is to write the draft, over how likely it was drawn.
+
+    It is of the draft so far, and capped at 1 from place to place. A round ends at the last place
+    that passes. (Sun et al. 2024, arXiv 2403.10444, algorithm 2.)
+    """
     drawn_from, lens = _DrawnFrom.of(places), [len(row.draft) for row in places.rows]
     most = max(lens)
     flat = [row * most + i for row, count in enumerate(lens) for i in range(count)]
@@ -291,6 +196,10 @@ def _typical(places: _Places) -> Tensor:
 
 
 def _top_p_window(places: _Places) -> Tensor:
+    """Accept candidates: the likeliest tokens that top_k, top_p and min_p leave, with ties.
+
+    Another draft needs a whole window of drafts after it that are likeliest tokens.
+    """
     windows: list[tuple[int, int, int]] = []  # candidates, and the window's begin and end
     for row in places.rows:
         last = len(windows) + len(row.draft)

@@ -14,24 +14,6 @@ from torch import Tensor
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 
 
-def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
-    """Return how many drafted tokens are accepted: the readable definition.
-
-    `target_choices[i]` is what the target chooses after draft_tokens[:i], so there is one choice
-    more than there are drafts. A drafted token is accepted exactly when it equals the target's
-    choice and all before it were accepted. The round then commits target_choices[: accepted + 1]:
-    the accepted tokens, which are the target's choices too, and one more, chosen where the draft
-    was rejected (recovered) or after all of it (bonus). Under the coupled rule a choice is the
-    target's own draw, whatever was drafted, so the draft cannot change the text; under the others
-    (`verification_rules`) it may follow the draft.
-    """
-    assert len(target_choices) == len(draft_tokens) + 1
-    accepted = 0
-    while accepted < len(draft_tokens) and draft_tokens[accepted] == target_choices[accepted]:
-        accepted += 1
-    return accepted
-
-
 def padded(rows: Iterable[Sequence[int]], width: int, value: int | None) -> Tensor:
     """Return int64 [rows, width], padded with `value`, or if None with each row's last value."""
     filled = [(*row, *(row[-1] if value is None else value,) * (width - len(row))) for row in rows]
@@ -39,36 +21,28 @@ def padded(rows: Iterable[Sequence[int]], width: int, value: int | None) -> Tens
 
 
 def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
-    """Apply `verify` to many rows at once, where the tensors are.
+    """Return how many drafted tokens of each row are accepted, where the tensors are: int64 [n].
+
+    `choices[:, i]` is what the target chooses after drafts[:, :i], one more than there are drafts.
+    A drafted token is accepted exactly when it equals the target's choice and all before it were
+    accepted. The round then commits choices[: accepted + 1]: the accepted tokens, which are the
+    target's choices too, and one more, chosen where the draft was rejected (recovered) or after all
+    of it (bonus). Under the coupled rule a choice is the target's own draw, whatever was drafted,
+    so the draft cannot change the text; under the others (`verification_rules`) it may follow it.
 
     drafts int64 [n, k], rows shorter than k padded with -1, which no token equals; choices int64
-    [n, k + 1], padded with anything. Returns int64 [n].
+    [n, k + 1], padded with anything.
     """
     return (drafts == choices[:, :-1]).cumprod(dim=1).sum(dim=1)
 
 
-def verify_tree(
-    draft_tokens: Sequence[int], parents: Sequence[int], target_choices: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the accepted nodes of a tree, from the root down: the readable definition.
-
-    `target_choices[0]` is what the target chooses before all nodes (parent -1), and
-    `target_choices[1 + i]` what it chooses after node i and its ancestors. The walk goes to the
-    child that equals the choice, the first of them, as long as there is one. The round then commits
-    the choices along it: the tokens of its nodes, and one more.
-    """
-    path: list[int] = []
-    node = -1
-    while True:
-        children = (i for i in range(len(parents)) if parents[i] == node)
-        chosen = next((i for i in children if draft_tokens[i] == target_choices[node + 1]), None)
-        if chosen is None:
-            return tuple(path)
-        path.append(node := chosen)
-
-
 def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: int) -> Tensor:
-    """Apply `verify_tree` to many rows at once, where the tensors are: int64 [n, max_depth].
+    """Return the accepted nodes of trees, from the root down, where the tensors are.
+
+    `choices[:, 0]` is what the target chooses before all nodes (parent -1), `choices[:, 1 + i]`
+    what it chooses after node i and its ancestors. The walk goes to the child that equals the
+    choice, the first of them, as long as there is one. The round then commits the choices along it:
+    the tokens of its nodes, and one more. Returns int64 [n, max_depth].
 
     drafts int64 [n, k] and parents int64 [n, k], smaller trees padded with tokens of -1, which none
     equals; choices int64 [n, k + 1], padded with anything. No tree is deeper than `max_depth`. What

@@ -18,7 +18,7 @@ import grpc
 import httpx
 import pytest
 
-from outrider.child_process import ServiceProcess, ServiceSpec
+from outrider.process.child_process import ServiceProcess, ServiceSpec
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.services.fake_scorer import FakeScorer, Script, serving
 from tests.support.services.gateway import fake_scorer, model_folder, tokens

@@ -20,12 +20,12 @@ import pytest
 
 from gateway.config import GatewayConfig
 from gateway.workers.supervisor import Workers
-from outrider.child_process import ServiceProcess, ServiceSpec
 from outrider.cli import stack as stack_module
 from outrider.cli.ports import check_port
 from outrider.cli.process import relay
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, InternalError, UnavailableError
+from outrider.process.child_process import ServiceProcess, ServiceSpec
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc
 from tests.support.ports import reserved_port
 from tests.support.waiting import until

@@ -14,7 +14,6 @@ import torch
 from safetensors.numpy import save_file
 
 from outrider import engines
-from outrider.child_process import ServiceSpec
 from outrider.cli import serve, serve_config
 from outrider.cli.command_line import build_parser, main
 from outrider.cli.serve import ready_line
@@ -26,6 +25,7 @@ from outrider.drafting.hidden_states.heads import mtp_formats
 from outrider.errors import ConfigError
 from outrider.methods import METHODS
 from outrider.models import facts
+from outrider.process.child_process import ServiceSpec
 
 
 class Said(list[str]):

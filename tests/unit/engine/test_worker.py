@@ -14,7 +14,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider import watchdog
 from outrider.config import EngineConfig
 from outrider.draft_port import (
     NO_DRAFTS,
@@ -44,6 +43,7 @@ from outrider.features import FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.policy.base import FixedPolicy, Policy, Ready, StepDone
 from outrider.policy.row import Drafting
+from outrider.process import watchdog
 from outrider.rows.tracker import DraftTracker
 from outrider.types import Commit, FinishReason, Request, StepEvents
 from tests.support.models.at_once import AtOnce

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from outrider.bounded import MAX_NAMES
 from outrider.draft_port import DraftOffer
-from outrider.draft_times import DraftTimes
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.draft_times import DraftTimes
 from outrider.policy.measurements import Acceptance
 from outrider.policy.row import CurrentRound, Drafting, Offered
 from outrider.policy.waiting import Waiting

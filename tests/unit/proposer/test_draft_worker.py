@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import pytest
 from prometheus_client import CollectorRegistry
 
-from outrider import watchdog
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import DraftRound, Pace, Proposer, SessionKey
 from outrider.errors import DeadlineError
+from outrider.process import watchdog
 from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2
 from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessage

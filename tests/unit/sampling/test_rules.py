@@ -34,6 +34,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import Request
+from tests.support.models import verification as definitions
 from tests.unit.sampling.test_sampling import chi_square_limit
 
 REJECTION = Verification(VerificationRule.REJECTION)
@@ -58,7 +59,7 @@ def defined(logits: Tensor, row: RuledRow, drawn: list[int]) -> list[int]:
     if verification.rule is VerificationRule.TOP_P_WINDOW:
         settings_of = (verification.max_candidate_len, verification.verify_window)
         allowed = [logits[i, token] > -torch.inf for i, token in enumerate(row.draft)]
-        choices = rules.top_p_window(
+        choices = definitions.top_p_window(
             row.draft, target_probs[:-1], allowed, drawn[:-1], *settings_of
         )
         return [*choices, drawn[-1]]
@@ -68,20 +69,20 @@ def defined(logits: Tensor, row: RuledRow, drawn: list[int]) -> list[int]:
         fresh = seed_keys([row.sampling.of_draft(row.position).seed] * count, [Lane.ACCEPT] * count)
         drawn_from = row.draft_probs or (None,) * count
         chances = uniforms(fresh, at).tolist()
-        found = rules.block(row.draft, drawn_from, target_probs, chances, recover.tolist())
+        found = definitions.block(row.draft, drawn_from, target_probs, chances, recover.tolist())
         return [*found, drawn[-1]]
     choices = []
     for i, token in enumerate(row.draft):
         at = torch.tensor([row.position + i])
         if verification.rule is VerificationRule.TYPICAL:
             limits = (verification.epsilon, verification.alpha)
-            choices.append(rules.typical(token, target_probs[i], drawn[i], *limits))
+            choices.append(definitions.typical(token, target_probs[i], drawn[i], *limits))
         else:
             noise = gumbel_noise(seed_keys([seed], [Lane.RECOVER]), at, logits.shape[-1])[0]
             chance = uniforms(seed_keys([seed], [Lane.ACCEPT]), at).item()
             drawn_from = row.draft_probs[i] if row.draft_probs else None
             choices.append(
-                rules.rejection(token, drawn_from, target_probs[i], chance, noise.tolist())
+                definitions.rejection(token, drawn_from, target_probs[i], chance, noise.tolist())
             )
     return [*choices, drawn[-1]]
 
@@ -238,12 +239,12 @@ def test_block_with_known_probs_equals_numbers_worked_by_hand() -> None:
     still = [[0.0, 0.0]] * 2
 
     def choices(*uniforms: float) -> list[int]:
-        return rules.block((0, 0), drawn_from, target, uniforms, still)
+        return definitions.block((0, 0), drawn_from, target, uniforms, still)
 
     # Ratios 1/2, then 1/2 * 2 = 1: all of it passes, whatever the first place would say.
     assert choices(0.99, 0.99) == [0, 0]
     # Token by token the first would pass with 1/2 alone.
-    assert rules.rejection(0, drawn_from[0], target[0], 0.99, still[0]) == 1
+    assert definitions.rejection(0, drawn_from[0], target[0], 0.99, still[0]) == 1
     drawn_from[1] = DraftProbs((0, 1), (0.9, 0.1))  # ratios 1/2 and 4/9
     assert choices(0.99, 0.43) == [0, 0]
     assert choices(0.01, 0.45)[0] == 1, "of place 1 nothing is left: 0.4 < 0.9 and 0.1 = 0.1"
@@ -300,7 +301,7 @@ def test_rejection_without_residual_draws_from_the_target() -> None:
     drawn = draws(logits, [row])
     rules.apply_rules(logits, [row], drawn)
     assert drawn.tolist() == [1, 1]
-    assert rules.rejection(2, row.draft_probs[0], [0.0, 0.999, 0.0], 0.5, [0.0] * 3) == 1
+    assert definitions.rejection(2, row.draft_probs[0], [0.0, 0.999, 0.0], 0.5, [0.0] * 3) == 1
 
 
 def test_rejection_with_tiny_residual_recovers_from_it() -> None:
@@ -334,10 +335,10 @@ def test_verification_rule_when_greedy_is_coupled() -> None:
 def test_typical_with_known_probs_equals_numbers_worked_by_hand() -> None:
     flat, sharp = [0.25] * 4, [0.97, 0.01, 0.01, 0.01]
     # exp(-H): 0.25, and about 0.85.
-    assert rules.typical(3, flat, 0, epsilon=0.09, alpha=0.3) == 3, "0.25 > 0.075"
-    assert rules.typical(3, flat, 0, epsilon=0.09, alpha=1.0) == 3, "0.25 > 0.09"
-    assert rules.typical(3, sharp, 0, epsilon=0.09, alpha=0.3) == 0, "0.01 < 0.09"
-    assert rules.typical(0, sharp, 2, epsilon=0.09, alpha=0.3) == 0
+    assert definitions.typical(3, flat, 0, epsilon=0.09, alpha=0.3) == 3, "0.25 > 0.075"
+    assert definitions.typical(3, flat, 0, epsilon=0.09, alpha=1.0) == 3, "0.25 > 0.09"
+    assert definitions.typical(3, sharp, 0, epsilon=0.09, alpha=0.3) == 0, "0.01 < 0.09"
+    assert definitions.typical(0, sharp, 2, epsilon=0.09, alpha=0.3) == 0
 
 
 def test_top_p_window_with_known_probs_equals_numbers_worked_by_hand() -> None:
@@ -346,7 +347,9 @@ def test_top_p_window_with_known_probs_equals_numbers_worked_by_hand() -> None:
 
     def choices(draft: tuple[int, ...], window: int = 2) -> list[int]:
         allowed = [token != 0 for token in draft]
-        return rules.top_p_window(draft, probs[: len(draft)], allowed, [9] * len(draft), 2, window)
+        return definitions.top_p_window(
+            draft, probs[: len(draft)], allowed, [9] * len(draft), 2, window
+        )
 
     assert choices((1, 2, 3, 0)) == [1, 2, 9, 9]
     assert choices((3, 1, 1, 2)) == [3, 1, 1, 2], "two likeliest ones follow"

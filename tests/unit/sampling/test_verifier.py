@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import RowSlice
-from outrider.engine.sampling.verify import verify, verify_rows, verify_tree, verify_trees
+from outrider.engine.sampling.verify import verify_rows, verify_trees
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow
 from outrider.engine.tree_mask import depths
@@ -19,6 +19,7 @@ from outrider.engine.tree_walk import path_order, walk_trees
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import token_kinds
 from outrider.types import Request, TokenKind
+from tests.support.models.verification import verify, verify_tree
 
 
 def test_verify_of_any_draft_accepts_the_longest_common_prefix() -> None:

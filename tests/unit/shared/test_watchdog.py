@@ -1,4 +1,4 @@
-"""outrider/watchdog.py: what hangs and what does not."""
+"""outrider/process/watchdog.py: what hangs and what does not."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from outrider import watchdog
-from outrider.watchdog import Watchdog
+from outrider.process import watchdog
+from outrider.process.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)
