@@ -18,6 +18,40 @@ _LINE_BEGUN: Final = re.compile(  # RFC 9112, section 3; no registered method ha
 )
 _MAX_LOOKS: Final = 64
 """Each look at a head copies it, and a client may send it byte by byte."""
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROBES_S: Final = 0.05, 1.0  # the first pause between two probes doubles to the second
+
+
+class _Transport:
+    """A transport whose `close` waits for the client's end if part of its request is unread.
+
+    Otherwise the system resets the connection, and the client loses the answer.
+    """
+
+    def __init__(self, transport: asyncio.Transport, conn: h11.Connection) -> None:
+        self._transport = transport
+        self._conn = conn
+        self.lingers = False
+        self.ended = False  # the client sends no more
+        self.write = transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self.lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.ended or self.is_closing() or not self._is_unread():
+            self._transport.close()
+            return
+        self.lingers = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def _is_unread(self) -> bool:
+        broken_off = self._conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return broken_off or bool(self._conn.trailing_data[0])
 
 
 class PatientProtocol(H11Protocol):
@@ -25,17 +59,58 @@ class PatientProtocol(H11Protocol):
 
     uvicorn's keep-alive timeout holds only between an answer and the next byte: it bounds neither
     the first request, nor one that comes byte by byte, nor the flush of what nobody reads.
+
+    uvicorn takes the end of what a client sends for the end of the client. Here a client of
+    HTTP/1.1 still gets its answer.
     """
 
     patience_s: ClassVar[float] = 60.0
     """Without progress, until twice that at most; as web servers usually wait."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._probing: asyncio.TimerHandle | None = None
+        self._held = _Transport(transport, self.conn)
+        super().connection_made(cast(asyncio.Transport, self._held))
         self._pauses = 0
         self._looks = 0  # at the head of one request
         self._waited_for = self._waits_for()
         self._timer = self.loop.call_later(self.patience_s, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._held.lingers:
+            super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for an answer that is due."""
+        self._held.ended = True
+        return self._probe()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._held.ended and not self._probe():
+            self.transport.close()
+
+    def _probe(self, pause_s: float = _PROBES_S[0]) -> bool:
+        """Write, as long as an answer is due, what tells only whether the client has gone.
+
+        An answer that has begun tells it by itself. HTTP/1.0 has nothing of the kind.
+        """
+        if self._probing is not None:
+            self._probing.cancel()
+        due = self._answer_due()
+        if due and not self.cycle.response_started:
+            self.transport.write(_CONTINUE)
+            longer_s = min(2 * pause_s, _PROBES_S[1])
+            self._probing = self.loop.call_later(pause_s, self._probe, longer_s)
+        return due
+
+    def _answer_due(self) -> bool:
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and not (cycle.more_body or cycle.response_complete or self.transport.is_closing())
+            and cycle.scope["http_version"] == "1.1"
+        )
 
     def handle_events(self) -> None:
         former = self.cycle
@@ -64,7 +139,8 @@ class PatientProtocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             with contextlib.suppress(h11.LocalProtocolError):  # the answer to HEAD has no body
                 super().send_400_response(msg)
-        self.transport.close()
+        if not self.transport.is_closing():
+            self.transport.close()
 
     def _should_upgrade(self) -> bool:
         """Answer as if nothing had been offered, as RFC 9110, section 7.8, allows.

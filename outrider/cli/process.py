@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Final
 
 from outrider.errors import say
-from outrider.process.signals import ended_by
+from outrider.process.signals import ended_by, say_second
 
 STOP_GRACE_S: Final = 1.0
 """Time between SIGTERM and SIGKILL. Ctrl-C then ends everything in under 2 s."""
@@ -35,6 +35,8 @@ def run_until_signal(command: Coroutine[object, object, int]) -> int:
         seen: list[int] = []
 
         def on_signal(number: int) -> None:
+            if number in seen:
+                say_second("outrider", number)
             seen.append(number)
             task.cancel()
 

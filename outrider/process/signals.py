@@ -1,9 +1,11 @@
-"""What a signal does to a process that does not serve yet."""
+"""Signals that end a process before its work is done."""
 
 from __future__ import annotations
 
 import os
 import signal
+
+from outrider.errors import say
 
 
 def end_at_sigterm() -> None:
@@ -14,6 +16,11 @@ def end_at_sigterm() -> None:
     it was killed. `KeyboardInterrupt` does the same for SIGINT.
     """
     signal.signal(signal.SIGTERM, lambda signum, _: os._exit(ended_by(signum)))
+
+
+def say_second(name: str, signum: int) -> None:
+    """Say on stderr why a process ends without the grace that its first signal gave it."""
+    say(f"{name}: a second {signal.Signals(signum).name} ends everything at once, answers too")
 
 
 def ended_by(signum: int) -> int:

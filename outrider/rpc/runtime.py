@@ -15,7 +15,7 @@ from typing import Protocol
 import uvloop
 
 from outrider.errors import OutriderError, refuse, say
-from outrider.process.signals import ended_by
+from outrider.process.signals import ended_by, say_second
 from outrider.rpc.logs import configure_logging
 
 # Read on import, since the parent may die while torch is being imported.
@@ -47,7 +47,7 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
     seen: list[int] = []
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, _on_signal, signum, seen, stopping)
+        loop.add_signal_handler(signum, _on_signal, name, signum, seen, stopping)
     tasks: list[asyncio.Task[object]] = [asyncio.create_task(stopping.wait())]
     if exit_with_parent:
         tasks.append(asyncio.create_task(_parent_gone(_PARENT)))
@@ -116,9 +116,10 @@ def progress(name: str, message: str) -> None:
     say(f"{name}: {message}")
 
 
-def _on_signal(signum: int, seen: list[int], stopping: asyncio.Event) -> None:
+def _on_signal(name: str, signum: int, seen: list[int], stopping: asyncio.Event) -> None:
     # Ctrl-C reaches the whole process group, and the parent may add a SIGTERM.
     if signum in seen:
+        say_second(name, signum)
         os._exit(ended_by(signum))
     seen.append(signum)
     stopping.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -217,3 +218,60 @@ async def test_streams_that_ended_are_not_left_to_the_garbage_collector() -> Non
                 await until(lambda: alive() <= before + 1)  # the connection has its last one
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_sends_no_more_is_answered(stream: bool) -> None:
+    async with (
+        running_gateway(Script(tokens("hello world"), delay_s=0.1)) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(completion(stream=stream) + HEALTH)
+        writer.write_eof()
+        answer = await read_to_end(reader)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert b"world" in answer
+
+
+async def test_client_that_goes_after_it_sends_no_more_is_cancelled() -> None:
+    script = Script(tokens("hello world"), hang_after=2)
+    async with running_gateway(script) as gateway:
+        async with connected(gateway) as (_, writer):
+            writer.write(completion())
+            await until(lambda: gateway.scorer.running == 1)
+            writer.write_eof()
+            await asyncio.sleep(PATIENCE_S)
+            assert gateway.scorer.running == 1
+        await until(lambda: gateway.scorer.cancelled == 1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(completion(prompt="x" * 2**23), b"413"), (b"no request\n" + b"x" * 2**23, b"400")],
+)
+async def test_client_that_still_sends_gets_its_refusal(
+    sent: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PatientProtocol, "patience_s", DEADLINE_S)
+    async with (
+        running_gateway(Script(tokens("abc")), max_body_bytes=1000) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(sent.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        async with asyncio.timeout(DEADLINE_S):
+            await writer.drain()
+        assert (await read_to_end(reader)).startswith(b"HTTP/1.1 " + status)
+
+
+async def test_connection_whose_client_sends_on_for_ever_is_closed() -> None:
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (_, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer.write(b"no request\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x" * 1000)
+                await writer.drain()
+                await asyncio.sleep(PATIENCE_S / 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import io
@@ -22,7 +23,7 @@ from gateway.config import GatewayConfig
 from gateway.workers.supervisor import Workers
 from outrider.cli import stack as stack_module
 from outrider.cli.ports import check_port
-from outrider.cli.process import relay
+from outrider.cli.process import relay, run_until_signal
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.process.child_process import ServiceProcess, ServiceSpec
@@ -324,3 +325,15 @@ def test_port_when_taken_is_refused_by_flag() -> None:
             check_port("127.0.0.1", taken, "--port")
     check_port("127.0.0.1", reserved_port(), "--port")
     check_port("127.0.0.1", 0, "--port")
+
+
+def test_command_at_second_signal_ends_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    async def command() -> int:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(BOUND_S)
+        raise asyncio.CancelledError
+
+    assert run_until_signal(command()) == 143
+    assert "a second SIGTERM ends everything at once" in capfd.readouterr().err

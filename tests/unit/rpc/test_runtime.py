@@ -31,6 +31,9 @@ class Service:
         return {"grpc": "here"}
 
     async def stop(self):
+        if "drain" in sys.argv:
+            print("draining", flush=True)
+            await asyncio.sleep(60)
         print("stopped", flush=True)
 
     async def wait_failed(self):
@@ -90,6 +93,18 @@ def test_runtime_on_signal_stops_a_loading_service(signum: signal.Signals) -> No
         process.send_signal(signum)
         out, _ = process.communicate(timeout=20)
         assert (process.returncode, out) == (128 + signum, "stopped\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_runtime_on_second_signal_ends_at_once_and_says_so(signum: signal.Signals) -> None:
+    with service("drain") as process:
+        assert first_line(process).startswith("ready ")
+        process.send_signal(signum)
+        assert first_line(process) == "draining\n"
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out) == (128 + signum, "")
+        assert err.startswith(f"test: a second {signum.name} ends everything at once")
 
 
 @pytest.mark.parametrize(
