@@ -1,14 +1,15 @@
 """Measure vLLM with Outrider's proposers, beside vLLM's own draft model and no speculation.
 
     python -m benchmarks.vllm_remote --model TARGET --draft-model DRAFT --vllm FOLDER|PYTHON
-        [--gpus 0 1] [--eagle3 HEAD] [--more-tokens 6]
+        [--gpus 0 1] [--eagle3 HEAD] [--more-tokens 6] [--methods draft_model eagle3 suffix]
 
 TARGET and DRAFT are folders, of inflated models too (benchmarks/inflate.py). vLLM without drafts
 and with Outrider's lies on the first GPU, and Outrider's proposer on the last: with two GPUs it
-drafts ahead. For each K Outrider has an engine and a proposer. vLLM with its own methods is on the
-last GPU too; with `--eagle3`, it also speculates with that module. All are loaded at once, with KV
-caches of a fixed size, and measured in turns. What fails is left out, and told of in the results,
-which are written after each concurrency.
+drafts ahead. For each method and K Outrider has an engine and a proposer. vLLM with its own methods
+is on the last GPU too; with `--eagle3`, it also speculates with that module. All are loaded at
+once, with KV caches of a fixed size, and measured in turns. What fails is left out, and told of in
+the results, which are written after each concurrency. `--gpus 0,1 1 --options
+'{"tensor_parallel_size": 2}'` spreads the engines over two GPUs.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ from benchmarks.lib.records import Run, TokenIds
 from benchmarks.lib.stack import samples
 from benchmarks.lib.timed_rounds import PARTS, read_times
 from benchmarks.lib.vllm_peer import GpuPeers, VllmPlace, VllmSystem, speculative_config
+from outrider.aux_layers import states_read
+from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 
-_BASE, _OURS, _AHEAD = "vllm none", "vllm + outrider K=", " ahead"
+_BASE, _OURS, _AHEAD = "vllm none", "vllm + outrider ", " ahead"
 _BARE = "vllm bare K="  # wrong drafts from within: how fast a round with drafts can be
 _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
+_METHODS = ("draft_model", "eagle3", "suffix", "ngram")
 _CLASSES = "benchmarks.lib.timed_rounds."
 _TITLE = "vLLM with Outrider's proposers"
 # Metrics of the draft side and of the proposer, and the label that tells their parts.
@@ -154,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     add_vllm_flags(p)
     p.set_defaults(max_tokens=256, max_prompt_tokens=512, rounds=3, waves=2, vllm_memory=0.1)
     p.add_argument("--eagle3", help="EAGLE-3 module of the target: a folder")
+    p.add_argument("--methods", nargs="+", choices=_METHODS, default=["draft_model"])
     p.add_argument("--more-tokens", type=int, nargs="+", default=[], help="other K of Outrider's")
     p.add_argument("--ahead", action="store_true", help="Outrider's with --async-scheduling, too")
     p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
@@ -214,16 +219,15 @@ def _start(
     place = VllmPlace.find(args.vllm)
     if place is None:
         raise ProcessError("--vllm is needed: a folder of vLLM's wheels, or another Python.")
-    draft = resolve_model(args.draft_model, "draft")
-    k = args.num_speculative_tokens
-    ours, bare = {f"{_OURS}{each}": each for each in (k, *args.more_tokens)}, f"{_BARE}{k}"
-    if args.ahead:
-        ours |= {f"{name}{_AHEAD}": each for name, each in ours.items()}
+    draft, k = resolve_model(args.draft_model, "draft"), args.num_speculative_tokens
+    ours, bare = _ours(args), f"{_BARE}{k}"
     ours_class = f"{_CLASSES}TimedProposer"
     speculations = {
         _BASE: None,
         bare: speculative_config("custom_class", f"{_CLASSES}BareProposer", k),
-        **{name: speculative_config("custom_class", ours_class, k) for name, k in ours.items()},
+        **{
+            name: speculative_config("custom_class", ours_class, k) for name, (_, k) in ours.items()
+        },
         _DRAFT_MODEL: speculative_config("draft_model", draft, args.their_tokens),
     }
     if args.eagle3:
@@ -244,10 +248,13 @@ def _start(
             port = args.port + 4 * [*ours, bare].index(name)
             times = log_dir / f"times-{port}.json"
             flags = f"--port {port} --data-port {port + 1} --metrics-port {port + 2}"
+            method = None if name == bare else ours[name][0]
+            if method == "eagle3":
+                flags += f" --hidden-features {states_read(method, args.eagle3)}"
             plugin = {"outrider": flags, "times": str(times)}
-            proposer = None if name == bare else _proposer(args, draft, log_dir, children, port)
+            proposer = method and _proposer(args, method, log_dir, children, port)
             engine = peers.start(name, **options, additional_config=plugin)
-            if proposer is None:
+            if not proposer:
                 return _Bare(**vars(engine), times=times)
             system = _Drafted(**vars(engine), times=times, proposer=proposer, port=port)
             system.wait_attached(args.start_timeout)
@@ -264,13 +271,29 @@ def _start(
         pool.shutdown(wait=False)  # who ends the program waits for no start
 
 
+def _ours(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
+    """Return the method and K of each of Outrider's systems. Raises `ConfigError`."""
+    if "eagle3" in args.methods and args.eagle3 is None:
+        raise ConfigError("--methods eagle3 needs --eagle3.")
+    found = {
+        f"{_OURS}{'' if method == _METHODS[0] else f'{method} '}K={k}": (method, k)
+        for method in args.methods
+        for k in (args.num_speculative_tokens, *args.more_tokens)
+    }
+    return found | {f"{name}{_AHEAD}": each for name, each in found.items() if args.ahead}
+
+
 def _proposer(
-    args: argparse.Namespace, draft: Path, log_dir: Path, children: list[Child], port: int
+    args: argparse.Namespace, method: str, log_dir: Path, children: list[Child], port: int
 ) -> Child:
     """Start a proposer, which dials until the engine listens."""
     command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{port}"]
-    command += ["--port", "0", "--method", "draft_model", "--model", str(draft)]
-    command += ["--metrics-port", f"{port + 3}"]
+    command += ["--port", "0", "--metrics-port", f"{port + 3}", "--method", method]
+    if method == "draft_model":
+        command += ["--model", str(resolve_model(args.draft_model, "draft"))]
+    elif method == "eagle3":  # vLLM verifies chains
+        target = str(resolve_model(args.model, "target"))
+        command += ["--model", args.eagle3, "--target-model", target, "--tree-width", "1"]
     command += ["--dtype", "bfloat16", "--device", args.device, *args.proposer_flags]
     env = {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
     return module_child(f"proposer-{port}", command, log_dir, children, env)

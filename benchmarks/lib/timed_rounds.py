@@ -116,6 +116,8 @@ class TimedProposer(RemoteProposer):
         return found
 
     def next_drafts(self, *args: Any) -> list[list[int]]:
+        if self._host is None:  # another rank, which decides nothing
+            return super().next_drafts(*args)
         began, self._waited_s = time.perf_counter(), 0.0
         drafts = super().next_drafts(*args)
         self._times.add(began, self._waited_s, drafts)

@@ -73,7 +73,8 @@ class ServeConfig:
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
         if self.drafted_by_vllm and self.methods:
             self.own_speculation()  # raises
-        if self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus:
+        shared = self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus
+        if shared and self.engine != VLLM:  # vLLM's own draft model is slower than a proposer
             raise ConfigError(
                 f"--draft-device {self.draft_device} is the model's own: leave it out, and the "
                 "scorer drafts there itself, which is faster than a second process."

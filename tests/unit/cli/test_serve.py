@@ -225,6 +225,17 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpus", "vllm_installed")
+@pytest.mark.parametrize(("size", "device"), [(1, "cuda:0"), (2, "cuda:1")])
+def test_proposer_may_share_a_device_of_vllms(size: int, device: str, tmp_path: Path) -> None:
+    target, draft = (checkpoint(tmp_path / name, dtype="bfloat16") for name in "td")
+    flags = ("--draft-model", draft, "--draft-device", device, "--tensor-parallel-size", size)
+    scorer, proposer, _ = services(config(target, "--engine", "vllm", *flags), "/run")
+    assert dict(proposer.env) == {"CUDA_VISIBLE_DEVICES": device[-1]}
+    assert value(proposer, "--model") == str(draft)
+    assert "--speculative-config" not in scorer.argv
+
+
+@pytest.mark.usefixtures("gpus", "vllm_installed")
 def test_several_devices_are_vllms_in_one_scorer(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", dtype="bfloat16")
     specs = named(services(config(folder, "--tensor-parallel-size", 2), "/run"))
