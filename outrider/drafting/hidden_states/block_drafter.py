@@ -139,7 +139,7 @@ class BlockDrafter(CachedDrafter):
         tokens = rows.tokens.gather(1, rows.last[:, None])[:, 0]
         assert rows.features is not None
         outputs = self.head.outputs(rows.features, tokens, batches, self._backend)
-        draws = TargetDraws(rows.sampling, self._sampler.noised)
+        draws = TargetDraws(rows.sampling, self._sampler.likeliest)
         return self.head.guess(outputs, tokens, draws, outputs.shape[1], shape.width)
 
     def _drawn(
