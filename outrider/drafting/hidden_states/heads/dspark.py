@@ -24,6 +24,7 @@ from outrider.drafting.hidden_states.trees import (
     Guess,
     TargetDraws,
     guess_paths,
+    max_trees,
     trees_of_paths,
 )
 from outrider.drafting.likeliest import BiasedLogits
@@ -69,6 +70,11 @@ class DSparkHead(DFlashHead):
         self._chains = None if self._before is None else self._before.chains
         if self._before is not None and self._chains is not None:
             self.uses = (*self.uses, Use(self._before.product))
+
+    def max_rows(self, depth: int, width: int) -> int:
+        # All places' logits are of known tokens, in the module's dtype and without noise.
+        of_places = max_trees(depth, self._num_known) * 8 // self.dtype.itemsize
+        return min(max_trees(width, self.vocab_size), of_places)
 
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
