@@ -201,22 +201,24 @@ class Bench:
                 took = [s.run(unmeasured, args.max_tokens, concurrency).wall_s for s in systems]
                 size *= max(1, math.ceil(args.cell_seconds / min(took)))
                 plan = Plan(concurrency, args.rounds, size)
-                before = stack.proxied_bytes()
+                before = stack.sent_bytes()
                 everyone = [*children, *self._others]
                 cells = measure(systems, plan, self._prompts, args.max_tokens, everyone)
-                spent = {key: n - before[key] for key, n in stack.proxied_bytes().items()}
+                spent = {key: n - before[key] for key, n in stack.sent_bytes().items()}
                 self._cells += cells
                 self._compare(spent, *cells[:2])
                 self.write()
 
-    def _compare(self, spent: dict[str, int], plain: Cell, drafting: Cell) -> None:
+    def _compare(self, spent: dict[str, float], plain: Cell, drafting: Cell) -> None:
         differences = stats.divergences(drafting, plain)
         self.differing += sum(at is not None for at in differences)
         note = f"{drafting.system}, {plain.concurrency} at once: "
         note += f"{differences.count(None)} of {len(differences)} texts equal"
         rounds = sum(run.rounds or 0 for run in drafting.runs)
-        if spent["to"] and rounds:
-            to, back = (spent[key] / rounds for key in ("to", "from"))
+        states, to, back = (spent[key] / max(1, rounds) for key in ("states", "to", "from"))
+        if states:
+            note += f", {states:.0f} bytes of hidden states per round"
+        if to:
             note += f", {to:.0f} bytes to the scorer and {back:.0f} from it per round"
         self._note(f"{note}.")
 

@@ -152,6 +152,11 @@ class Stack:
         """Return the bytes that the proxy forwarded `to` the scorer and `from` it."""
         return self._ask_proxy({}) if self.config.proxy else {"to": 0, "from": 0}
 
+    def sent_bytes(self) -> dict[str, float]:
+        """Return bytes so far: of hidden `states` that the scorer sent, and `proxied_bytes`."""
+        found = [s for s in samples(self._metrics_url) if s.name == "outrider:feature_bytes_total"]
+        return {"states": sum(s.value for s in found), **self.proxied_bytes()}
+
     def step_seconds(self) -> dict[str, float]:
         """Return the seconds of the scorer's steps so far by part, and their number, `steps`.
 

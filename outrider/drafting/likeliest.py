@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -69,13 +72,36 @@ def cut_to_likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return logits.masked_fill(scaled < threshold, -torch.inf)
 
 
-def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
-    """Return `logits` [n, m, vocab] plus temperature times noise, in float32.
+@dataclass(frozen=True, slots=True)
+class BiasedLogits:
+    """Logits of m paths of each row, which differ by the token before: a sum not yet computed."""
 
-    The m places of row i share the noise of its position plus `depth`.
+    known: Tensor  # [n, 1, known]: without the bias
+    ids: Tensor | None  # int64 [known]: the tokens that these are of; None: all
+    bias: tuple[Tensor, Tensor, Tensor]
+    """Table [any, rank], its rows int64 [n * m], and weight [known, rank]."""
+    dense: Callable[[], Tensor]
+    """Computes them: [n, m, vocab]."""
+
+
+def likeliest(
+    logits: Tensor | BiasedLogits, batch: SamplingBatch | None, depth: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the `count` likeliest tokens of each path and their log probabilities, best first.
+
+    Logits [n, m, vocab] of m paths per row become int64 and float32 [n, m, count]; fewer if the
+    vocabulary is smaller. Scores are logits plus temperature times noise of the row's position plus
+    `depth`; `batch` None: all rows are greedy. Tokens of score -inf have a probability of 0.
     """
-    noise = gumbel_noise(batch.seed, batch.position + depth, logits.shape[-1]).float()
-    return logits.float() + (batch.temperature[:, None] * noise)[:, None]
+    scores = (logits.dense() if isinstance(logits, BiasedLogits) else logits).float()
+    if batch is not None:
+        noise = gumbel_noise(batch.seed, batch.position + depth, scores.shape[-1]).float()
+        scores = scores + (batch.temperature[:, None] * noise)[:, None]
+    if count == 1:  # in fewer passes
+        best, tokens = scores.max(dim=-1, keepdim=True)
+        return tokens, (scores - best).exp_().sum(dim=-1, keepdim=True).log_().neg_()
+    top = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    return top.indices, (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
 
 
 def possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:

@@ -24,7 +24,7 @@ from outrider.drafting.graphs.loops import (  # noqa: E402
     LoopCapture,
     triton_sampler,
 )
-from outrider.drafting.likeliest import top_candidates  # noqa: E402
+from outrider.drafting.likeliest import BiasedLogits, top_candidates  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
 from outrider.engine.model.paged_model import PagedModel  # noqa: E402
@@ -67,17 +67,70 @@ def test_triton_candidates_beyond_cuts_have_infinite_gaps() -> None:
     assert gaps[0].isinf().tolist() == [False, False, True, True]
 
 
+PLACES = [3, 50, 900, 2**20]
+
+
+def same_likeliest(
+    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    for each, other in zip(found, expected, strict=True):
+        assert each.dtype is other.dtype
+    assert found[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_noise_equals_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("vocab_size", [4, 3000])
+def test_triton_likeliest_equal_torch(vocab_size: int, count: int, dtype: torch.dtype) -> None:
+    """Of paths that have rows of their own, of which the first has an impossible token."""
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(len(SAMPLINGS), 3, 3000, generator=generator).to(dtype).to(DEVICE)
-    logits[0, 1, 7] = -torch.inf
-    batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
+    logits = torch.randperm(len(SAMPLINGS) * 3 * vocab_size, generator=generator)
+    logits = (logits.view(len(SAMPLINGS), 3, -1) / 40 % 7).float().to(DEVICE)  # no near ties
+    logits[:, 1, 2] = -torch.inf
+    logits = logits.to(dtype)
+    batch = SamplingBatch.build(SAMPLINGS[1:] * 2, PLACES[:1] * 6, DEVICE)[: len(SAMPLINGS)]
+    count = min(count, vocab_size)
     for depth in (0, 5):
-        found = triton_sampler().noised(logits, batch, depth)
-        assert found.dtype is torch.float32
-        torch.testing.assert_close(found, TORCH_SAMPLER.noised(logits, batch, depth))
-        assert torch.equal(found[0], logits[0].float())
+        found = triton_sampler().likeliest(logits, batch, depth, count)
+        same_likeliest(found, TORCH_SAMPLER.likeliest(logits, batch, depth, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [8, 100])
+@pytest.mark.parametrize("known", [300])
+@pytest.mark.parametrize("num_paths", [1, 3])
+@pytest.mark.parametrize("sampling", [SAMPLINGS, SAMPLINGS[:1] * 4], ids=["any", "greedy"])
+def test_triton_likeliest_of_biased_logits_equal_torch(
+    sampling: tuple[SamplingParams, ...],
+    num_paths: int,
+    known: int,
+    rank: int,
+    dtype: torch.dtype,
+) -> None:
+    """Of a slot between others, of tokens that are every third."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    n, vocab_size, ids = len(sampling), 3 * known, torch.arange(1, 3 * known, 3, device=DEVICE)
+    logits, table, weight = randn(n, 5, known)[:, 2:3], randn(90, rank), randn(known, rank)
+    before = torch.randint(90, (n * num_paths,), generator=generator).to(DEVICE)
+
+    def dense() -> torch.Tensor:
+        sums = (table[before].float() @ weight.float().t()).view(n, num_paths, known)
+        all_ = torch.full((n, num_paths, vocab_size), -torch.inf, device=DEVICE)
+        return all_.index_copy_(2, ids, sums + logits.float())
+
+    batch = SamplingBatch.build(sampling, PLACES, DEVICE)
+    biased = BiasedLogits(logits, ids, (table, before, weight), dense)
+    for depth, count in ((0, 1), (3, 4)):
+        found = triton_sampler().likeliest(biased, batch, depth, count)
+        same_likeliest(found, TORCH_SAMPLER.likeliest(biased, batch, depth, count))
+    every = BiasedLogits(logits, None, (table, before, weight), lambda: dense()[..., ids])
+    found = triton_sampler().likeliest(every, batch, 1, 3)
+    same_likeliest(found, TORCH_SAMPLER.likeliest(every, batch, 1, 3))
 
 
 def llama() -> PagedModel:

@@ -153,8 +153,9 @@ def _cached_capture(
         return nullcontext()
     width, max_rows = limits.tree_width, limits.max_sessions
     if isinstance(head, BlockHead):
+        deepest = min(limits.max_draft_tokens, head.max_depth)
         shapes = block_shapes(
-            max_rows=min(max_rows, max_trees(max(width, head.max_depth), head.vocab_size)),
+            max_rows=min(max_rows, head.max_rows(deepest, width)),
             limits=(limits.max_draft_tokens, head.max_depth),
             width=width,
             num_slots=head.num_slots,

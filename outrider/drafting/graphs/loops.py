@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, features_of
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.likeliest import cut_to_likeliest
+from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest
 from outrider.engine.batch import RowSlice
 from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
@@ -30,6 +30,7 @@ from outrider.engine.graphs.capture import Capture, Precompile, Work
 from outrider.engine.sampling.coupled import SamplingBatch
 
 Draft = TypeVar("Draft")
+Likeliest = Callable[[Tensor | BiasedLogits, SamplingBatch, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class DraftSampler:
     choose: Callable[[Tensor, SamplingBatch], Tensor]  # as `coupled.sample`
     candidates: Callable[[Tensor, SamplingBatch, int], tuple[Tensor, Tensor]]
     """As `likeliest.top_candidates`."""
-    noised: Callable[[Tensor, SamplingBatch, int], Tensor]  # as `likeliest.noised`
+    likeliest: Likeliest  # as `likeliest.likeliest`
 
 
 def triton_sampler() -> DraftSampler:
@@ -51,10 +52,15 @@ def triton_sampler() -> DraftSampler:
         logits = cut_to_likeliest(logits, batch)
         return kernels.choose_top(logits, batch.temperature, batch.seed, batch.position, count)
 
-    def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
-        return kernels.noised(logits, batch.temperature, batch.seed, batch.position, depth)
+    def likeliest(
+        logits: Tensor | BiasedLogits, batch: SamplingBatch, depth: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(logits, Tensor):
+            return kernels.likeliest(logits, batch, depth, count)
+        known, ids, bias = logits.known, logits.ids, logits.bias
+        return kernels.likeliest(known, batch, depth, count, ids=ids, bias=bias)
 
-    return DraftSampler(kernels.sample, candidates, noised)
+    return DraftSampler(kernels.sample, candidates, likeliest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.trees import Guess, TargetDraws, max_trees
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.pools import KVPools
@@ -49,7 +49,8 @@ class BlockDrafter(CachedDrafter):
         self._loop_depths = sorted(
             {min(shape.num_tokens, head.max_depth) for shape in (capture.shapes if capture else ())}
         )
-        self._at_once = max_trees(max(limits.tree_width, head.max_depth), head.vocab_size)
+        deepest = min(limits.max_draft_tokens, head.max_depth)
+        self._at_once = head.max_rows(deepest, limits.tree_width)
         super().__init__(head, pools, backend, limits, capture)
         if limits.tree_width == 1:  # a chain ends with the block; a tree may have more nodes
             self.max_draft_tokens = min(limits.max_draft_tokens, head.max_depth)
@@ -139,7 +140,7 @@ class BlockDrafter(CachedDrafter):
         tokens = rows.tokens.gather(1, rows.last[:, None])[:, 0]
         assert rows.features is not None
         outputs = self.head.outputs(rows.features, tokens, batches, self._backend)
-        draws = TargetDraws(rows.sampling, self._sampler.noised)
+        draws = TargetDraws(rows.sampling, self._sampler.likeliest)
         return self.head.guess(outputs, tokens, draws, outputs.shape[1], shape.width)
 
     def _drawn(

@@ -19,14 +19,19 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree, chain_parents
 from outrider.drafting.confidence import by_row, confidences_of_log_probs
+from outrider.drafting.graphs.loops import Likeliest
 from outrider.drafting.hidden_states.earlier_text import EarlierText
-from outrider.drafting.likeliest import cut_to_likeliest, noised
+from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, likeliest
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
 Nodes = tuple[list[int], list[int], list[float]]
 """Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference; and the
 log probability of each token, given those before it."""
+
+PathStep = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | BiasedLogits]]
+"""Takes states [m, ...] and tokens int64 [m] of paths, n rows of them, and a place; returns the
+next states and logits of what follows: [m, vocab]."""
 
 _MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
 
@@ -66,7 +71,7 @@ class TargetDraws:
     def __init__(
         self,
         batch: SamplingBatch | None,
-        noised: Callable[[Tensor, SamplingBatch, int], Tensor] = noised,
+        likeliest: Likeliest = likeliest,
         texts: EarlierText | None = None,
     ) -> None:
         """Take a row each, at the position that depth 0 is drawn at; None: all greedy.
@@ -74,7 +79,7 @@ class TargetDraws:
         `texts` are those that the draws follow, if paths are to be compared with them.
         """
         self._batch = batch
-        self._noised = noised
+        self._likeliest = likeliest
         self.texts = texts
 
     @property
@@ -95,32 +100,24 @@ class TargetDraws:
             return cls(None, texts=texts)
         return cls(SamplingBatch.build(sampling, lengths, device), texts=texts)
 
-    def likeliest(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
+    def likeliest(
+        self, logits: Tensor | BiasedLogits, depth: int, count: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the `count` likeliest tokens at `depth` and their log probabilities.
 
-        Logits [n, m, vocab] of m places per row become int64 and float32 [n, m, count], the best
-        first; fewer if the vocabulary is smaller. Cut tokens have a probability of 0.
+        As the function `likeliest`, after cuts by top_k, top_p and min_p.
         """
-        scores = self._scores(logits, depth)
-        if count == 1:  # in fewer passes
-            best, tokens = scores.max(dim=-1, keepdim=True)
-            return tokens, (scores - best).exp_().sum(dim=-1, keepdim=True).log_().neg_()
-        top = scores.topk(min(count, logits.shape[-1]), dim=-1)
-        return top.indices, (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
-
-    def first(self, logits: Tensor, depth: int) -> Tensor:
-        """Return the likeliest token of each row at `depth`: [n, vocab] to int64 [n]."""
-        return self._scores(logits[:, None], depth)[:, 0].argmax(dim=-1)
-
-    def _scores(self, logits: Tensor, depth: int) -> Tensor:
-        scores, batch = logits.float(), self._batch
-        return scores if batch is None else self._noised(_cut(scores, batch), batch, depth)
+        batch = self._batch
+        if batch is None:
+            return likeliest(logits, None, depth, count)
+        if batch.any_sorted or batch.any_min_p:
+            dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
+            logits = _cut(dense.float(), batch)
+        return self._likeliest(logits, batch, depth, count)
 
 
 def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return `logits` [n, m, vocab] with cut tokens at -inf; greedy rows cut nothing."""
-    if not (batch.any_sorted or batch.any_min_p):
-        return logits
     n, m, vocab_size = logits.shape
     places = batch.repeated(m, batch.position.repeat_interleave(m))
     cut = cut_to_likeliest(logits.view(n * m, vocab_size), places).view(logits.shape)
@@ -173,7 +170,7 @@ def guess_places(places: Tensor, draws: TargetDraws, width: int) -> Tensor:
 
 
 def guess_paths(
-    step: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    step: PathStep,
     states: Tensor,
     tokens: Tensor,
     draws: TargetDraws,
@@ -182,8 +179,7 @@ def guess_paths(
 ) -> Tensor:
     """Follow paths in a beam: int32 [n, 3, nodes], the tokens, parents and scores of all.
 
-    `step(states [m, ...], tokens [m], place)` returns the next states and logits [m, vocab] of what
-    follows the tokens; it begins with the texts' last, int64 [n].
+    It begins with the texts' last `tokens`, int64 [n], of one path each.
     """
     n = len(tokens)
     if width == 1:
@@ -195,9 +191,12 @@ def guess_paths(
     num_nodes = 0
     for place in range(depth):
         states, logits = step(states, last, place)
-        logits, ends_with = logits.view(n, -1, logits.shape[-1]), last.view(n, -1)
+        ends_with = last.view(n, -1)
         if texts is not None and before is not None:
-            logits = texts.raised(logits, before, ends_with, place)
+            dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
+            dense = dense.view(n, -1, dense.shape[-1])
+            logits = texts.raised(dense, before, ends_with, place)
+        logits = _by_row(logits, n)
         found, log_probs = draws.likeliest(logits, place, width)
         scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
         found, count = found.flatten(1), found.shape[-1]
@@ -216,7 +215,7 @@ def guess_paths(
 
 
 def _guess_chains(
-    step: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    step: PathStep,
     states: Tensor,
     tokens: Tensor,
     draws: TargetDraws,
@@ -227,19 +226,19 @@ def _guess_chains(
     log_probs: list[Tensor] = []
     for place in range(depth):
         states, logits = step(states, tokens, place)
-        ids, chance = draws.likeliest(logits[:, None], place, 1)
+        ids, chance = draws.likeliest(_by_row(logits, len(tokens)), place, 1)
         tokens = ids[:, 0, 0]
         found.append(tokens)
         log_probs.append(chance[:, 0, 0])
-    return chain_nodes(torch.stack(found, dim=1), torch.stack(log_probs, dim=1).cumsum(dim=1))
+    ids = torch.stack(found, dim=1).to(torch.int32)
+    parents = torch.arange(-1, depth - 1, dtype=torch.int32, device=ids.device).expand_as(ids)
+    scores = torch.stack(log_probs, dim=1).cumsum(dim=1)
+    return torch.stack((ids, parents, scores.view(torch.int32)), dim=1)
 
 
-def chain_nodes(token_ids: Tensor, scores: Tensor | None = None) -> Tensor:
-    """Return chains [n, depth] as `guess_paths` does; without scores all have the same."""
-    ids = token_ids.to(torch.int32)
-    parents = torch.arange(-1, ids.shape[1] - 1, dtype=torch.int32, device=ids.device)
-    bits = torch.zeros_like(ids) if scores is None else scores.view(torch.int32)
-    return torch.stack((ids, parents.expand_as(ids), bits), dim=1)
+def _by_row(logits: Tensor | BiasedLogits, n: int) -> Tensor | BiasedLogits:
+    """Return the logits of paths of n rows as `likeliest` takes them."""
+    return logits if isinstance(logits, BiasedLogits) else logits.view(n, -1, logits.shape[-1])
 
 
 def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:

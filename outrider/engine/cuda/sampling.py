@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.engine.cuda.kernels.likeliest import likeliest_block_kernel, likeliest_row_kernel
 from outrider.engine.cuda.kernels.sampling import (
     choose_block_kernel,
-    noised_kernel,
     top_block_kernel,
     top_row_kernel,
 )
@@ -18,6 +18,8 @@ from outrider.engine.sampling.verify import VerifyBatch
 
 _BLOCK = 1024  # tokens per program, so that one row fills a GPU
 _WARPS = 2
+Bias = tuple[Tensor, Tensor, Tensor]
+"""Table [any, rank], its rows int64 [paths], and weight [vocab, rank]: their product is added."""
 _LANES, _ROW_WARPS = 8192, 16  # of the program of a row
 
 
@@ -95,18 +97,45 @@ def choose_top(
     return chosen, gaps
 
 
-def noised(
-    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, ahead: int
-) -> Tensor:
-    """Add temperature times noise to `logits` [n, m, vocab], equally for the m rows: float32.
+def likeliest(
+    logits: Tensor,
+    batch: SamplingBatch,
+    ahead: int,
+    count: int,
+    *,
+    ids: Tensor | None = None,
+    bias: Bias | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the `count` likeliest tokens of each path and their log probabilities, best first.
 
-    The noise is that of `positions` + `ahead`. The other arguments are those of `choose_top`. A
-    CUDA graph can capture it.
+    `logits` [n, m, vocab] are of m paths of each row of `batch`, at its positions + `ahead`. A
+    score is a logit plus temperature times noise, and its softmax over all of the path is the
+    probability: int64 and float32 [n, m, count], tokens of which there are less at -inf.
+
+    `logits` are of the tokens `ids` int64 [vocab], if these are given. With a `bias` logits are
+    [n, 1, vocab], and `m` is the bias's. A CUDA graph can capture it.
     """
-    n, repeat, vocab = logits.shape
-    logits = logits.contiguous()
-    out = torch.empty_like(logits, dtype=torch.float32)
-    noised_kernel[(n * repeat, triton.cdiv(vocab, _BLOCK))](
-        logits, temperature, keys, positions, out, vocab, ahead, repeat, _BLOCK
+    n, m, vocab = logits.shape
+    logits = logits if logits.stride(2) == 1 and m == 1 else logits.contiguous()
+    table, before, weight = (logits,) * 3 if bias is None else bias
+    paths, rank = (n * m, 0) if bias is None else (len(before), weight.shape[1])
+    at_once, block = (1, _BLOCK) if bias is None else (16, 128)
+    blocks = triton.cdiv(vocab, block)
+    best = torch.empty((paths, blocks, count), dtype=torch.int64, device=logits.device)
+    sums = torch.empty((paths, blocks), dtype=torch.float32, device=logits.device)
+    names = logits if ids is None else ids
+    likeliest_block_kernel[(triton.cdiv(paths, at_once), blocks)](
+        *(logits, table, before, weight, names, batch.temperature, batch.seed, batch.position),
+        *(best, sums, paths, vocab, logits.stride(0) if m == 1 else vocab, ahead),
+        *(paths // (n * m), paths // n, rank, ids is not None, count, at_once, block),
+        *(min(64, max(16, triton.next_power_of_2(rank))), logits.is_cuda),
+        num_warps=_WARPS if bias is None else 4,
     )
-    return out
+    tokens = torch.empty((n, paths // n, count), dtype=torch.int64, device=logits.device)
+    chances = torch.empty_like(tokens, dtype=torch.float32)
+    likeliest_row_kernel[(paths,)](
+        *(best, sums, names, tokens, chances, blocks, vocab, ids is not None, count),
+        *(triton.next_power_of_2(blocks), triton.next_power_of_2(blocks * count)),
+        num_warps=8,
+    )
+    return tokens, chances

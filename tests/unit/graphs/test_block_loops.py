@@ -168,6 +168,17 @@ def test_block_head_with_windows_that_are_not_causal_is_not_captured(tmp_path: P
     assert not load("dflash", tmp_path / "files", CPU, is_causal=False).capturable
 
 
+def test_dspark_drafts_for_many_rows_in_one_loop_whatever_the_targets_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots have logits of known tokens alone: 64 rows are not parts of 16, one by one."""
+    head = load("dspark", tmp_path / "files", CPU)
+    monkeypatch.setattr(head, "vocab_size", 128_256)
+    monkeypatch.setattr(head, "_num_known", 32_000)
+    assert head.max_rows(depth=7, width=1) >= 128
+    assert 16 < head.max_rows(depth=16, width=8) <= 32, "trees with cuts take the whole vocabulary"
+
+
 @pytest.mark.parametrize("depth", [3, 7, 15])
 @pytest.mark.parametrize("most", [1, 5, 16])
 @pytest.mark.parametrize("max_rows", [1, 5, 256])

@@ -13,7 +13,13 @@ from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.heads.base import CachedHead
-from outrider.drafting.hidden_states.trees import Guess, TargetDraws, guess_places, trees_of_places
+from outrider.drafting.hidden_states.trees import (
+    Guess,
+    TargetDraws,
+    guess_places,
+    max_trees,
+    trees_of_places,
+)
 from outrider.engine.attention.base import AttentionBackend
 
 
@@ -38,6 +44,10 @@ class BlockHead(CachedHead):
     def num_fed(self, depth: int) -> int:
         """Return the slots that `run` feeds where one row wants `depth` guesses, or more."""
         return self.num_slots(depth)
+
+    def max_rows(self, depth: int, width: int) -> int:
+        """Return how many rows guess `width` tokens at `depth` places at once, to bound memory."""
+        return max_trees(max(depth, width), self.vocab_size)
 
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int

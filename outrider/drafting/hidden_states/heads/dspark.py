@@ -23,10 +23,11 @@ from outrider.drafting.hidden_states.heads.dflash_format import DFlashFormat
 from outrider.drafting.hidden_states.trees import (
     Guess,
     TargetDraws,
-    chain_nodes,
     guess_paths,
+    max_trees,
     trees_of_paths,
 )
+from outrider.drafting.likeliest import BiasedLogits
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.errors import ConfigError
@@ -70,36 +71,30 @@ class DSparkHead(DFlashHead):
         if self._before is not None and self._chains is not None:
             self.uses = (*self.uses, Use(self._before.product))
 
+    def max_rows(self, depth: int, width: int) -> int:
+        # All places' logits are of known tokens, in the module's dtype and without noise.
+        of_places = max_trees(depth, self._num_known) * 8 // self.dtype.itemsize
+        return min(max_trees(width, self.vocab_size), of_places)
+
     def guess(
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
         """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
         normed, known = self._slots(states[:, :depth])
-        if width == 1 and self._confidence is not None:  # log probabilities tell nothing more
-            if self._chains is not None:
-                return self._chains.draw(normed, known, tokens, draws.batch, self._confidence)
-            ids = self._drawn(normed, known, tokens, draws)
-            before = torch.cat((tokens[:, None], ids[:, :-1]), dim=1)
-            sure = self._log_confidence(normed, before).float().view(torch.int32)
-            return torch.cat((chain_nodes(ids), sure[:, None]), dim=1)
+        confident = width == 1 and self._confidence is not None
+        if confident and self._chains is not None and self._confidence is not None:
+            return self._chains.draw(normed, known, tokens, draws.batch, self._confidence)
 
-        def step(paths: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor]:
-            count = len(last) // len(states)  # of a row
-            mine, logits = (
-                each[:, place, None].expand(-1, count, -1).flatten(0, 1) for each in (normed, known)
-            )
-            return self._biased(paths, mine, logits, last)
+        def step(paths: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor | BiasedLogits]:
+            return self._biased(paths, normed[:, place], known[:, place], last)
 
-        return guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
-
-    def _drawn(self, normed: Tensor, known: Tensor, tokens: Tensor, draws: TargetDraws) -> Tensor:
-        """Return chains that follow `tokens`, int64 [n, depth]."""
-        paths, chain = self._no_tokens(normed), list[Tensor]()
-        for place in range(known.shape[1]):
-            paths, logits = self._biased(paths, normed[:, place], known[:, place], tokens)
-            tokens = draws.first(logits, place)
-            chain.append(tokens)
-        return torch.stack(chain, dim=1)
+        found = guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
+        if not confident:
+            return found
+        # Log probabilities would tell nothing more.
+        before = torch.cat((tokens[:, None], found[:, 0, :-1]), dim=1)
+        sure = self._log_confidence(normed, before).float().view(torch.int32)
+        return torch.cat((found, sure[:, None]), dim=1)
 
     def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:
         # One node alone may be drawn as a chain, so it tells the same either way: nothing.
@@ -130,7 +125,8 @@ class DSparkHead(DFlashHead):
         normed, known = self._slots(outputs[:, depth : depth + 1])
         path, logits = self._biased(paths[:, depth], normed[:, 0], known[:, 0], tokens)
         paths[:, depth + 1 : depth + 2] = path[:, None]
-        return states, logits
+        dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
+        return states, dense[:, 0]
 
     def _no_tokens(self, outputs: Tensor) -> Tensor:
         """Return the state of paths without tokens: [n, width], the width perhaps 0."""
@@ -145,11 +141,25 @@ class DSparkHead(DFlashHead):
 
     def _biased(
         self, paths: Tensor, normed: Tensor, known: Tensor, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the states of paths on which `tokens` [m] follow, and logits [m, vocab]."""
-        if self._before is not None:
-            paths, known = self._before.add(paths, tokens, normed, known.contiguous())
-        return paths, spread(known, self._target_ids, self.vocab_size)
+    ) -> tuple[Tensor, Tensor | BiasedLogits]:
+        """Return the states of paths on which `tokens` [n * m] follow, and logits of what follows.
+
+        `normed` [n, hidden] and `known` [n, known] are a slot's outputs and logits without bias.
+        """
+        num_paths = len(tokens) // len(known)  # of a row
+        if self._before is None:
+            dense = spread(known, self._target_ids, self.vocab_size)
+            return paths, dense[:, None].expand(-1, num_paths, -1)
+        normed = normed[:, None].expand(-1, num_paths, -1).flatten(0, 1)
+        markov, ids, vocab_size = self._before, self._target_ids, self.vocab_size
+        paths, table, rows = markov.advance(paths, tokens, normed)
+
+        def sums() -> Tensor:
+            own = known[:, None].expand(-1, num_paths, -1).flatten(0, 1).contiguous()
+            biased = spread(markov.product.add(F.embedding(rows, table), own), ids, vocab_size)
+            return biased.view(len(known), num_paths, -1)
+
+        return paths, BiasedLogits(known[:, None], ids, (table, rows, markov.weight), sums)
 
     def _log_confidence(self, normed: Tensor, before: Tensor) -> Tensor:
         """Return log P(accepted, given that those before are) [n, depth]."""
@@ -165,31 +175,31 @@ class _Markov:
     """The bias of a slot's logits by the tokens before: a product of low rank."""
 
     def __init__(
-        self, kind: str, embedding: Tensor, product: Linear, joint: Linear | None, rank: int
+        self, kind: str, embedding: Tensor, weight: Tensor, product: Linear, joint: Linear | None
     ) -> None:
-        """`joint` is the gate of `gated`, or what makes state and bias of `rnn`."""
+        """`product` is with `weight`, `joint` the gate of `gated`, or what makes state and bias."""
         self._kind, self.product, self._joint = kind, product, joint
-        self.embedding, self.rank = embedding, rank
-        self.state_size = rank if kind == "rnn" else 0
+        self.embedding, self.weight, self.rank = embedding, weight, weight.shape[1]
+        self.state_size = self.rank if kind == "rnn" else 0
         self.chains: BiasedChains | None = None  # a faster way to draw chains, on a CPU
 
-    def add(
-        self, paths: Tensor, tokens: Tensor, normed: Tensor, known: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the states after tokens [m], and logits [m, known] with the biases by them.
+    def advance(
+        self, paths: Tensor, tokens: Tensor, normed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the states of paths after tokens [m], and a table and its rows for the product.
 
         `paths` [m, state_size] are the states before, `normed` [m, hidden] the slots' outputs.
         """
+        if self._joint is None:
+            return paths, self.embedding, tokens
         before = F.embedding(tokens, self.embedding)
         if self._kind == "gated":
-            assert self._joint is not None
             before = torch.sigmoid(self._joint(torch.cat((normed, before), dim=-1))) * before
-        elif self._kind == "rnn":
-            assert self._joint is not None
+        else:
             parts = self._joint(torch.cat((paths, before, normed), dim=-1)).chunk(3, dim=-1)
             paths = torch.lerp(torch.tanh(parts[1]), paths, torch.sigmoid(parts[0]))
             before = torch.tanh(parts[2])
-        return paths, self.product.add(before, known)
+        return paths, before, torch.arange(len(before), device=before.device)
 
 
 def _markov(
@@ -217,19 +227,14 @@ def _markov(
             checkpoint.tensor(f"{layer}weight", *size),
             checkpoint.tensor(f"{layer}bias", size[0]),
         )
-    markov = _Markov(
-        kind,
-        embedding,
-        place.linear(product),
-        None if joint is None else place.linear(*joint),
-        rank,
-    )
+    weight = place.put(product).contiguous()
+    joined = None if joint is None else place.linear(*joint)
+    markov = _Markov(kind, embedding, weight, place.linear(product), joined)
     on_cpu = place.device.type == "cpu" and place.dtype in (torch.float32, torch.bfloat16)
     if kind != "gated" and on_cpu:
         # Imported here: on a GPU nothing needs Numba.
         from outrider.drafting.cpu.biased_chains import BiasedChains
 
         put = None if joint is None else (place.put(joint[0]), place.put(joint[1]))
-        bias = place.put(product)
-        markov.chains = BiasedChains(embedding, bias, put, ids, linear=markov.product)
+        markov.chains = BiasedChains(embedding, weight, put, ids, linear=markov.product)
     return markov

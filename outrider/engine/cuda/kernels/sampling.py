@@ -7,38 +7,12 @@ Scores are computed in float32, and in float64 only for tokens close to a row's 
 import triton
 import triton.language as tl
 
-from outrider.engine.cuda.kernels.noise import gumbel_noise, rank, rough_scores, unrank
+from outrider.engine.cuda.kernels.noise import rank, rough_scores, unrank
 
 _LOWEST = tl.constexpr(-(2**63))  # below every ranked score
 
 
-# Other numbers of rows and positions need no compilation.
-@triton.jit(do_not_specialize=["ahead", "repeat"])
-def noised_kernel(
-    logits_ptr,  # [n * repeat, vocab]
-    temperature_ptr,  # float32 [n]; 0: no noise
-    keys_ptr,  # int64 [n, 2]
-    position_ptr,  # int64 [n]
-    out_ptr,  # float32 [n * repeat, vocab]
-    vocab,
-    ahead,  # a row samples the token this far after its position
-    repeat,  # adjacent rows with the same noise
-    BLOCK: tl.constexpr,
-):
-    """Add temperature times noise to a block of logits."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    scores = tl.load(logits_ptr + row * vocab + token, mask=inside, other=0.0).to(tl.float32)
-    params = tl.program_id(0) // repeat
-    temperature = tl.load(temperature_ptr + params)
-    if temperature != 0.0:
-        position = tl.load(position_ptr + params) + ahead
-        noise = gumbel_noise(keys_ptr + 2 * params, position, token)
-        scores += temperature * noise.to(tl.float32)
-    tl.store(out_ptr + row * vocab + token, scores, mask=inside)
-
-
+# Other positions need no compilation.
 @triton.jit(do_not_specialize=["ahead"])
 def choose_block_kernel(
     logits_ptr,  # [n, vocab]
