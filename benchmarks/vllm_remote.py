@@ -54,6 +54,8 @@ _COUNTED = {
     **{f"proposer_{name}": "" for name in ("cycle_seconds_count", "ahead_seconds_count")},
     "proposer_cycle_sessions_sum": "",
 }
+_LOOP = "proposer_loop_"  # metrics of batches, labelled by their captured rows and tokens
+_SHAPE = ("rows", "tokens", "kind")
 _FATES = ("hit", "waited", "late", "wrong", "none")
 _PARTS = ("propose", "network", "wait", "score")
 _KV_CACHE_BYTES = 6 << 30  # then --vllm-memory is just what must be free at the start
@@ -126,6 +128,9 @@ class _Drafted(_Timed):
                     name = sample.name.removeprefix("outrider:")
                     if (label := _COUNTED.get(name)) is not None:
                         found[sample.labels.get(label, name)] += sample.value
+                    elif name.startswith(_LOOP):
+                        labels = [sample.labels.get(each, "") for each in _SHAPE]
+                        found[" ".join([name, *labels]).rstrip()] += sample.value
         return found
 
     def notes(self, spent: dict[str, float]) -> list[str]:
@@ -143,6 +148,16 @@ class _Drafted(_Timed):
                 f"{cycles:.0f} batches of {size:.1f} sessions: {cycle * 1e3:.2f} ms, "
                 f"and {ahead * 1e3:.2f} ms ahead "
                 f"({spent['proposer_ahead_seconds_count']:.0f} times)"
+            )
+        times = f"{_LOOP}seconds_count "
+        shapes = [name[len(times) :] for name in spent if name.startswith(times) and spent[name]]
+        for shape in sorted(shapes, key=lambda shape: -spent[times + shape]):
+            count, rows = spent[times + shape], f"{_LOOP}rows_total {shape}"
+            ms = spent[f"{_LOOP}seconds_sum {shape}"] / count * 1e3
+            drafts, branches = (spent[f"{rows} {kind}"] / count for kind in ("draft", "branch"))
+            notes.append(
+                f"{count:.0f} loops of {' x '.join(shape.split())} tokens: {drafts:.1f} drafts, "
+                f"{branches:.1f} branches, {ms:.2f} ms"
             )
         return notes
 

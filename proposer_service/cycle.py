@@ -131,6 +131,7 @@ class Cycle:
             self._metrics.cycle.observe(self._clock() - self._started)
             self._metrics.forward.observe(round_.forward_s)
             self._metrics.batch_size.observe(len(round_.drafts) + len(round_.unfinished))
+        self._note_loops(round_)
         if self._sessions_seen != self._proposer.num_sessions:
             self._sessions_seen = self._proposer.num_sessions
             self._metrics.sessions.set(self._sessions_seen)
@@ -148,7 +149,12 @@ class Cycle:
         if round_.trees:
             self._metrics.ahead.observe(self._clock() - self._started)
             self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
+        self._note_loops(round_)
         return bool(round_.trees)
+
+    def _note_loops(self, round_: DraftRound) -> None:
+        for run in round_.loops:
+            self._metrics.loop(run)
 
     def _pace(self) -> Pace:
         return self._routes.pace.after(self._clock())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
+from outrider.drafting.proposer import LoopRun
 from outrider.rpc.telemetry import METRIC_PREFIX
 
 _SECONDS = (
@@ -48,9 +49,31 @@ class ProposerMetrics:
         self.branch_tokens = counter(
             "ahead_tokens", "Tokens in trees that were guessed ahead, drafts included."
         )
+        self._pool, shape = pool, (*labels, "rows", "tokens")
+        self._loops = Summary(
+            prefix + "loop_seconds",
+            "Time of one batch of drafts with candidates in the model, by its rows, padding "
+            "included, and the tokens of each.",
+            shape,
+            registry=registry,
+        )
+        self._loop_rows = Counter(
+            prefix + "loop_rows",
+            "Rows of these batches without padding: `draft` for a session that had none, `branch` "
+            "for an outcome of a running verification.",
+            (*shape, "kind"),
+            registry=registry,
+        )
         self.batch_size = histogram("cycle_sessions", "Sessions in one drafting cycle.", _SESSIONS)
         self.sessions = gauge("sessions", "Sessions held.")
         self.session_limit = gauge("session_limit", "Sessions that can be held at once.")
         self.links = gauge("links", "Scorers connected.")
         self.lost = counter("lost_sessions", "Sessions turned away for want of room, or evicted.")
         self.malformed = counter("malformed_messages", "Messages that were dropped.")
+
+    def loop(self, run: LoopRun) -> None:
+        shape = self._pool, str(run.captured), str(run.tokens)
+        self._loops.labels(*shape).observe(run.seconds)
+        for kind, rows in (("draft", run.drafts), ("branch", run.branches)):
+            if rows:
+                self._loop_rows.labels(*shape, kind).inc(rows)

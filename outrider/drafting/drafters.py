@@ -117,6 +117,9 @@ class ForkDrafter(Protocol):
     @property
     def page_size(self) -> int: ...
 
+    def captured_rows(self, num_rows: int) -> int:
+        """Return how many rows the model runs for so many, padding included."""
+
     def forks(
         self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
     ) -> Forks:

@@ -184,6 +184,7 @@ class HybridProposer(SessionMethod[_Session]):
         self._take_trees(i, round_, done)
 
     def _take_trees(self, i: int, round_: DraftRound, done: DraftRound) -> None:
+        done.loops.extend(round_.loops)
         for key, tree in round_.trees:
             self._drafted(i, key, tree, done)
             done.trees.append((key, tree))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.errors import ConfigError
@@ -99,6 +99,16 @@ class SessionStart:
         return self.rule.samples and not self.sampling.greedy
 
 
+class LoopRun(NamedTuple):
+    """A batch of drafts and branches that a model ran, with so many tokens for each row."""
+
+    drafts: int  # rows
+    branches: int  # rows
+    captured: int  # rows that the model ran, padding included
+    tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRound:
     """The result of one call of `Proposer.draft`.
@@ -116,6 +126,7 @@ class DraftRound:
     methods: dict[SessionKey, int] = field(default_factory=dict)
     """The index in `traits.methods` of the method that made a draft or tree."""
     forward_s: float = 0.0  # time inside the model
+    loops: list[LoopRun] = field(default_factory=list)  # of drafts with candidates
 
 
 class Proposer(Protocol):

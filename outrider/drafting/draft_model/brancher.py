@@ -14,7 +14,7 @@ from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
 from outrider.drafting.confidence import by_row, confidences_of
 from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.drafters import CATCH_UP, ForkDrafter, Forks
-from outrider.drafting.proposer import Pace
+from outrider.drafting.proposer import LoopRun, Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
@@ -48,6 +48,12 @@ class Brancher:
         self._clock = clock
         self._draft_s = Average()
         self._rows_s = StepTimes()  # seconds of a forward by its rows
+        self._loops: list[LoopRun] = []
+
+    def take_loops(self) -> list[LoopRun]:
+        """Return what ran since the last call."""
+        loops, self._loops = self._loops, []
+        return loops
 
     def draft(
         self,
@@ -70,7 +76,7 @@ class Brancher:
         joined = [(row, state.follower.sampling) for state, row in rows]
         drafted, forks = self._run(states, branches, num_tokens, joined)
         seconds = self._clock() - started
-        self._rows_s.observe(len(rows) + len(drafted), seconds / num_tokens)
+        self._ran(len(rows), len(drafted), num_tokens, seconds)
         self._draft_s.add_time(seconds)
         chains: list[list[int]] = forks.chains.tolist()
         told = by_row(confidences_of(forks.gaps[:, :, 1]), [num_tokens] * len(rows))
@@ -93,7 +99,7 @@ class Brancher:
         started = self._clock()
         drafted, _ = self._run(branching, branches, num_tokens)
         if drafted:
-            self._rows_s.observe(len(drafted), (self._clock() - started) / num_tokens)
+            self._ran(0, len(drafted), num_tokens, self._clock() - started)
         return branching
 
     def lengthen(self, states: Sequence[DraftState]) -> None:
@@ -110,12 +116,18 @@ class Brancher:
             return
         started = self._clock()
         forks = lengthen(self._drafter, branches, NUM_RANKS)
-        self._rows_s.observe(len(branches), self._clock() - started)
+        self._ran(0, len(branches), 1, self._clock() - started)
         first, told = 0, confidences_of(forks.gaps[:, 0, 1])
         for state in states:
             end = first + len(state.ahead.branches)
             state.ahead.beyond, state.ahead.beyond_confidences = forks[first:end], told[first:end]
             first = end
+
+    def _ran(self, num_drafts: int, num_branches: int, num_tokens: int, seconds: float) -> None:
+        num_rows = num_drafts + num_branches
+        self._rows_s.observe(num_rows, seconds / num_tokens)
+        captured = self._drafter.captured_rows(num_rows)
+        self._loops.append(LoopRun(num_drafts, num_branches, captured, num_tokens, seconds))
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
         room = self._max_model_len - num_tokens

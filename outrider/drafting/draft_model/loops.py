@@ -10,6 +10,7 @@ likeliest tokens only, without a wait for the device. A cut that they do not dec
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -46,6 +47,10 @@ class EagerForks:
         self._model = model
         self.page_size = model.page_size
 
+    def captured_rows(self, num_rows: int) -> int:
+        """Implement `ForkDrafter`."""
+        return num_rows
+
     def forks(
         self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
     ) -> Forks:
@@ -79,6 +84,7 @@ class DraftModelLoops:
         layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, model.device)
         self._inputs = LoopInputs(capture.shapes, layout)
         self._loops = CapturedLoops(capture, self._inputs, self._loop)
+        self._rows = sorted({shape.rows for shape in capture.shapes if shape.fanout})
 
     def draft(self, rows: Sequence[DraftInput]) -> list[Chain]:
         """Return what `draft_chains` returns, by captured loops where they hold the rows."""
@@ -96,6 +102,11 @@ class DraftModelLoops:
         return self._loops.launch_after_verify(
             rows, verify_output, read_chains, lambda chains: chains
         )
+
+    def captured_rows(self, num_rows: int) -> int:
+        """Implement `ForkDrafter`."""
+        i = bisect_left(self._rows, num_rows)
+        return self._rows[i] if i < len(self._rows) else num_rows
 
     def forks(
         self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()

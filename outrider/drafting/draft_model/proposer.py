@@ -150,7 +150,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
             self._brancher.lengthen(states)
             self._publish()
         trees = [(state.key, state.push_tree()) for state in branched]
-        return DraftRound(trees=trees, forward_s=self._clock() - started)
+        loops = self._brancher.take_loops()
+        return DraftRound(trees=trees, forward_s=self._clock() - started, loops=loops)
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless pages and sessions agree."""
@@ -196,6 +197,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             pairs = [(row.state, row.slice()) for row in forked]
             branched = self._brancher.draft(pairs, forked[0].num_forked, at_hand, pace)
             done.trees.extend([(state.key, state.push_tree()) for state in branched])
+            done.loops.extend(self._brancher.take_loops())
         chains = [row.state.ahead.draft(row.wanted) for row in forked]
         drafts: list[tuple[list[int], Sequence[DraftProbs | None], bytes]]
         drafts = [

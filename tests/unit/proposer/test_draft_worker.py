@@ -22,6 +22,7 @@ from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessa
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
 from tests.support.services.draft_scorer import close, commit, open_
+from tests.support.simulators.simulation import draft_model
 
 
 def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +96,30 @@ def test_draft_worker_gives_spare_time_to_any_method() -> None:
         cycle = Cycle(method, ProposerMetrics(CollectorRegistry()), telemetry)
         assert not cycle.ahead()
     assert alone.calls == joined.calls == [[]]
+
+
+def test_draft_worker_counts_the_rows_of_loops() -> None:
+    method, clock = draft_model(max_branches=2)
+    metrics = ProposerMetrics(registry := CollectorRegistry(), "a")
+    cycle = Cycle(method, metrics, configure("outrider-proposer"), clock)
+    batch = draft_pb2.SessionBatch(opens=[open_(1, [1, 2])], step_us=10_000)
+    cycle.apply([attach(1), received(1, batch)])
+    cycle.draft()
+    assert cycle.ahead()
+    found = {
+        (sample.name.rpartition("_loop_")[2], *sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if "_loop_" in sample.name and not sample.name.endswith("_created")
+    }
+    assert found == {
+        ("seconds_count", "a", "1", "4"): 1.0,
+        ("seconds_sum", "a", "1", "4"): pytest.approx(4 * 0.0006),
+        ("rows_total", "a", "1", "4", "draft"): 1.0,
+        ("seconds_count", "a", "2", "3"): 1.0,
+        ("seconds_sum", "a", "2", "3"): pytest.approx(3 * 0.0006),
+        ("rows_total", "a", "2", "3", "branch"): 2.0,
+    }
 
 
 def received(link: int, batch: draft_pb2.SessionBatch) -> Item:
