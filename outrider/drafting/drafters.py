@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.drafting.confidence import confidences_of
 from outrider.engine.batch import RowSlice
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.params import SamplingParams
@@ -101,14 +103,50 @@ class Forks:
     candidates: NDArray[np.int32]  # [rows, K + 1, F]; of one row, without the first axis
     gaps: NDArray[np.float32]  # the same: distance of a score from its place's best
 
-    def __getitem__(self, part: int | slice) -> Forks:
+    def __getitem__(self, part: int | slice | NDArray[np.intp]) -> Forks:
         """Return those of a row or some rows; of one row, those of some places."""
         return Forks(self.candidates[part], self.gaps[part])
+
+    def places(self, start: int, end: int) -> Forks:
+        """Return some places of all rows."""
+        return Forks(self.candidates[:, start:end], self.gaps[:, start:end])
+
+    @staticmethod
+    def joined(parts: Sequence[Forks]) -> Forks:
+        """Return the rows of all parts; of parts of one row, the places."""
+        return Forks(
+            np.concatenate([part.candidates for part in parts]),
+            np.concatenate([part.gaps for part in parts]),
+        )
 
     @property
     def chains(self) -> NDArray[np.int32]:
         """The chains of all rows: [rows, K]."""
         return self.candidates[:, :-1, 0]
+
+
+class ForkBatch:
+    """Forks of rows that were drafted together, and candidates after their guesses.
+
+    A guess is a row's chain and the best candidate at its end. The candidates after it take one
+    forward more, which the device runs while the host uses the forks.
+    """
+
+    def __init__(self, forks: Forks, fetch: Callable[[], Forks]) -> None:
+        self.forks = forks  # [rows, K + 1, F]
+        self._fetch = fetch  # waits for the candidates
+
+    @staticmethod
+    def split(forks: Forks, num_tokens: int) -> ForkBatch:
+        """Return a batch of forks that came at once, with as many places more as were drafted."""
+        end = num_tokens + 1
+        return ForkBatch(forks.places(0, end), lambda: forks.places(end, end + 1))
+
+    @cached_property
+    def beyond(self) -> tuple[Forks, bytes]:
+        """Wait for the candidates [rows, 1, F]; return them with the confidences of the best."""
+        forks = self._fetch()
+        return forks, confidences_of(forks.gaps[:, 0, 1])
 
 
 class ForkDrafter(Protocol):
@@ -121,12 +159,19 @@ class ForkDrafter(Protocol):
         """Return how many rows the model runs for so many, padding included."""
 
     def forks(
-        self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
-    ) -> Forks:
+        self,
+        rows: FedRows,
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+        *,
+        beyond: bool = False,
+    ) -> ForkBatch:
         """Copy pages (source, target), feed rows, draft `num_tokens` after each.
 
-        Page tables cover `num_tokens` more than the slices. Sources are read before any target is
-        written. Raises what the model raises.
+        With `beyond` the candidates after the guesses are wanted, too. Page tables cover
+        `num_tokens` more than the slices, and with `beyond` one more. Sources are read before any
+        target is written. Raises what the model raises.
         """
 
 

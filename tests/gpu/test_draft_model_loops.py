@@ -169,16 +169,19 @@ def test_captured_chains_on_gpu_equal_eager_chains() -> None:
     drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     for seed in range(20):
         rng = random.Random(seed)
-        short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
+        short, whole = fed_rows(model, rng, rng.randint(1, 8), 6)
         sampling = [rng.choice(SAMPLINGS) for _ in short]
         pairs = [
             [DraftInput(row, 4, params) for row, params in zip(rows, sampling, strict=True)]
             for rows in (short, whole)
         ]
         assert drafter.draft(pairs[0]) == draft_chains(model, pairs[1])
-        forks = drafter.forks(FedRows(short, sampling), 4, 3)
-        eager = draft_forks(model, FedRows(whole, sampling), 4, 3)
-        assert forks.candidates.tolist() == eager.candidates.tolist()
+        batch = drafter.forks(FedRows(short, sampling), 4, 3, beyond=True)
+        again = drafter.forks(FedRows(short, sampling), 4, 3, beyond=True).forks
+        eager = draft_forks(model, FedRows(whole, sampling), 5, 3)
+        assert batch.forks.candidates.tolist() == eager.candidates[:, :-1].tolist()
+        assert again.candidates.tolist() == eager.candidates[:, :-1].tolist()
+        assert batch.beyond[0].candidates.tolist() == eager.candidates[:, -1:].tolist()
 
 
 @graphs
@@ -192,7 +195,7 @@ def test_captured_forks_with_copied_pages_copy_them_first() -> None:
     sampling = [SAMPLINGS[0]] * 2
     tables = [[5, 40], [5, 41]]  # the second page is copied for each
     rows = [RowSlice([token], 20, table, 1) for token, table in zip((7, 8), tables, strict=True)]
-    forks = drafter.forks(FedRows(rows, sampling), 4, 2, copies=[(9, 40), (9, 41)])
+    forks = drafter.forks(FedRows(rows, sampling), 4, 2, copies=[(9, 40), (9, 41)]).forks
     for i, token in enumerate((7, 8)):
         whole = RowSlice([*text[:20], token], 0, [100, 101], 1)
         eager = draft_forks(model, FedRows([whole], sampling[:1]), 4, 2)
@@ -222,6 +225,7 @@ def test_captured_branches_with_shared_pages_equal_each_alone(
             alone = [free.pop() for _ in range(8)]
             whole.append(RowSlice([*text[:start], token], 0, alone, 1))
     sampling = [SAMPLINGS[i % 2] for i in range(len(slices))]
-    forks = drafter.forks(FedRows(slices, sampling), k, 2, copies)
-    eager = draft_forks(model, FedRows(whole, sampling), k, 2)
-    assert forks.candidates.tolist() == eager.candidates.tolist()
+    batch = drafter.forks(FedRows(slices, sampling), k, 2, copies, beyond=True)
+    eager = draft_forks(model, FedRows(whole, sampling), k + 1, 2)
+    assert batch.forks.candidates.tolist() == eager.candidates[:, :-1].tolist()
+    assert batch.beyond[0].candidates.tolist() == eager.candidates[:, -1:].tolist()

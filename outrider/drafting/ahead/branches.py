@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.drafting.confidence import confidences_of
-from outrider.drafting.drafters import FedRows, ForkDrafter, Forks
+from outrider.drafting.drafters import FedRows, ForkBatch, ForkDrafter, Forks
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
@@ -51,7 +51,7 @@ class DraftedBranch(NamedTuple):
     pages: array[int]  # owned, with room for a token more: hand them to `adopt` or `drop`
     guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
     confidences: bytes  # of `guess`
-    batch: Forks  # of all rows that were drafted together
+    batch: ForkBatch
     row: int  # its number there
 
     @property
@@ -62,7 +62,16 @@ class DraftedBranch(NamedTuple):
     @property
     def forks(self) -> Forks:
         """The candidates along its guess: [K + 1, F]. Few branches come true and are asked."""
-        return self.batch[self.row]
+        return self.batch.forks[self.row]
+
+    @property
+    def beyond(self) -> tuple[Forks, bytes]:
+        """Wait for the candidates [1, F] after its guess, the whole of which is in the cache then.
+
+        The confidence of the best comes with them.
+        """
+        forks, confidences = self.batch.beyond
+        return forks[self.row], confidences[self.row : self.row + 1]
 
 
 def draft_branches(
@@ -102,13 +111,15 @@ def draft_branches(
     rows.sort(key=lambda row: row[0].trunk)  # rows side by side read once what they share
     slices = [*(row for row, _ in joined), *(row for _, row, _ in rows)]
     sampling = [*(params for _, params in joined), *(trunks[b.trunk].sampling for b, _, _ in rows)]
+    fed = FedRows(slices, sampling)
     try:
-        forks = drafter.forks(FedRows(slices, sampling), num_tokens, fanout, copies)
+        batch = drafter.forks(fed, num_tokens, fanout, copies, beyond=bool(rows))
     except BaseException:
         for _, _, pages in rows:
             pool.release(pages)
         raise
-    first, guesses = len(joined), forks.candidates[:, :, 0].tolist()
+    forks, first = batch.forks, len(joined)
+    guesses = forks.candidates[:, :, 0].tolist()
     confidences, width = confidences_of(forks.gaps[first:, :, 1]), num_tokens + 1
     drafted = [
         DraftedBranch(
@@ -118,29 +129,12 @@ def draft_branches(
             pages=pages,
             guess=guesses[i],
             confidences=confidences[(i - first) * width : (i - first + 1) * width],
-            batch=forks,
+            batch=batch,
             row=i,
         )
         for i, (branch, row, pages) in enumerate(rows, start=first)
     ]
     return drafted, forks[:first]
-
-
-def lengthen(
-    drafter: ForkDrafter, branches: Sequence[tuple[Trunk, DraftedBranch]], fanout: int
-) -> Forks:
-    """Feed the last token of each branch's guess and return candidates [branches, 1, F] after it.
-
-    Called once for each branch. These candidates continue those of the branch that comes true,
-    whose whole guess is in the cache then.
-    """
-    slices = []
-    for trunk, branch in branches:
-        table = array("i", trunk.block_table[: branch.first_page]) + branch.pages
-        start = branch.length + len(branch.guess) - 1
-        slices.append(RowSlice(branch.guess[-1:], start, table, 1))
-    sampling = [trunk.sampling for trunk, _ in branches]
-    return drafter.forks(FedRows(slices, sampling), 0, fanout)
 
 
 def adopt(pool: BlockPool, block_table: MutableSequence[int], branch: DraftedBranch) -> None:

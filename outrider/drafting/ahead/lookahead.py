@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 
-import numpy as np
-
 from outrider.drafting.ahead.branches import DraftedBranch, adopt, drop
 from outrider.drafting.drafters import Forks
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -19,12 +17,10 @@ class Lookahead:
     pages of its own. The best candidate at the line's end is guessed, too, and is not in the cache.
     """
 
-    __slots__ = ("beyond", "beyond_confidences", "branches", "confidences", "forks", "line")
+    __slots__ = ("branches", "confidences", "forks", "line")
 
     def __init__(self) -> None:
         self.branches: list[DraftedBranch] = []
-        self.beyond: Forks | None = None  # candidates behind the branches' guesses, once known
-        self.beyond_confidences = b""  # of the best of these; one of each branch
         self._clear()
 
     def _clear(self) -> None:
@@ -74,26 +70,16 @@ class Lookahead:
         """Make the branch that `fresh` takes part of the line, and drop the others."""
         on_line = common_prefix_len(fresh, self.line)
         taken = (on_line, fresh[on_line]) if on_line < len(fresh) else self.end
-        branches, beyond = self.branches, self.beyond
-        self.branches, self.beyond = [], None
+        branches, self.branches = self.branches, []
         i = next((i for i, b in enumerate(branches) if b.branch[1:] == taken), None)
         if i is not None:
             assert self.forks is not None
             chosen = branches.pop(i)
             adopt(pool, block_table, chosen)
-            place, chain = chosen.branch.accepted, chosen.tokens
-            parts = [self.forks[: place + 1], chosen.forks]
-            confidences = self.confidences[: place + 1] + chosen.confidences
-            if beyond is not None:
-                chain = chosen.guess
-                parts.append(beyond[i])
-                confidences += self.beyond_confidences[i : i + 1]
-            self.line = [*self.line[:place], chosen.branch.token, *chain]
-            self.confidences = confidences
-            self.forks = Forks(
-                np.concatenate([part.candidates for part in parts]),
-                np.concatenate([part.gaps for part in parts]),
-            )
+            place, (beyond, confidence) = chosen.branch.accepted, chosen.beyond
+            self.line = [*self.line[:place], chosen.branch.token, *chosen.guess]
+            self.forks = Forks.joined([self.forks[: place + 1], chosen.forks, beyond])
+            self.confidences = self.confidences[: place + 1] + chosen.confidences + confidence
         drop(pool, branches)
 
     def drop(self, pool: BlockPool) -> None:
@@ -106,5 +92,5 @@ class Lookahead:
         if not self.branches:
             return False
         drop(pool, self.branches)
-        self.branches, self.beyond = [], None
+        self.branches = []
         return True

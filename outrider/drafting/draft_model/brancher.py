@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.averages import Average
-from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft_branches, lengthen
+from outrider.drafting.ahead.branches import Branch, DraftedBranch, draft_branches
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
 from outrider.drafting.confidence import by_row, confidences_of
@@ -101,27 +101,6 @@ class Brancher:
         if drafted:
             self._ran(0, len(drafted), num_tokens, self._clock() - started)
         return branching
-
-    def lengthen(self, states: Sequence[DraftState]) -> None:
-        """Find the candidates at the ends of the branches of `states`, which were pushed.
-
-        Without them only the likeliest continuation of a fully accepted draft is known.
-        """
-        states = [s for s in states if s.ahead.branches and s.ahead.beyond is None]
-        branches: list[tuple[Trunk, DraftedBranch]] = []
-        for state in states:
-            trunk = state.trunk()
-            branches += [(trunk, branch) for branch in state.ahead.branches]
-        if not branches:
-            return
-        started = self._clock()
-        forks = lengthen(self._drafter, branches, NUM_RANKS)
-        self._ran(0, len(branches), 1, self._clock() - started)
-        first, told = 0, confidences_of(forks.gaps[:, 0, 1])
-        for state in states:
-            end = first + len(state.ahead.branches)
-            state.ahead.beyond, state.ahead.beyond_confidences = forks[first:end], told[first:end]
-            first = end
 
     def _ran(self, num_drafts: int, num_branches: int, num_tokens: int, seconds: float) -> None:
         num_rows = num_drafts + num_branches

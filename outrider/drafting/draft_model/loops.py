@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, Forks
+from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, ForkBatch, Forks
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
@@ -52,11 +53,18 @@ class EagerForks:
         return num_rows
 
     def forks(
-        self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
-    ) -> Forks:
+        self,
+        rows: FedRows,
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+        *,
+        beyond: bool = False,
+    ) -> ForkBatch:
         """Implement `ForkDrafter`."""
         self.copy(copies)
-        return draft_forks(self._model, rows, num_tokens, fanout)
+        forks = draft_forks(self._model, rows, num_tokens + beyond, fanout)
+        return ForkBatch.split(forks, num_tokens)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, target)."""
@@ -82,6 +90,8 @@ class DraftModelLoops:
         self._eager = EagerForks(model)
         self.page_size = model.page_size
         layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, model.device)
+        further = [shape.further for shape in capture.shapes if shape.fanout]
+        capture = replace(capture, shapes=[*capture.shapes, *further])
         self._inputs = LoopInputs(capture.shapes, layout)
         self._loops = CapturedLoops(capture, self._inputs, self._loop)
         self._rows = sorted({shape.rows for shape in capture.shapes if shape.fanout})
@@ -109,25 +119,38 @@ class DraftModelLoops:
         return self._rows[i] if i < len(self._rows) else num_rows
 
     def forks(
-        self, rows: FedRows, num_tokens: int, fanout: int, copies: Sequence[tuple[int, int]] = ()
-    ) -> Forks:
+        self,
+        rows: FedRows,
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+        *,
+        beyond: bool = False,
+    ) -> ForkBatch:
         """Implement `ForkDrafter`."""
-        shape = self._loops.find(rows, num_tokens, fanout)
+        shape, count = self._loops.find(rows, num_tokens, fanout), len(rows.slices)
         if shape is not None:
-            drafted = self._loops.run(shape, rows, copies)
-            return _to_forks(drafted, num_tokens, fanout)
+            fetch, further = self._loops.launch(shape, rows, copies), None
+            if beyond and shape.num_tokens == num_tokens:
+                further = self._loops.launch_further(shape, count)
+            forks = _to_forks(fetch(), fanout)
+            if further is None:
+                return ForkBatch.split(forks, num_tokens)
+            return ForkBatch(forks, lambda: _to_forks(further(), fanout))
         self._eager.copy(copies)
-        count = len(rows.slices)
-        candidates = np.empty((count, num_tokens + 1, fanout), np.int32)
-        gaps = np.empty(candidates.shape, np.float32)
         pieces, eager = self._loops.divide(rows.slices, [num_tokens] * count, fanout)
-        for some in (*pieces, eager):
-            if not some:
-                continue
-            drafter = self._eager if some is eager else self
-            part = drafter.forks(rows.some(some), num_tokens, fanout)
-            candidates[some], gaps[some] = part.candidates, part.gaps
-        return Forks(candidates, gaps)
+        numbers = [some for some in (*pieces, eager) if some]
+        parts = [
+            (self._eager if some is eager else self).forks(
+                rows.some(some), num_tokens, fanout, beyond=beyond
+            )
+            for some in numbers
+        ]
+        order = np.concatenate(numbers).argsort()
+        return ForkBatch(
+            Forks.joined([part.forks for part in parts])[order],
+            lambda: Forks.joined([part.beyond[0] for part in parts])[order],
+        )
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:
         """Feed rows that no draft is wanted for; False if no captured forward holds them."""
@@ -152,9 +175,8 @@ class DraftModelLoops:
         return torch.cat((tops.to(torch.int32), gaps.view(torch.int32)), dim=2)
 
 
-def _to_forks(drafted: NDArray[np.int32], num_tokens: int, fanout: int) -> Forks:
-    """Read a loop's output, perhaps of more tokens and candidates: int32 [rows, K + 1, 2 * F]."""
-    places = drafted[:, : num_tokens + 1]
+def _to_forks(drafted: NDArray[np.int32], fanout: int) -> Forks:
+    """Read a loop's output, perhaps of more candidates: int32 [rows, K + 1, 2 * F]."""
     captured = drafted.shape[2] // 2
-    gaps = places[:, :, captured : captured + fanout].copy().view(np.float32)
-    return Forks(places[:, :, :fanout], gaps)
+    gaps = drafted[:, :, captured : captured + fanout].copy().view(np.float32)
+    return Forks(drafted[:, :, :fanout], gaps)

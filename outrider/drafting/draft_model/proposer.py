@@ -147,7 +147,6 @@ class DraftModelProposer(SessionMethod[DraftState]):
         states = [self._sessions[session] for session in sessions if session in self._sessions]
         branched = self._brancher.branch(states, pace)
         if not branched:
-            self._brancher.lengthen(states)
             self._publish()
         trees = [(state.key, state.push_tree()) for state in branched]
         loops = self._brancher.take_loops()
@@ -282,7 +281,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         prompt is processed.
         """
         length = len(row.state.follower.tokens)
-        num_tokens = length + max((row.num_forked or row.wanted) - 1, 0)
+        num_tokens = length + (row.num_forked or max(row.wanted - 1, 0))
         while not row.state.cover(self._pool, num_tokens, self._page_size):
             dropped = [each.ahead.drop_branches(self._pool) for each in self._sessions.values()]
             if not any(dropped) and not self._makes_room(row.state.key):

@@ -61,6 +61,11 @@ class LoopShape:
         return self.slots or self.num_steps * self.width
 
     @property
+    def further(self) -> LoopShape:
+        """The loop that feeds one token more of each row and finds the candidates after it."""
+        return LoopShape(self.rows, 1, 0, self.fanout, self.cut)
+
+    @property
     def cost(self) -> tuple[int, int, int, bool]:
         """Order of costs: one more forward costs more than any number of rows."""
         tokens = self.rows * (self.query_len + self.num_fed)
@@ -132,6 +137,7 @@ class LoopInputs:
             for shape in shapes
             for each in (shape.query_len, shape.width, 1, *([shape.slots] if shape.slots else []))
         }
+        self._copies_nothing = torch.tensor([layout.scratch_page] * 2, dtype=torch.int32).to(device)
         # By the parameters' id, valid while they are kept: a hash takes longer than a whole row.
         self._columns: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
 
@@ -141,7 +147,7 @@ class LoopInputs:
         scratch_page, page_size = self._layout.scratch_page, self._layout.page_size
         no_page = array("i", [scratch_page])
         longest = max([row.start + len(row.token_ids) for row in slices], default=1)
-        num_pages = -(-(longest + shape.num_fed) // page_size)
+        num_pages = -(-(longest + shape.num_fed + bool(shape.fanout)) // page_size)
         pairs = [*copies, *[(scratch_page,) * 2] * (shape.rows - len(copies))]
         rows, first = [num_pages], 0
         padding = [(0,) * (shape.query_len - count) for count in range(shape.query_len + 1)]
@@ -161,6 +167,7 @@ class LoopInputs:
             ints.extend(pages)
             ints.extend(no_page * (num_pages - len(pages)))
         ints.extend(no_page * (num_pages * (shape.rows - len(slices))))
+        self._num_pages = num_pages
         self._ints[: len(ints)] = ints
         self._staging.send("ints", len(ints))
 
@@ -182,6 +189,7 @@ class LoopInputs:
     def clear(self) -> None:
         """Write zeros, which are valid rows of any shape: greedy, and on the scratch page."""
         self._ints.fill(0)
+        self._num_pages = 0
         self._staging.send("ints", len(self._ints))
 
     def follow(self, shape: LoopShape, slices: Sequence[RowSlice], verify_output: Tensor) -> None:
@@ -201,6 +209,23 @@ class LoopInputs:
         rows[:, _TOKENS : _TOKENS + most] = tokens.masked_fill(chosen > accepted[:, None], 0)
         rows[:, _START] += kept - line
         rows[:, _LAST] = accepted - kept
+
+    def go_further(self, shape: LoopShape, tokens: Tensor) -> None:
+        """Enqueue the update by which the rows of a loop feed `tokens` [rows] after their chains.
+
+        The buffer is that of `shape.further` then.
+        """
+        flat, end = self._device, self._end_of_rows(shape)
+        header = flat[1:end].view(shape.rows, -1)[:, : _TOKENS + 1].clone()
+        header[:, _START] += header[:, _LAST] + (shape.num_tokens + 1)
+        header[:, _LAST : _FIRST + 1] = 0
+        header[:, _SOURCE : _TARGET + 1] = self._copies_nothing
+        header[:, _TOKENS] = tokens
+        new_end = self._end_of_rows(shape.further)
+        if new_end < end:
+            pages = flat[end : end + shape.rows * self._num_pages].clone()
+            flat[new_end : new_end + len(pages)] = pages
+        flat[1:new_end] = header.flatten()
 
     def rows(self, shape: LoopShape) -> LoopRows:
         """Return the buffer's rows but for their pages. May be captured."""

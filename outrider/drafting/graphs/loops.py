@@ -8,7 +8,6 @@ forward of its own feeds all of it but the last token first.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ from outrider.engine.sampling.coupled import SamplingBatch
 
 Draft = TypeVar("Draft")
 Likeliest = Callable[[Tensor | BiasedLogits, SamplingBatch, int, int], tuple[Tensor, Tensor]]
+Fetch = Callable[[], NDArray[np.int32]]
+"""Waits for a loop's output on the host: [rows, ...]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,6 @@ class CapturedLoops:
             return work
 
         self._loops = CapturedBuckets(shapes, captured, lambda shape: shape.cost)
-        size = max(place.numel() for place in self._drafted.values())
-        self._output = _Output(size, inputs.device)
 
     def drafts(
         self,
@@ -147,7 +146,7 @@ class CapturedLoops:
             return None
         if features := features_of(rows):
             self._inputs.fill_features(features)
-        return read(self.run(shape, fed), wanted)
+        return read(self.launch(shape, fed)(), wanted)
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
@@ -169,13 +168,22 @@ class CapturedLoops:
         longest = max([len(row.token_ids) for row in fed.slices])
         return self._find(len(fed.slices), longest, num_tokens, fanout, fed.cut)
 
-    def run(
+    def launch(
         self, shape: LoopShape, fed: FedRows, copies: Sequence[tuple[int, int]] = ()
-    ) -> NDArray[np.int32]:
-        """Run a loop that holds these rows and return its output for them: int32 [rows, ...]."""
+    ) -> Fetch:
+        """Enqueue a loop that holds these rows; return what waits for its output for them."""
         with torch.inference_mode():
             self._inputs.fill(shape, fed, copies)
-            return self._launch(shape, len(fed.slices))()
+            return self._launch(shape, len(fed.slices))
+
+    def launch_further(self, shape: LoopShape, count: int) -> Fetch:
+        """Enqueue one forward more of `count` rows of the last loop, which is of this shape.
+
+        It feeds the best candidates at the ends of the rows' chains.
+        """
+        with torch.inference_mode():
+            self._inputs.go_further(shape, self._drafted[shape][:, -1, 0])
+            return self._launch(shape.further, count)
 
     def launch_after_verify(
         self,
@@ -201,12 +209,10 @@ class CapturedLoops:
         tokens = None if chains is None else chains(self._drafted[shape])[:, :num_tokens]
         return AsyncLoop(tokens, lambda wanted: read(fetch(), wanted))
 
-    def _launch(self, shape: LoopShape, count: int) -> Callable[[], NDArray[np.int32]]:
-        """Enqueue the loop over its inputs; return a function that waits for `count` rows."""
-        drafted = self._drafted[shape]
+    def _launch(self, shape: LoopShape, count: int) -> Fetch:
+        """Enqueue the loop over its inputs, and the copy of `count` rows of its output."""
         self._loops[shape]()
-        self._output.send(drafted)
-        return lambda: self._output.read(drafted.shape)[:count]
+        return _send(self._drafted[shape][:count])
 
     def _feed_long(
         self, rows: Sequence[DraftInput], feed: Callable[[Sequence[DraftInput]], list[Draft]]
@@ -267,20 +273,17 @@ def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Chain
     return [(row[:n], b"") for row, n in zip(drafted.tolist(), wanted, strict=True)]
 
 
-class _Output:
-    """The copy of a loop's output on the host."""
+def _send(drafted: Tensor) -> Fetch:
+    """Enqueue the copy of a loop's output to the host."""
+    pinned = drafted.device.type == "cuda"
+    on_host = torch.empty(drafted.shape, dtype=torch.int32, pin_memory=pinned)
+    on_host.copy_(drafted, non_blocking=True)
+    (copied,) = make_events(drafted.device, 1)
+    copied.record()
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._numbers: NDArray[np.int32] = self._host.numpy()
-        (self._done,) = make_events(device, 1)
+    def fetch() -> NDArray[np.int32]:
+        copied.synchronize()
+        numbers: NDArray[np.int32] = on_host.numpy().copy()  # pinned memory is soon used again
+        return numbers
 
-    def send(self, drafted: Tensor) -> None:
-        """Enqueue the copy to the host."""
-        self._host[: drafted.numel()].copy_(drafted.flatten(), non_blocking=True)
-        self._done.record()
-
-    def read(self, shape: Sequence[int]) -> NDArray[np.int32]:
-        """Wait for what was sent and return a copy."""
-        self._done.synchronize()
-        return self._numbers[: math.prod(shape)].reshape(shape).copy()
+    return fetch

@@ -73,7 +73,7 @@ class OneShotLoops:
             shape = self._loops.find(fed, depth, 0)
             assert shape is not None
             self._inputs.fill_features(features_of(part))
-            guesses.append(self._loops.run(shape, fed))
+            guesses.append(self._loops.launch(shape, fed)())
         return np.concatenate(guesses)
 
     def _loop(self, shape: LoopShape) -> Tensor:

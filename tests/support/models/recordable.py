@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafting.drafters import AsyncLoop, DraftInput
-from outrider.drafting.graphs.loops import _Output
+from outrider.drafting.graphs import loops
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.trees import Guess
 from outrider.engine.attention.base import AttentionParams
@@ -151,7 +151,7 @@ def launch_without_waiting(
         )
         for count in (3, 2)
     ]
-    monkeypatch.setattr(_Output, "send", lambda *_: None)  # the copy that nobody waits for yet
+    monkeypatch.setattr(loops, "_send", lambda _: None)  # the copy that nobody waits for yet
     return drafter.launch_after_verify(rows, select_rows(verify_output, [2, 0]))
 
 

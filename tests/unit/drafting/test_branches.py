@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -17,19 +18,28 @@ from outrider.drafting.ahead.branches import (
     adopt,
     draft_branches,
     drop,
-    lengthen,
 )
-from outrider.drafting.draft_model.loops import BranchingModel, EagerForks
-from outrider.drafting.drafters import DraftInput, FedRows, Forks
+from outrider.drafting.confidence import confidences_of
+from outrider.drafting.draft_model.loops import BranchingModel, DraftModelLoops, EagerForks
+from outrider.drafting.drafters import DraftInput, FedRows, ForkDrafter
 from outrider.drafting.graphs.chains import draft_chains
+from outrider.drafting.graphs.loop_inputs import make_shapes
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
+from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.params import SamplingParams
 from tests.support.models.hash_model import HashModel
-from tests.support.models.recordable import tiny_llama_config
+from tests.support.models.recordable import (
+    RecordableHashModel,
+    recordable_llama,
+    rerun,
+    tiny_llama_config,
+)
+from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -62,9 +72,16 @@ class Session:
 class Bench:
     """Sessions over one pool; what is expected is drafted with the same model, from scratch."""
 
-    def __init__(self, model: BranchingModel, k: int, fanout: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        model: BranchingModel,
+        k: int,
+        fanout: int,
+        rng: random.Random,
+        drafter: ForkDrafter | None = None,
+    ) -> None:
         self.model, self.k, self.fanout, self.rng = model, k, fanout, rng
-        self.drafter = EagerForks(model)
+        self.drafter = drafter or EagerForks(model)
         self.pool = BlockPool(model.num_pages)
         taken = [self.pool.allocate() for _ in range(NUM_PAGES)]
         rng.shuffle(taken)
@@ -85,7 +102,7 @@ class Bench:
         text = [self.rng.randrange(60) for _ in range(num_tokens)]
         table = self.pages(num_tokens + self.k)
         rows = [RowSlice(text, 0, table, 1)]
-        forks = self.drafter.forks(FedRows(rows, [sampling]), self.k, self.fanout)
+        forks = self.drafter.forks(FedRows(rows, [sampling]), self.k, self.fanout).forks
         chain = forks.chains[0].tolist()
         assert chain == self.from_scratch(text, sampling)
         self.sessions.append(Session(text, table, sampling, chain, forks.candidates[0].tolist()))
@@ -107,11 +124,6 @@ class Bench:
         )
         return drafted
 
-    def lengthen(self, drafted: list[DraftedBranch]) -> Forks:
-        trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
-        branches = [(trunks[each.branch.trunk], each) for each in drafted]
-        return lengthen(self.drafter, branches, self.fanout)
-
     def text(self, branch: Branch) -> list[int]:
         session = self.sessions[branch.trunk]
         return [*session.tokens, *session.chain[: branch.accepted], branch.token]
@@ -124,9 +136,25 @@ class Bench:
 @pytest.mark.parametrize("make", [hash_model, llama])
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_branches_after_any_round_equal_drafts_from_scratch(make: object, k: int) -> None:
-    rng = random.Random(k)
     model: BranchingModel = make()  # type: ignore[operator]
-    bench = Bench(model, k, 2, rng)
+    check_rounds(Bench(model, k, 2, random.Random(k)))
+
+
+@pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
+@pytest.mark.parametrize("captured_k", [3, 5])  # a loop of more tokens knows what is beyond
+def test_branches_in_captured_loops_equal_drafts_from_scratch(
+    make: Callable[..., RecordableHashModel | PagedModel], captured_k: int
+) -> None:
+    model = make(num_pages=NUM_PAGES)
+    shapes = make_shapes(
+        rows=(4, 16), query_lens=(1, 20), num_tokens=(captured_k,), fanout=2, cut=True
+    )
+    drafter = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+    check_rounds(Bench(model, 3, 2, random.Random(1), drafter))
+
+
+def check_rounds(bench: Bench) -> None:
+    rng = bench.rng
     for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
         bench.open(length, sampling)
     for _ in range(4):
@@ -141,7 +169,11 @@ def test_branches_after_any_round_equal_drafts_from_scratch(make: object, k: int
             assert each.tokens == bench.from_scratch(text, session.sampling)
             assert each.forks.candidates[:-1, 0].tolist() == each.tokens
             follow = bench.from_scratch(text + each.tokens, session.sampling)
-            assert each.forks.candidates[-1, 0] == follow[0]
+            assert each.forks.candidates[-1, 0] == follow[0] == each.guess[-1]
+            follow = bench.from_scratch([*text, *each.guess], session.sampling)
+            beyond, confidence = each.beyond
+            assert beyond.candidates[:, 0].tolist() == follow[:1]
+            assert confidence == confidences_of(beyond.gaps[:, 1])
         for i, session in enumerate(bench.sessions):
             mine = [each for each in drafted if each.branch.trunk == i]
             if mine:
@@ -153,24 +185,6 @@ def test_branches_after_any_round_equal_drafts_from_scratch(make: object, k: int
                 mine.remove(true)
             drop(bench.pool, mine)
         bench.check([])
-
-
-@pytest.mark.parametrize("make", [hash_model, llama])
-def test_lengthen_at_the_end_of_branch_pages_stays_within_them(make: object) -> None:
-    model: BranchingModel = make()  # type: ignore[operator]
-    bench = Bench(model, 3, 3, random.Random(2))
-    for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
-        bench.open(length, sampling)
-    drafted = bench.draft(bench.branches()[:14])
-    free = bench.pool.num_free
-    forks = bench.lengthen(drafted)
-    assert forks.candidates.shape == forks.gaps.shape == (len(drafted), 1, 3)
-    for each, [[best, *_]] in zip(drafted, forks.candidates.tolist(), strict=True):
-        assert each.guess[:-1] == each.tokens
-        sampling = bench.sessions[each.branch.trunk].sampling
-        text = [*bench.text(each.branch), *each.guess]
-        assert best == bench.from_scratch(text, sampling)[0]
-    assert bench.pool.num_free == free
 
 
 def test_draft_branches_without_pages_leaves_branches_out() -> None:

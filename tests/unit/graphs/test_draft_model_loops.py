@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.drafters import Chain, DraftInput, FedRows
+from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture
@@ -187,22 +187,26 @@ def test_captured_chains_at_model_length_stay_within_it() -> None:
 
 @pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
 def test_captured_forks_for_any_rows_equal_eager_forks(make: Callable[..., Recordable]) -> None:
+    """Also the candidates after the guesses, which are read when the next loop has run."""
     model = make(num_pages=220)
     drafter = drafter_of(model)
     for seed in range(20):
         rng = random.Random(seed)
         rows = Rows(model, rng)
-        k, fanout = rng.choice(((0, 3), (1, 1), (2, 3), (4, 2), (5, 3)))
+        k, fanout = rng.choice(((0, 3), (1, 2), (2, 3), (4, 2), (5, 3)))
         sampling = [rng.choice(SAMPLINGS) for _ in range(rng.randint(1, 6))]
         for _ in sampling:
-            rows.add(rng.randint(6, 30), rng.choice((1, 1, 2, 3, 5)), k)
-        forks = drafter.forks(FedRows(rows.slices, sampling), k, fanout)
+            rows.add(rng.randint(6, 30), rng.choice((1, 1, 2, 3, 5)), k + 1)
+        fed = FedRows(rows.slices, sampling)
+        batch = drafter.forks(fed, k, fanout, beyond=True)
+        again = drafter.forks(fed, k, fanout, beyond=True).forks
+        found = [Forks.joined([batch.forks[i], batch.beyond[0][i]]) for i in range(len(sampling))]
         for i, params in enumerate(sampling):
-            eager = draft_forks(model, FedRows([rows.whole(i, k)], [params]), k, fanout)
-            assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
-            torch.testing.assert_close(
-                torch.from_numpy(forks.gaps[i]), torch.from_numpy(eager.gaps[0])
-            )
+            alone = FedRows([rows.whole(i, k + 1)], [params])
+            eager = draft_forks(model, alone, k + 1, fanout)[0]
+            assert found[i].candidates.tolist() == eager.candidates.tolist()
+            assert again.candidates[i].tolist() == eager.candidates[:-1].tolist()
+            torch.testing.assert_close(found[i].gaps, eager.gaps)
 
 
 def test_draft_model_proposer_with_captured_loops_drafts_the_same() -> None:
