@@ -16,7 +16,7 @@ from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
-from outrider.policy.waiting import Waiting, next_half
+from outrider.policy.waiting import Waiting
 
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
@@ -111,7 +111,8 @@ class AdaptivePolicy(Policy):
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
         if self.may_wait and self._waiting.in_halves((*ready, *waiting)):
-            ready = next_half(ready, len(waiting))
+            half = (len(ready) + len(waiting) + 1) // 2  # at most, those that waited longest
+            ready = sorted(ready, key=lambda row: row.drafting.round.committed_at)[:half]
         elif waiting and (ready or num_prefilling):
             start_at = self._waiting.start_at(ready, waiting, num_prefilling, now)
             if start_at > now:

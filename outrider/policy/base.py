@@ -70,10 +70,9 @@ class Policy:
     A policy decides; what happens to rows is kept by the `DraftTracker`. Others replace methods.
     """
 
-    max_wait_s = 0.0  # of a row for its draft
-
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 0.0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self.max_wait_s = max_wait_s  # of a row for its draft
         self.measured = Measurements()
 
     @property
@@ -133,5 +132,4 @@ class FixedPolicy(Policy):
     """Each row waits `max_wait_s` for its draft, by default longer than a slow one takes."""
 
     def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 1.0) -> None:
-        super().__init__(num_speculative_tokens)
-        self.max_wait_s = max_wait_s
+        super().__init__(num_speculative_tokens, max_wait_s=max_wait_s)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.policy.base import R, Row
+from outrider.policy.base import Row
 from outrider.policy.measurements import Measurements
 from outrider.policy.row import Drafting
 
@@ -97,9 +97,7 @@ class Waiting:
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
-        to_come = [
-            (due_at, d) for due_at, d in awaited if due_at < d.round.deadline and not d.runs_ahead
-        ]
+        to_come = [(at, d) for at, d in awaited if at < d.round.deadline and not d.runs_ahead]
         all_there_s: Any = due[-1]
         for due_at, d in {d.drafter: (due_at, d) for due_at, d in to_come}.values():
             shared_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
@@ -115,9 +113,3 @@ class Waiting:
         delays = self._measured.draft_times(d).delays
         usual = d.round.committed_at + delays.mean_s(d.num_draft_tokens)
         return usual if now < usual < d.round.deadline else d.round.deadline
-
-
-def next_half(ready: list[R], num_waiting: int) -> list[R]:
-    """Return the rows of the next microbatch: of the ready ones those that waited longest."""
-    most = (len(ready) + num_waiting + 1) // 2
-    return sorted(ready, key=lambda row: row.drafting.round.committed_at)[:most]

@@ -18,7 +18,6 @@ from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import DraftMode, FixedPolicy, Ready, StepDone
-from outrider.policy.waiting import next_half
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import (
@@ -94,7 +93,8 @@ class Changing(FixedPolicy):
     def choose_rows(
         self, ready: list[Row], waiting: Sequence[Row], num_prefilling: int, now: float
     ) -> Ready:
-        return super().choose_rows(next_half(ready, len(waiting)), waiting, num_prefilling, now)
+        half = (len(ready) + len(waiting) + 1) // 2
+        return super().choose_rows(ready[:half], waiting, num_prefilling, now)
 
 
 def draw_request(session: int, rng: random.Random) -> Request:
