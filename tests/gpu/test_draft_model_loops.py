@@ -18,6 +18,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 from outrider.drafting.draft_model.loops import DraftModelLoops  # noqa: E402
 from outrider.drafting.drafters import DraftInput, FedRows  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
+from outrider.drafting.graphs.beams import Beam  # noqa: E402
 from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.graphs.loop_inputs import make_shapes  # noqa: E402
 from outrider.drafting.graphs.loops import (  # noqa: E402
@@ -131,6 +132,45 @@ def test_triton_likeliest_of_biased_logits_equal_torch(
     every = BiasedLogits(logits, None, (table, before, weight), lambda: dense()[..., ids])
     found = triton_sampler().likeliest(every, batch, 1, 3)
     same_likeliest(found, TORCH_SAMPLER.likeliest(every, batch, 1, 3))
+
+
+@pytest.mark.parametrize(("num_paths", "count", "width"), [(1, 3, 5), (3, 3, 4), (4, 2, 8)])
+def test_triton_beam_and_best_nodes_equal_torch(num_paths: int, count: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(num_paths)
+    n = 5
+    chances = -torch.rand(n, num_paths, count, generator=generator)
+    chances[1, 0] = -torch.inf
+    chances = chances.sort(dim=2, descending=True).values.to(DEVICE)
+    found = torch.randint(1000, chances.shape, generator=generator).to(DEVICE)
+    beam = Beam(
+        tokens=torch.zeros(n, num_paths, dtype=torch.int64, device=DEVICE),
+        scores=-torch.rand(n, num_paths, generator=generator).to(DEVICE),
+        nodes=torch.randint(-1, 40, (n, num_paths), generator=generator).to(DEVICE),
+        sources=torch.zeros(n, num_paths, dtype=torch.int64, device=DEVICE),
+    )
+    by_triton, by_torch = triton_sampler(), TORCH_SAMPLER
+    grown, nodes = by_triton.grow_beam(beam, found, chances, width, 40)
+    expected, expected_nodes = by_torch.grow_beam(beam, found, chances, width, 40)
+    assert torch.equal(nodes, expected_nodes)
+    possible = expected.scores > -torch.inf
+    for each, other in zip(grown, expected, strict=True):
+        assert each.dtype is other.dtype
+        assert torch.equal(each[possible], other[possible])
+
+    beam, levels, total = Beam.roots(found[:, 0, 0]), [], 0
+    for _ in range(4):
+        shape = (n, beam.tokens.shape[1], count)
+        chances = -torch.rand(shape, generator=generator).to(DEVICE)
+        found = torch.randint(1000, shape, generator=generator).to(DEVICE)
+        beam, nodes = by_triton.grow_beam(beam, found, chances, width, total)
+        levels.append(nodes)
+        total += nodes.shape[2]
+    tree = torch.cat(levels, dim=2)
+    for num_nodes in (1, 6, total, total + 3):
+        best = by_triton.best_nodes(tree, num_nodes)
+        assert torch.equal(best, by_torch.best_nodes(tree, num_nodes))
+        for parents in best[:, 1].tolist():
+            assert all(parent < place for place, parent in enumerate(parents))
 
 
 def llama() -> PagedModel:

@@ -86,7 +86,7 @@ def _modules() -> Mapping[str, tuple[eagle.Tensors, Mapping[str, Any]]]:
             {**blocks.DFLASH, **_SIZES, "dflash_config": _GROUP},
         ),
         "dspark": (
-            _block_tensors(blocks.dspark_tensors(vocab_size=VOCAB, markov="rnn")),
+            _block_tensors(blocks.dspark_tensors(vocab_size=VOCAB, markov="rnn", draft_vocab=4)),
             {**blocks.DSPARK_RNN, **_SIZES, **_GROUP},
         ),
         "peagle": (

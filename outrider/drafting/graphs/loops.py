@@ -20,13 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, features_of
+from outrider.drafting.graphs.beams import Beam, best_nodes, grow_beam
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest
+from outrider.drafting.likeliest import (
+    BiasedLogits,
+    cut_to_likeliest,
+    likeliest,
+    top_candidates,
+)
 from outrider.engine.batch import RowSlice
 from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Precompile, Work
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.coupled import SamplingBatch, sample
 
 Draft = TypeVar("Draft")
 Likeliest = Callable[[Tensor | BiasedLogits, SamplingBatch, int, int], tuple[Tensor, Tensor]]
@@ -36,12 +42,13 @@ Fetch = Callable[[], NDArray[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class DraftSampler:
-    """The functions by which a loop samples from logits [n, vocab] of any dtype."""
+    """The functions by which a loop samples, or others that do the same."""
 
-    choose: Callable[[Tensor, SamplingBatch], Tensor]  # as `coupled.sample`
-    candidates: Callable[[Tensor, SamplingBatch, int], tuple[Tensor, Tensor]]
-    """As `likeliest.top_candidates`."""
-    likeliest: Likeliest  # as `likeliest.likeliest`
+    choose: Callable[[Tensor, SamplingBatch], Tensor] = sample
+    candidates: Callable[[Tensor, SamplingBatch, int], tuple[Tensor, Tensor]] = top_candidates
+    likeliest: Likeliest = likeliest
+    grow_beam: Callable[[Beam, Tensor, Tensor, int, int], tuple[Beam, Tensor]] = grow_beam
+    best_nodes: Callable[[Tensor, int], Tensor] = best_nodes
 
 
 def triton_sampler() -> DraftSampler:
@@ -61,7 +68,14 @@ def triton_sampler() -> DraftSampler:
         known, ids, bias = logits.known, logits.ids, logits.bias
         return kernels.likeliest(known, batch, depth, count, ids=ids, bias=bias)
 
-    return DraftSampler(kernels.sample, candidates, likeliest)
+    def grow_beam(
+        beam: Beam, found: Tensor, log_probs: Tensor, width: int, num_nodes: int
+    ) -> tuple[Beam, Tensor]:
+        continued = beam.scores, beam.nodes, found, log_probs
+        *grown, nodes = kernels.grow_beam(*continued, width, num_nodes)
+        return Beam(*grown), nodes
+
+    return DraftSampler(kernels.sample, candidates, likeliest, grow_beam, kernels.best_nodes)
 
 
 @dataclass(frozen=True, slots=True)

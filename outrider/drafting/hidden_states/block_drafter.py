@@ -140,8 +140,11 @@ class BlockDrafter(CachedDrafter):
         tokens = rows.tokens.gather(1, rows.last[:, None])[:, 0]
         assert rows.features is not None
         outputs = self.head.outputs(rows.features, tokens, batches, self._backend)
-        draws = TargetDraws(rows.sampling, self._sampler.likeliest)
-        return self.head.guess(outputs, tokens, draws, outputs.shape[1], shape.width)
+        draws = TargetDraws(rows.sampling, self._sampler)
+        guesses = self.head.guess(outputs, tokens, draws, outputs.shape[1], shape.width)
+        if shape.width > 1 and self.head.follows_paths:  # the host is left with few nodes
+            return self._sampler.best_nodes(guesses, shape.num_tokens)
+        return guesses
 
     def _drawn(
         self, rows: Sequence[DraftInput], outputs: Tensor, lane: Lane

@@ -75,9 +75,9 @@ def grow_trees(
     num_tokens: int,
     num_parents: Callable[[Sequence[Level], Sequence[int]], Sequence[int]] | None = None,
 ) -> Tensor:
-    """Return the best `num_tokens` nodes of each row, best first: int32 [rows, nodes, 3].
+    """Return the best `num_tokens` nodes of each row, as `best_nodes` does: int32 [rows, 3, nodes].
 
-    The numbers of a node are its token, its parent and its score. `num_parents` returns, given all
+    `num_parents` returns, given all
     levels and the numbers of nodes fed so far, how many of the latest level's best nodes get
     children, by row. By default `width` do, and the loop may be captured.
     """
@@ -128,26 +128,14 @@ def grow_trees(
         num_nodes += levels[-1][0].shape[1]
         tokens, scores = ids.flatten(1), (scores[:, :, None] + gains).flatten(1)
         levels.append((tokens, above.flatten(1), scores))
-    return _best([torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)], num_tokens)
-
-
-def _best(nodes: Sequence[Tensor], count: int) -> Tensor:
-    """Return the nodes of highest score, of tokens, parents and scores [rows, any].
-
-    Of equal ones the first, so that a parent comes before its children.
-    """
-    tokens, parents, scores = nodes
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    above = parents.gather(1, best)
-    places = (best[:, None] == above[:, :, None]).to(torch.int32).argmax(dim=2)
-    places = torch.where(above < 0, -1, places)
-    ints = (tokens.gather(1, best).to(torch.int32), places.to(torch.int32))
-    return torch.stack((*ints, scores.gather(1, best).view(torch.int32)), dim=2)
+    tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    ints = (tokens.to(torch.int32), parents.to(torch.int32), scores.view(torch.int32))
+    return draws.sampler.best_nodes(torch.stack(ints, dim=1), num_tokens)
 
 
 def read_trees(grown: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
-    """Return each row's best nodes of a loop's output, int32 [rows, nodes, 3]."""
-    tokens, parents, bits = (np.ascontiguousarray(each) for each in np.moveaxis(grown, 2, 0))
+    """Return each row's best nodes of a loop's output, int32 [rows, 3, nodes]."""
+    tokens, parents, bits = (np.ascontiguousarray(each) for each in np.moveaxis(grown, 1, 0))
     scores = bits.view(np.float32)
     real = (scores > -np.inf) & (np.arange(scores.shape[1]) < np.array(wanted)[:, None])
     above = np.where(parents < 0, 0.0, np.take_along_axis(scores, np.maximum(parents, 0), 1))

@@ -78,7 +78,7 @@ class OneShotLoops:
 
     def _loop(self, shape: LoopShape) -> Tensor:
         rows = self._inputs.rows(shape)
-        draws = TargetDraws(rows.sampling, self._sampler.likeliest)
+        draws = TargetDraws(rows.sampling, self._sampler)
         states, tokens = rows.features, rows.tokens[:, 0]
         assert states is not None
         return self._head.guess(states, tokens, draws, shape.num_tokens, self._width)

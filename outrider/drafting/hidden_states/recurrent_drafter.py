@@ -64,7 +64,7 @@ class RecurrentDrafter(CachedDrafter):
         assert rows.features is not None
         forward = HeadForward(self.head, self._backend, self.page_size, rows.features)
         if shape.width > 1:
-            draws = TargetDraws(rows.sampling, self._sampler.likeliest)
+            draws = TargetDraws(rows.sampling, self._sampler)
             return grow_trees(forward, batches, draws, shape.width, shape.num_tokens)
         return chain_loop(forward.forward, batches, shape.num_tokens, self._sampler.choose)
 

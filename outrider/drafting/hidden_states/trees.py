@@ -19,7 +19,8 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree, chain_parents
 from outrider.drafting.confidence import by_row, confidences_of_log_probs
-from outrider.drafting.graphs.loops import Likeliest
+from outrider.drafting.graphs.beams import Beam
+from outrider.drafting.graphs.loops import DraftSampler
 from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, likeliest
 from outrider.engine.sampling.coupled import SamplingBatch
@@ -33,6 +34,7 @@ PathStep = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | BiasedLogits]]
 """Takes states [m, ...] and tokens int64 [m] of paths, n rows of them, and a place; returns the
 next states and logits of what follows: [m, vocab]."""
 
+_BY_TORCH: Final = DraftSampler()
 _MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
 
 
@@ -71,7 +73,7 @@ class TargetDraws:
     def __init__(
         self,
         batch: SamplingBatch | None,
-        likeliest: Likeliest = likeliest,
+        sampler: DraftSampler = _BY_TORCH,
         texts: EarlierText | None = None,
     ) -> None:
         """Take a row each, at the position that depth 0 is drawn at; None: all greedy.
@@ -79,7 +81,7 @@ class TargetDraws:
         `texts` are those that the draws follow, if paths are to be compared with them.
         """
         self._batch = batch
-        self._likeliest = likeliest
+        self.sampler = sampler
         self.texts = texts
 
     @property
@@ -113,7 +115,7 @@ class TargetDraws:
         if batch.any_sorted or batch.any_min_p:
             dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
             logits = _cut(dense.float(), batch)
-        return self._likeliest(logits, batch, depth, count)
+        return self.sampler.likeliest(logits, batch, depth, count)
 
 
 def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -184,33 +186,25 @@ def guess_paths(
     n = len(tokens)
     if width == 1:
         return _guess_chains(step, states, tokens, draws, depth)
-    texts, last, paths = draws.texts, tokens, tokens.new_zeros(n, 1, dtype=torch.float)
-    before = None if texts is None else texts.before[:, None]  # the token before `last`, by row
-    ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
+    texts, beam = draws.texts, Beam.roots(tokens)
+    before = None if texts is None else texts.before[:, None]  # the token before the last, by row
     nodes: list[Tensor] = []  # [n, 3, new] by depth
     num_nodes = 0
     for place in range(depth):
-        states, logits = step(states, last, place)
-        ends_with = last.view(n, -1)
+        states, logits = step(states, beam.tokens.flatten(), place)
         if texts is not None and before is not None:
             dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
             dense = dense.view(n, -1, dense.shape[-1])
-            logits = texts.raised(dense, before, ends_with, place)
-        logits = _by_row(logits, n)
-        found, log_probs = draws.likeliest(logits, place, width)
-        scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
-        found, count = found.flatten(1), found.shape[-1]
-        parents = ends.repeat_interleave(count, dim=1)
-        ints = (found.to(torch.int32), parents.to(torch.int32), scores.view(torch.int32))
-        nodes.append(torch.stack(ints, dim=1))
-        paths, best = scores.topk(min(width, scores.shape[1]), dim=-1)
-        ends = best + num_nodes
-        num_nodes += scores.shape[1]
-        last = found.gather(1, best).flatten()
+            logits = texts.raised(dense, before, beam.tokens, place)
+        found, log_probs = draws.likeliest(_by_row(logits, n), place, width)
+        ends_with = beam.tokens.flatten()
+        beam, new = draws.sampler.grow_beam(beam, found, log_probs, width, num_nodes)
+        nodes.append(new)
+        num_nodes += new.shape[2]
         if before is not None:
-            before = ends_with.gather(1, best // count)
-        rows = torch.arange(n, device=tokens.device)[:, None] * (scores.shape[1] // count)
-        states = states[(rows + best // count).flatten()]
+            before = ends_with[beam.sources]
+        if states.numel():
+            states = states[beam.sources.flatten()]
     return torch.cat(nodes, dim=2)
 
 

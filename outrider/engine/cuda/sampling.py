@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.engine.cuda.kernels.beams import beam_kernel, best_nodes_kernel
 from outrider.engine.cuda.kernels.likeliest import likeliest_block_kernel, likeliest_row_kernel
 from outrider.engine.cuda.kernels.sampling import (
     choose_block_kernel,
@@ -139,3 +140,39 @@ def likeliest(
         num_warps=8,
     )
     return tokens, chances
+
+
+def grow_beam(
+    scores: Tensor,
+    nodes: Tensor,
+    found: Tensor,
+    log_probs: Tensor,
+    width: int,
+    num_nodes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do as `outrider.drafting.graphs.beams.grow_beam`, of equal scores the first.
+
+    Of the beam it takes `scores` and `nodes`. Returns the next one's tokens, scores, nodes and
+    sources, then all as nodes. A CUDA graph can capture it.
+    """
+    n, m, count = found.shape
+    cells, width, device = m * count, min(width, m * count), found.device
+    ints = torch.empty((3, n, width), dtype=torch.int64, device=device)
+    best = torch.empty((n, width), dtype=torch.float32, device=device)
+    new = torch.empty((n, 3, cells), dtype=torch.int32, device=device)
+    beam_kernel[(n,)](
+        *(scores, nodes, found, log_probs, ints[0], best, ints[1], ints[2], new, num_nodes),
+        *(m, count, width, triton.next_power_of_2(cells)),
+        num_warps=2,
+    )
+    return ints[0], best, ints[1], ints[2], new
+
+
+def best_nodes(nodes: Tensor, count: int) -> Tensor:
+    """Do as `outrider.drafting.graphs.beams.best_nodes`. A CUDA graph can capture it."""
+    n, _, total = nodes.shape
+    count = min(count, total)
+    best = torch.empty((n, 3, count), dtype=torch.int32, device=nodes.device)
+    sizes = triton.next_power_of_2(count), triton.next_power_of_2(total)
+    best_nodes_kernel[(n,)](nodes, best, total, count, *sizes, num_warps=4)
+    return best

@@ -4,7 +4,5 @@ Not to be captured on a GPU where rows have cuts, which wait for the device.
 """
 
 from outrider.drafting.graphs.loops import DraftSampler
-from outrider.drafting.likeliest import likeliest, top_candidates
-from outrider.engine.sampling.coupled import sample
 
-TORCH_SAMPLER = DraftSampler(sample, top_candidates, likeliest)
+TORCH_SAMPLER = DraftSampler()

@@ -150,7 +150,6 @@ class DSparkHead(DFlashHead):
         if self._before is None:
             dense = spread(known, self._target_ids, self.vocab_size)
             return paths, dense[:, None].expand(-1, num_paths, -1)
-        normed = normed[:, None].expand(-1, num_paths, -1).flatten(0, 1)
         markov, ids, vocab_size = self._before, self._target_ids, self.vocab_size
         paths, table, rows = markov.advance(paths, tokens, normed)
 
@@ -188,10 +187,12 @@ class _Markov:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states of paths after tokens [m], and a table and its rows for the product.
 
-        `paths` [m, state_size] are the states before, `normed` [m, hidden] the slots' outputs.
+        `paths` [m, state_size] are the states before, `normed` [n, hidden] the outputs of a slot,
+        whose rows have as many paths each.
         """
         if self._joint is None:
             return paths, self.embedding, tokens
+        normed = normed.repeat_interleave(len(tokens) // len(normed), dim=0)
         before = F.embedding(tokens, self.embedding)
         if self._kind == "gated":
             before = torch.sigmoid(self._joint(torch.cat((normed, before), dim=-1))) * before
