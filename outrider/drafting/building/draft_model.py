@@ -35,7 +35,8 @@ def build_draft_model(
         num_pages=count_pages(method.kv_cache_memory, per_page),
         max_model_len=method.max_model_len,
         attention_backend=method.attention_backend,
-        int8_weights=method.int8_weights,
+        int8_weights=method.int8_weights,  # with fp8, of a tied output layer
+        quantization="fp8" if method.quantization == "fp8" else None,
     )
     with fitting("The draft model", method.kv_cache_memory):
         model = load_model(folder, options, dtype=dtype, device=torch.device(method.device))

@@ -51,6 +51,17 @@ def test_model_config_with_int8_kernels_quantizes() -> None:
         assert method.int8_weights
 
 
+def test_fp8_is_refused_but_for_a_draft_model_on_cuda() -> None:
+    argv = ["--scorer", "127.0.0.1:1", "--quantization", "fp8"]
+    config, _ = parse([*argv, "--device", "cuda"])
+    (method,) = config.methods
+    assert isinstance(method, DraftModelConfig)
+    assert (method.quantization, method.int8_weights) == ("fp8", True)
+    for flags in ("--device cpu", "--device cuda --dtype float32", "--device cuda --method eagle3"):
+        with pytest.raises(ConfigError, match="--quantization fp8 is for --method draft_model on"):
+            parse([*argv, *flags.split()])
+
+
 def test_build_proposer_with_int8_on_a_cpu_without_it_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
