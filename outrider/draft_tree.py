@@ -139,13 +139,12 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
     def descend(self, tokens: Sequence[int], node: int = -1) -> int | None:
         """Return the node that `tokens` lead to from `node`; None if they fall off the tree."""
         token_ids, parents = self.token_ids, self.parents
-        if not tokens:
-            return node
-        if parents == chain_parents(
-            len(parents)
-        ):  # most fall off one: an exception for each is slow
-            end = node + 1 + len(tokens)
-            return end - 1 if token_ids[node + 1 : end] == tuple(tokens) else None
+        first, end = node + 1, node + 1 + len(tokens)
+        if token_ids[first:end] == tuple(tokens):
+            if parents[first:end] == chain_parents(end)[first:]:  # as most are
+                return end - 1
+        elif parents == chain_parents(len(parents)):  # an exception for each is slow
+            return None
         try:
             for token in tokens:
                 child = node + 1  # the first one, as a rule
@@ -169,7 +168,10 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 
     def is_leaf(self, node: int) -> bool:
         """Tell whether nothing follows `node`; -1 is the root."""
-        return node not in self.parents[node + 1 :]
+        parents, following = self.parents, node + 1
+        if following < len(parents) and parents[following] == node:  # as most are
+            return False
+        return node not in parents[following:]
 
     @property
     def is_chain(self) -> bool:

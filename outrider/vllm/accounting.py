@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
 from outrider.policy.base import DraftMode, StepDone
-from outrider.rounds import BlockFate, Round
+from outrider.rounds import USEFUL, BlockFate, Round
 from outrider.rows.tracker import ArrivedBlock, DraftTracker
 from outrider.types import Commit, StepEvents, StepTimings
 from outrider.vllm.hosted_row import HostedRow
@@ -173,8 +173,10 @@ class Accounting:
 
     def block_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
         """Note a block. A useful one is counted later: its row can run."""
+        if fate is BlockFate.INVALID:
+            return
         self.blocks.append((row, block, fate))
-        if fate is not BlockFate.USEFUL and row.noted:  # whether the row waits depends on it
+        if fate is not USEFUL and row.noted:  # whether the row waits depends on it
             self._tell_of([each for each in self.blocks if each[0] is row])
             self.blocks = [each for each in self.blocks if each[0] is not row]
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from outrider.draft_port import HiddenStateControl, NoHiddenStates, PostedBlock
+from outrider.draft_port import HiddenStateControl, NoHiddenStates
 from outrider.draft_tree import DraftTree
 from outrider.policy.base import DraftMode
-from outrider.rounds import BlockFate, chain_round, token_kinds
+from outrider.rounds import chain_round, token_kinds
 from outrider.rows.tracker import DraftTracker
 from outrider.step_times import StepSizes
 from outrider.types import (
@@ -238,7 +238,7 @@ class DraftHost(Inbox):
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
         rows = self._accounting.step.rows
-        if any(row.draft is None for row in rows):
+        if None in [row.draft for row in rows]:
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
         for row in rows:
@@ -352,15 +352,12 @@ class DraftHost(Inbox):
                 self.tracker.attach(row, offer, self._clock())
                 if self._states is not None:
                     self._states.follow(row, offer.features)
+        arrived = self._accounting.block_arrived
         for session_id, queue in blocks.items():
             row = self._by_session.get(session_id)
-            if row is not None and not row.ended:
-                for block in queue:
-                    self._take_block(row, block)
-
-    def _take_block(self, row: HostedRow, block: PostedBlock) -> None:
-        if row.drafting.proposer_id != block.proposer_id:
-            return
-        fate = row.take_block(block.tree, block.method)
-        if fate is not BlockFate.INVALID:
-            self._accounting.block_arrived(row, block, fate)
+            if row is None or row.ended:
+                continue
+            proposer_id = row.drafting.offered.proposer.proposer_id
+            for block in queue:
+                if block.proposer_id == proposer_id:
+                    arrived(row, block, row.take_block(block.tree, block.method))
