@@ -217,7 +217,7 @@ class Bench:
         rounds = sum(run.rounds or 0 for run in drafting.runs)
         states, to, back = (spent[key] / max(1, rounds) for key in ("states", "to", "from"))
         if states:
-            note += f", {states:.0f} bytes of hidden states per round"
+            note += f", {states:.0f} bytes of hidden states per round, prompts included"
         if to:
             note += f", {to:.0f} bytes to the scorer and {back:.0f} from it per round"
         self._note(f"{note}.")
