@@ -60,6 +60,19 @@ def test_triton_candidates_equal_torch(dtype: torch.dtype, vocab_size: int) -> N
     assert triton_sampler().choose(logits, batch).tolist() == tokens[:, 0].tolist()
 
 
+@pytest.mark.parametrize("vocab_size", [130, 5000])
+def test_triton_candidates_of_equal_scores_are_the_lowest_tokens(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randint(0, 30, (3, vocab_size), generator=generator).float()
+    logits[1] = 2.0
+    logits[2, :-1] = -torch.inf
+    batch = SamplingBatch.build([SAMPLINGS[0]] * 3, [3, 50, 900], DEVICE)
+    tokens, gaps = triton_sampler().candidates(logits.to(DEVICE), batch, 8)
+    scores, expected = logits.sort(dim=1, descending=True, stable=True)
+    assert tokens.tolist() == expected[:, :8].tolist()
+    assert gaps[:2].tolist() == (scores[:2, :1] - scores[:2, :8]).tolist()
+
+
 def test_triton_candidates_beyond_cuts_have_infinite_gaps() -> None:
     logits = torch.arange(3000, dtype=torch.float32, device=DEVICE)[None].contiguous()
     batch = SamplingBatch.build([SamplingParams(temperature=1.0, top_k=2)], [3], DEVICE)

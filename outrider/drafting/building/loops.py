@@ -25,6 +25,8 @@ from outrider.errors import ConfigError
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a loop; padding costs little, as long as the weights are what takes the time."""
+_FORK_ROWS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+"""Likewise with candidates. Branches are many, and rows above 64 cost nearly as much as they do."""
 _FEW_ROWS = (4, 32, 128)
 """Rows of loops that are seldom needed: long catch-ups, and rows with cuts."""
 _LONG_CATCH_UP = 16
@@ -51,8 +53,9 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
             num_tokens=_fed(lengths, fanout),
             fanout=fanout,
         )
-    for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS)):
+    for cut in (False, True):
         for count, query_len, fanout in kinds:
+            sizes = _FEW_ROWS if cut else _FORK_ROWS if fanout else _ROWS
             if fanout or not cut:  # any loop of chains can cut
                 shapes += make_shapes(
                     rows=_up_to(count, sizes),

@@ -10,7 +10,7 @@ from outrider.engine.cuda.kernels.beams import beam_kernel, best_nodes_kernel
 from outrider.engine.cuda.kernels.likeliest import likeliest_block_kernel, likeliest_row_kernel
 from outrider.engine.cuda.kernels.sampling import (
     choose_block_kernel,
-    top_block_kernel,
+    top_parts_kernel,
     top_row_kernel,
 )
 from outrider.engine.cuda.kernels.topk_topp import choose_row_kernel, verify_row_kernel
@@ -21,6 +21,8 @@ _BLOCK = 1024  # tokens per program, so that one row fills a GPU
 _WARPS = 2
 Bias = tuple[Tensor, Tensor, Tensor]
 """Table [any, rank], its rows int64 [paths], and weight [vocab, rank]: their product is added."""
+_PART = 128  # tokens of which the best score is noted to find the best of a row
+_TOP_WARPS = 8  # of the program that finds them
 _LANES, _ROW_WARPS = 8192, 16  # of the program of a row
 
 
@@ -82,18 +84,20 @@ def choose_top(
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
+    parts = _BLOCK // _PART
     blocks = triton.cdiv(vocab, _BLOCK)
-    scores = blocks * count
-    best = torch.empty((n, scores), dtype=torch.int64, device=logits.device)
-    top_block_kernel[(n, blocks)](
-        *(logits, temperature, keys, positions, best),
-        *(logits.stride(0), vocab, count, _BLOCK, logits.is_cuda),
-        num_warps=_WARPS,
+    best = torch.empty((n, blocks * parts), dtype=torch.float32, device=logits.device)
+    given = (logits, temperature, keys, positions, best)
+    top_parts_kernel[(n, blocks)](
+        *given, logits.stride(0), vocab, parts, _PART, logits.is_cuda, num_warps=_WARPS
     )
     chosen = torch.empty((n, count), dtype=torch.int64, device=logits.device)
     gaps = torch.empty((n, count), dtype=torch.float32, device=logits.device)
     top_row_kernel[(n,)](
-        best, chosen, gaps, scores, vocab, count, triton.next_power_of_2(scores), num_warps=8
+        *(*given, chosen, gaps, logits.stride(0), best.stride(0), vocab, count),
+        *(triton.next_power_of_2(each) for each in (count, triton.cdiv(vocab, _PART))),
+        *(_PART, logits.is_cuda),
+        num_warps=_TOP_WARPS,
     )
     return chosen, gaps
 
