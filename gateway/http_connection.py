@@ -19,7 +19,27 @@ _LINE_BEGUN: Final = re.compile(  # RFC 9112, section 3; no registered method ha
 _MAX_LOOKS: Final = 64
 """Each look at a head copies it, and a client may send it byte by byte."""
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_FRAME_BYTES: Final = 16  # counted for a chunk's frame
+_MAX_EXCESS_BYTES: Final = 2**14
 _PROBES_S: Final = 0.05, 1.0  # the first pause between two probes doubles to the second
+
+
+class _Connection(h11.Connection):
+    """Refuses a body in many tiny chunks, with which one client would keep all others waiting.
+
+    h11 takes as long for a chunk of one byte as for one of kilobytes.
+    """
+
+    _excess = 0  # bytes of chunks' frames, less what the body's own bytes make up for
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            frame_bytes = _FRAME_BYTES if event.chunk_start else 0
+            self._excess = max(0, self._excess + frame_bytes - 2 * len(event.data))
+            if self._excess > _MAX_EXCESS_BYTES:
+                raise h11.RemoteProtocolError("the body's chunks are too small")
+        return event
 
 
 class _Transport:
@@ -66,6 +86,12 @@ class PatientProtocol(H11Protocol):
 
     patience_s: ClassVar[float] = 60.0
     """Without progress, until twice that at most; as web servers usually wait."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        most = self.config.h11_max_incomplete_event_size
+        assert most is not None
+        self.conn = _Connection(h11.SERVER, most)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._probing: asyncio.TimerHandle | None = None

@@ -275,3 +275,28 @@ async def test_connection_whose_client_sends_on_for_ever_is_closed() -> None:
                 writer.write(b"x" * 1000)
                 await writer.drain()
                 await asyncio.sleep(PATIENCE_S / 10)
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_body_in_tiny_chunks_is_refused_before_it_takes_long() -> None:
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(CHUNKED + b"1\r\n \r\n" * 10_000)
+        assert (await read_to_end(reader)).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_body_in_chunks_is_read() -> None:
+    text = json.dumps({"prompt": "x"}).encode() + b" " * 10**5
+    pieces = [text[i : i + 8] for i in range(0, len(text), 8)]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in [*pieces, b""])
+    async with (
+        running_gateway(Script(tokens("abc")), max_body_bytes=10**6) as gateway,
+        connected(gateway) as (reader, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer.write(CHUNKED + body)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
