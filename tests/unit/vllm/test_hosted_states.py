@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import wait
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
+from outrider.vllm import adapter
+from outrider.vllm.hidden_states.capture import hand_out_layers
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 
@@ -109,3 +115,36 @@ def test_projections_wait_until_vllm_has_captured_its_graphs() -> None:
     assert [future.result() for future in futures] == [None] * 3
     failed = states.put_projection(spec, bytearray(2))
     assert failed.exception(30)
+
+
+class Target(torch.nn.Module):
+    """A model that hands out states of so many layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.num_layers, self.runs = num_layers, 0
+
+    def forward(self) -> Any:
+        self.runs += 1
+        layers = [torch.zeros(1)] * self.num_layers
+        return (torch.zeros(1), layers) if layers else torch.zeros(1)
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 2])
+def test_model_that_leaves_a_layer_out_ends_the_start(
+    num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "hands_out_layers", lambda _: True)
+    model = Target(num_layers)
+    runner = SimpleNamespace(
+        get_model=lambda: model, _setup_eagle3_aux_hidden_state_outputs=lambda: None
+    )
+    hand_out_layers(runner, FeatureSpec(8, (2, 8), True))
+    if num_layers == 2:
+        model()
+        model.num_layers = 0  # the first run tells
+        model()
+        assert model.runs == 2
+        return
+    with pytest.raises(ConfigError, match=rf"2,8,final: vLLM's Target hands out {num_layers} of"):
+        model()
