@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError
+from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import TlsFiles
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
@@ -38,10 +39,12 @@ class Hosted:
 
 
 @asynccontextmanager
-async def hosted(monkeypatch: pytest.MonkeyPatch, line: str = "") -> AsyncIterator[Hosted]:
+async def hosted(
+    monkeypatch: pytest.MonkeyPatch, line: str = "", features: FeatureSpec | None = None
+) -> AsyncIterator[Hosted]:
     world = VllmSteps(monkeypatch, ("a",), max_wait_s=5.0)
     server = DraftServer(world.host, ServerOptions.parse(f"--port 0 --data-port 0 {line}"))
-    served = replace(SERVED, no_features=NO_FEATURES)
+    served = replace(SERVED, no_features=NO_FEATURES, features=features)
     addresses = await asyncio.to_thread(server.start, served)
     try:
         yield Hosted(world, server, addresses["grpc"])
@@ -60,6 +63,18 @@ async def dialled(
     async with open_channel(address, tls) as channel:
         stub = scorer_pb2_grpc.ScorerServiceStub(channel)
         yield ScriptedProposer(stub, script, greeting)
+
+
+async def test_hosted_server_refuses_a_head_of_a_target_of_another_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = FeatureSpec(16, (), True)
+    features = draft_pb2.FeatureSpec(hidden_size=8, final_norm=True)
+    fields = {"method": "eagle", "methods": ["eagle"], "features": features}
+    up = hosted(monkeypatch, features=captured)
+    async with up as there, dialled(there.address, **fields) as proposer:
+        with pytest.raises(grpc.aio.AioRpcError, match="have 8 values, this one's have 16"):
+            await proposer.say_hello()
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "mutual TLS"])

@@ -56,6 +56,18 @@ def hand_out_layers(runner: Any, spec: FeatureSpec) -> None:
     runner._get_eagle3_aux_layers_from_config = lambda: spec.layers
     runner._setup_eagle3_aux_hidden_state_outputs()  # vLLM does it again, if it loads the model now
 
+    def check(model: Any, _: Any, output: Any) -> None:
+        """Check the output of the first run, by which some models leave out their last layer."""
+        handle.remove()
+        found = len(output[1]) if isinstance(output, tuple) else 0
+        if found != len(spec.layers):
+            raise ConfigError(
+                f"--hidden-features {','.join(spec.states)}: vLLM's {type(model).__name__} hands "
+                f"out {found} of these {len(spec.layers)} layers' states. Leave the last layer out."
+            )
+
+    handle = model.register_forward_hook(check)  # an error of it ends vLLM's start
+
 
 class Capture:
     """Follows a model runner that computes on this rank."""
