@@ -27,6 +27,7 @@ from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.drafters import ForkBatch, Forks
 from outrider.drafting.proposer import Proposer, ProposerLimits
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -91,10 +92,12 @@ class DraftHash(HashModel):
         self, clock: Clock, eps: Any, forward_s: Callable[[int, int], float], *sizes: int
     ) -> None:
         super().__init__(VOCAB, *sizes)
-        self._clock, self._eps, self._forward_s = clock, eps, forward_s
+        self.clock, self._eps, self._forward_s = clock, eps, forward_s
+        self.last_s = self.busy_until = 0.0  # of the last forward, and of the device
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        self._clock.now += self._forward_s(len(batch.query_lens), len(batch.input_ids))
+        self.last_s = self._forward_s(len(batch.query_lens), len(batch.input_ids))
+        self.clock.now = max(self.clock.now, self.busy_until) + self.last_s
         return super().forward(batch)
 
     def _logits(self, states):  # type: ignore[no-untyped-def]
@@ -133,8 +136,29 @@ def draft_model(
     return drafting_with(model, clock, max_branches=max_branches)
 
 
-def drafting_with(model: HashModel, clock: Clock, **limits: int) -> tuple[Proposer, Clock]:
-    parts = {"fork_drafter": EagerForks(model), "clock": clock}
+class _DeviceForks(EagerForks):
+    """Lets the forward behind a loop run while the host goes on, as captured loops do."""
+
+    def __init__(self, model: DraftHash) -> None:
+        super().__init__(model)
+        self._device = model
+
+    def forks(self, *args: Any, beyond: bool = False, **options: Any) -> ForkBatch:
+        batch, device = super().forks(*args, beyond=beyond, **options), self._device
+        if not beyond:
+            return batch
+        device.busy_until = until = device.clock.now
+        device.clock.now -= device.last_s
+
+        def wait() -> Forks:
+            device.clock.now = max(device.clock.now, until)
+            return batch.beyond[0]
+
+        return ForkBatch(batch.forks, wait)
+
+
+def drafting_with(model: DraftHash, clock: Clock, **limits: int) -> tuple[Proposer, Clock]:
+    parts = {"fork_drafter": _DeviceForks(model), "clock": clock}
     return DraftModelProposer(model, name="draft", limits=ProposerLimits(**limits), **parts), clock
 
 
