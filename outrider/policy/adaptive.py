@@ -110,6 +110,9 @@ class AdaptivePolicy(Policy):
     def choose_rows(
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
+        if any(row.drafting.runs_ahead for row in waiting):
+            k = self.num_speculative_tokens
+            return self._waiting.together(ready, waiting, num_prefilling, k, now)
         if self.may_wait and self._waiting.in_halves((*ready, *waiting)):
             half = (len(ready) + len(waiting) + 1) // 2  # at most, those that waited longest
             ready = sorted(ready, key=lambda row: row.drafting.round.committed_at)[:half]

@@ -12,6 +12,10 @@ Where rows draft on demand on another device, one half of them is verified while
 for the other half. With t(n) the seconds of a step of n rows, D those until they have their drafts,
 and B those that drafting takes of D, all rows together have a round in t(n) + D. Halves have one in
 the longer of 2 t(n / 2) and 2 B.
+
+Where drafts are made ahead, most are at hand when a step ends, and all rows stay together: those
+that missed go on without a draft, or the step waits for them while that brings more tokens than
+all rows commit meanwhile. What comes later is used in the next step, as far as it is still true.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.policy.base import Row
+from outrider.policy.base import R, Ready, Row
 from outrider.policy.measurements import Measurements
 from outrider.policy.row import Drafting
 
@@ -65,7 +69,7 @@ class Waiting:
         Delays measured in halves are of half the drafts: more cost less than as many again.
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
-        if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
+        if not waiting or any(not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
         k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
@@ -75,6 +79,33 @@ class Waiting:
         together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s
         self._halves = 0.0 < 2 * max(step_s, drafting_s) <= together_s
         return self._halves
+
+    def together(
+        self, ready: list[R], waiting: Rows[R], num_prefilling: int, k: int, now: float
+    ) -> Ready[R]:
+        """Return all rows, or until when they wait for drafts. They draft at most `k` tokens."""
+        drafted = [row for row in ready if row.draft is not None]
+        rate = self.rate(waiting, drafted, len(ready) - len(drafted) + num_prefilling, k)
+        best, most, gain = now, 0.0, 0.0
+        due = [(self.due(row.drafting, now), row.drafting.measured.gain) for row in waiting]
+        for at, gained in sorted(due):
+            gain += gained
+            if gain - rate * (at - now) > most:
+                best, most = at, gain - rate * (at - now)
+        last = max([row.drafting.round.deadline for row in waiting], default=now)
+        wake_at = min(last, best) if rate else last
+        return Ready([], wake_at) if now < wake_at else Ready([*ready, *waiting], now)
+
+    def rate(self, waiting: Rows[Row], drafted: Rows[Row], num_others: int, k: int) -> float:
+        """Return the tokens a second of all rows in a step at once.
+
+        0 if unknown, or if all rows wait: then each one's patience decides.
+        """
+        step_s = self._steps.round_s(k)
+        if not (step_s and (drafted or num_others)):
+            return 0.0
+        gain = sum([row.drafting.measured.gain for row in drafted])
+        return (len(waiting) + len(drafted) + num_others + gain) / step_s
 
     def start_at(
         self, ready: Rows[Row], waiting: Rows[Row], num_prefilling: int, now: float
@@ -97,7 +128,7 @@ class Waiting:
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
-        to_come = [(at, d) for at, d in awaited if at < d.round.deadline and not d.runs_ahead]
+        to_come = [(at, d) for at, d in awaited if at < d.round.deadline]
         all_there_s: Any = due[-1]
         for due_at, d in {d.drafter: (due_at, d) for due_at, d in to_come}.values():
             shared_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
