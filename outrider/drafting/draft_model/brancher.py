@@ -20,8 +20,8 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
 from outrider.step_times import StepTimes
 
-_DELAY = 0.5
-"""Branches join drafts that are waited for if they delay these by this share of their own time."""
+_FREE = 1.25
+"""Branches join drafts that are waited for if they make the batch this much slower at most."""
 
 _AWAITED = 0.5
 """Share of rounds after a miss that verify no draft, from which on the scorer goes on without."""
@@ -125,9 +125,9 @@ class Brancher:
             branches = self._best(plans, states, budget)
             return branches, budget.tokens if branches else num_tokens
         branches = self._best(plans, states, self._budget(plans, num_tokens, pace))
-        rows_s = self._rows_s.estimate
-        delay_s = rows_s(num_rows + len(branches)) - rows_s(num_rows)
-        return branches if delay_s <= _DELAY * rows_s(len(branches)) else [], num_tokens
+        with_them_s = self._rows_s.estimate(num_rows + len(branches))
+        is_free = with_them_s <= _FREE * self._rows_s.estimate(num_rows)
+        return branches if is_free else [], num_tokens
 
     @property
     def _awaited(self) -> bool:
