@@ -43,16 +43,13 @@ class DraftState(PageCache):
     @property
     def at_hand(self) -> bool:
         """The scorer holds the next draft already, and so does the cache."""
-        if self.follower.pushed is None:
-            return False
         path = self.follower.at_hand if self.ahead.forks is None else self.held
         return bool(path) and tuple(self.ahead.guess[: len(path)]) == path
 
     @property
     def held(self) -> TokenIds:
         """The part of what was pushed that the scorer verifies: a short draft rather than none."""
-        pushed, wanted = self.follower.pushed, self.follower.wanted
-        return pushed.first_path(wanted) if pushed is not None and wanted else ()
+        return self.follower.held(self.follower.wanted)
 
     def follow(self, pool: BlockPool, fresh: Sequence[int], outcomes: Outcomes) -> None:
         """Follow a text that went on with `fresh`: its guessed part is computed already."""
@@ -140,7 +137,8 @@ class DraftState(PageCache):
 
     def push(self, draft: DraftTree) -> DraftTree:
         """Note that the scorer is about to hold `draft`, for which it had to wait."""
-        self.hit, self.follower.pushed = False, draft
+        self.hit = False
+        self.follower.push(draft)
         return draft
 
     def push_tree(self) -> DraftTree:
@@ -157,7 +155,7 @@ class DraftState(PageCache):
             # A branch's own token is none of a draft.
             confidences.append(b.confidences.rjust(len(tokens), b"\0"))
         tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(confidences))
-        self.follower.pushed = tree
+        self.follower.push(tree)
         return tree
 
     def drop(self, pool: BlockPool) -> None:
