@@ -64,7 +64,6 @@ class Outcomes:
 
     def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the chances [n, F] of candidates with gaps [n, F], best first; they never rise."""
-        self._count()
         cells = _cells(gaps)
         chances: NDArray[np.float64] = self._true.take(cells) / self._seen.take(cells)
         chances *= np.isfinite(gaps)  # not what top_k, top_p or min_p cut
@@ -76,24 +75,21 @@ class Outcomes:
     @property
     def acceptance(self) -> float:
         """The share of places where the best candidate was the true one in the last rounds."""
-        self._count()
         return self._accepted.mean
 
     def undrafted(self, *, hit: bool) -> float:
         """Return the share of rounds that verified no draft, though (`hit`) it was at hand."""
-        self._count()
         successes, trials = self._undrafted[hit]
         return successes / trials
 
     def observe(self, forks: Forks, truth: Sequence[int], *, hit: bool) -> None:
         """Note that `truth` followed where these of one row were drafted.
 
-        It is counted when chances are asked for, in spare time: somebody may wait for the draft
-        after a commit.
+        `count` counts it in spare time: somebody may wait for the draft after a commit.
         """
         self._noted.append((forks, truth, hit))
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count what was noted, up to the first place where each draft was wrong."""
         if not self._noted:
             return
