@@ -27,7 +27,7 @@ class Trunk(NamedTuple):
     """A session whose cache holds `length` committed tokens and, after them, its whole chain."""
 
     length: int
-    block_table: Sequence[int]
+    block_table: array[int]
     sampling: SamplingParams
 
 
@@ -43,7 +43,6 @@ class DraftedBranch(NamedTuple):
     """A branch with its own pages, and its chain in a batch that may be in progress."""
 
     branch: Branch
-    length: int  # of its text: the trunk's, `accepted` and `token`
     first_page: int  # place of `pages` in the block table
     pages: array[int]  # owned, with room for a token more: hand them to `adopt` or `drop`
     batch: ForkBatch  # whose guesses are in the cache when it has grown
@@ -67,26 +66,30 @@ def draft_branches(
     the model's length. If the model raises, no page is kept. Returns the batch of all rows, too,
     which begins with `joined`; None if there are none.
     """
-    page_size = drafter.page_size
+    page_size, num_free = drafter.page_size, pool.num_free
     copies: list[tuple[int, int]] = []
-    rows: list[tuple[Branch, RowSlice, array[int]]] = []  # with the pages that it owns
-    tables = [array("i", trunk.block_table) for trunk in trunks]
+    rows: list[tuple[Branch, int, array[int]]] = []  # with its pages and the place of their first
     for branch in branches:
-        shared = tables[branch.trunk]
-        position = trunks[branch.trunk].length + branch.accepted  # of the branch's token
-        first, offset = divmod(position, page_size)
+        length, shared, _ = trunks[branch.trunk]
+        position = length + branch.accepted  # of the branch's token
+        first = position // page_size
         needed = -(-(position + 2 + num_tokens) // page_size) - first
-        if needed > pool.num_free:
+        num_free -= needed
+        if num_free < 0:
             break
-        pages = array("i", [pool.allocate() for _ in range(needed)])
-        if offset:
+        pages = array("i", pool.take(needed))
+        if position % page_size:
             copies.append((shared[first], pages[0]))
-        rows.append((branch, RowSlice((branch.token,), position, shared[:first] + pages, 1), pages))
+        rows.append((branch, first, pages))
     if not rows and not joined:
         return [], None
     rows.sort(key=lambda row: row[0].trunk)  # rows side by side read once what they share
-    slices = [*(row for row, _ in joined), *(row for _, row, _ in rows)]
-    sampling = [*(params for _, params in joined), *(trunks[b.trunk].sampling for b, _, _ in rows)]
+    slices = [row for row, _ in joined]
+    sampling = [params for _, params in joined]
+    for (trunk, accepted, token), first, pages in rows:
+        length, shared, params = trunks[trunk]
+        slices.append(RowSlice((token,), length + accepted, shared[:first] + pages, 1))
+        sampling.append(params)
     fed = FedRows(slices, sampling)
     try:
         batch = drafter.forks(fed, num_tokens, fanout, copies, beyond=bool(rows))
@@ -95,8 +98,8 @@ def draft_branches(
             pool.release(pages)
         raise
     return [
-        DraftedBranch(branch, row.start + 1, row.start // page_size, pages, batch, i)
-        for i, (branch, row, pages) in enumerate(rows, start=len(joined))
+        DraftedBranch(branch, first, pages, batch, i)
+        for i, (branch, first, pages) in enumerate(rows, start=len(joined))
     ], batch
 
 
