@@ -22,6 +22,8 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
 
+NUM_RANKS = 8  # candidates at each place, the draft's own included
+
 
 class Trunk(NamedTuple):
     """A session whose cache holds `length` committed tokens and, after them, its whole chain."""

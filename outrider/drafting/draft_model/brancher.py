@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.averages import Average
-from outrider.drafting.ahead.branches import Branch, DraftedBranch, draft_branches
+from outrider.drafting.ahead.branches import NUM_RANKS, Branch, DraftedBranch, draft_branches
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
-from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
+from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.drafters import CATCH_UP, ForkBatch, ForkDrafter
 from outrider.drafting.proposer import LoopRun, Pace
