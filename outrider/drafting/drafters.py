@@ -159,7 +159,8 @@ class ForkBatch:
     @cached_property
     def grown(self) -> ForkBatch:
         """The batch whose guesses are longer by the best of these candidates."""
-        return ForkBatch(lambda: Forks.joined((self.forks, self.beyond), 1), lambda: self.beyond)
+        forks, beyond = Forks.joined((self.forks, self.beyond), 1), self.beyond
+        return ForkBatch(lambda: forks, lambda: beyond)  # without a cycle of references
 
     @cached_property
     def guesses(self) -> list[list[int]]:
