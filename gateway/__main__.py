@@ -14,13 +14,9 @@ from outrider.errors import ConfigError, refuse
 from outrider.flag_types import RaisingParser
 from outrider.process.signals import end_at_sigterm
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
-from outrider.rpc.runtime import importing, prepare_grpc, run
+from outrider.rpc.runtime import GC_THRESHOLDS, importing, prepare_grpc, run
 from outrider.rpc.targets import parse_entries
 from outrider.settings import add_flag, settings_of
-
-_GC_THRESHOLDS = (50_000, 10, 10)
-"""Streams make and drop thousands of objects a step, hardly any in reference cycles. With Python's
-default thresholds, looking for cycles takes a seventh of a gateway's time."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         with importing():
             from gateway.service import Gateway
             from outrider.rpc.telemetry import configure
-        gc.set_threshold(*_GC_THRESHOLDS)
+        gc.set_threshold(*GC_THRESHOLDS)
     except KeyboardInterrupt:  # they take a second; afterwards the loop has the signal
         return 130
     return run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime.prepare_grpc()
         with runtime.importing():
             from proposer_service.service import ProposerService
+        gc.set_threshold(*runtime.GC_THRESHOLDS)
     except KeyboardInterrupt:  # it takes a second; afterwards the loop has the signal
         return 130
     return runtime.run("proposer", ProposerService(config), exit_with_parent=exit_with_parent)

@@ -219,7 +219,8 @@ class _Blocks:
             self.messages.setdefault(link, []).append(message)
             self._add[link] = message.blocks.blocks.add
             self._room[link] = _MESSAGE_BYTES
-        tree = tree.at_most(self._links[link].max_block_tokens)
+        if len(tree.token_ids) > (limit := self._links[link].max_block_tokens):
+            tree = tree.at_most(limit)
         block = self._add[link](
             session=route.session,
             epoch=route.epoch,

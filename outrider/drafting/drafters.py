@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.confidence import confidences_of
+from outrider.drafting.confidence import by_row, confidences_of
 from outrider.engine.batch import RowSlice
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.params import SamplingParams
@@ -92,7 +92,7 @@ class ChainDrafter(Protocol):
         """Feed rows that no draft is wanted for; False if there is no faster way."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take longer to make: sessions have their own
 class Forks:
     """Chains of K tokens, and the likeliest tokens by which the texts may leave them.
 
@@ -112,11 +112,11 @@ class Forks:
         return Forks(self.candidates[:, start:end], self.gaps[:, start:end])
 
     @staticmethod
-    def joined(parts: Sequence[Forks]) -> Forks:
-        """Return the rows of all parts; of parts of one row, the places."""
+    def joined(parts: Sequence[Forks], axis: int = 0) -> Forks:
+        """Return the rows of all parts; of parts of one row, or along axis 1, the places."""
         return Forks(
-            np.concatenate([part.candidates for part in parts]),
-            np.concatenate([part.gaps for part in parts]),
+            np.concatenate([part.candidates for part in parts], axis),
+            np.concatenate([part.gaps for part in parts], axis),
         )
 
     @property
@@ -126,27 +126,53 @@ class Forks:
 
 
 class ForkBatch:
-    """Forks of rows that were drafted together, and candidates after their guesses.
+    """Rows that are drafted together, and candidates after their guesses.
 
     A guess is a row's chain and the best candidate at its end. The candidates after it take one
-    forward more, which the device runs while the host uses the forks.
+    forward more, which the device runs while the host uses the forks. `fetch` waits for the forks,
+    and `fetch_beyond` for these candidates.
     """
 
-    def __init__(self, forks: Forks, fetch: Callable[[], Forks]) -> None:
-        self.forks = forks  # [rows, K + 1, F]
-        self._fetch = fetch  # waits for the candidates
+    def __init__(self, fetch: Callable[[], Forks], fetch_beyond: Callable[[], Forks]) -> None:
+        self._fetch, self._fetch_beyond = fetch, fetch_beyond
 
     @staticmethod
     def split(forks: Forks, num_tokens: int) -> ForkBatch:
         """Return a batch of forks that came at once, with as many places more as were drafted."""
         end = num_tokens + 1
-        return ForkBatch(forks.places(0, end), lambda: forks.places(end, end + 1))
+        return ForkBatch(lambda: forks.places(0, end), lambda: forks.places(end, end + 1))
+
+    def wait(self) -> None:
+        """Wait for the forks."""
+        assert self.forks
 
     @cached_property
-    def beyond(self) -> tuple[Forks, bytes]:
-        """Wait for the candidates [rows, 1, F]; return them with the confidences of the best."""
-        forks = self._fetch()
-        return forks, confidences_of(forks.gaps[:, 0, 1])
+    def forks(self) -> Forks:
+        """Wait for the forks [rows, K + 1, F]."""
+        return self._fetch()
+
+    @cached_property
+    def beyond(self) -> Forks:
+        """Wait for the candidates [rows, 1, F] after the guesses."""
+        return self._fetch_beyond()
+
+    @cached_property
+    def grown(self) -> ForkBatch:
+        """The batch whose guesses are longer by the best of these candidates."""
+        forks, beyond = Forks.joined((self.forks, self.beyond), 1), self.beyond
+        return ForkBatch(lambda: forks, lambda: beyond)  # without a cycle of references
+
+    @cached_property
+    def guesses(self) -> list[list[int]]:
+        """The guesses of all rows."""
+        guesses: list[list[int]] = self.forks.candidates[:, :, 0].tolist()
+        return guesses
+
+    @cached_property
+    def confidences(self) -> list[bytes]:
+        """The confidences of all guesses."""
+        count, size, _ = self.forks.gaps.shape
+        return by_row(confidences_of(self.forks.gaps[:, :, 1]), [size] * count)
 
 
 class ForkDrafter(Protocol):

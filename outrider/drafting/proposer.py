@@ -191,16 +191,16 @@ class FeatureProposer(Proposer, Protocol):
 class Follower:
     """The committed tokens of one session, moved by committed offset.
 
-    `length` also counts the tokens of a silent session, of which nothing else is kept. `pushed` is
-    the scorer's latest tree, as far as it came true. `wanted` is the number of draft tokens worth
-    making now, at most one less than the tokens left to commit, since the target's own token
-    after an accepted draft is free.
+    `length` also counts the tokens of a silent session, of which nothing else is kept. `wanted` is
+    the number of draft tokens worth making now, at most one less than the tokens left to commit,
+    since the target's own token after an accepted draft is free.
     """
 
     def __init__(self, start: SessionStart, traits: ProposerTraits) -> None:
         self.tokens: list[int] = []
         self.length = 0
-        self.pushed: DraftTree | None = None
+        self._tree: DraftTree | None = None  # the scorer's latest, until a token falls off it
+        self._node = -1  # its node that the text has reached
         self.sampling, self._rule = start.sampling, start.rule
         self.max_model_len = traits.max_model_len
         self.max_len = min(start.max_len, traits.max_model_len)
@@ -237,11 +237,32 @@ class Follower:
             tokens = tokens[overlap:]
         self._append(tokens)
         if self.silent:
-            self.pushed = None
+            self._tree = None
             return ()
-        if self.pushed is not None:
-            self.pushed = self.pushed.walk(tokens)
+        if self._tree is not None:
+            node = self._tree.descend(tokens, self._node)
+            if node is None:
+                self._tree = None
+            else:
+                self._node = node
         return tokens
+
+    def push(self, tree: DraftTree) -> None:
+        """Note that the scorer is about to hold `tree`."""
+        self._tree, self._node = tree, -1
+
+    @property
+    def pushed(self) -> DraftTree | None:
+        """The scorer's latest tree, as far as it goes on after the text; None if it does not."""
+        tree = self._tree
+        if tree is None or self._node < 0:
+            return tree
+        size = len(tree.token_ids)
+        return tree.below(self._node, size, size)._replace(base_len=self.length)
+
+    def held(self, num_tokens: int) -> TokenIds:
+        """Return the next tokens of the scorer's latest tree, at most so many."""
+        return () if self._tree is None else self._tree.first_path(num_tokens, self._node)
 
     @property
     def silent(self) -> bool:
@@ -251,11 +272,8 @@ class Follower:
     @property
     def at_hand(self) -> TokenIds:
         """The draft that the scorer holds already; empty if it is shorter than wanted."""
-        if self.pushed is None:
-            return ()
-        wanted = self.wanted
-        path = self.pushed.first_path(wanted)
-        return path if len(path) == wanted else ()
+        path = self.held(self.wanted)
+        return path if len(path) == self.wanted else ()
 
     def _append(self, tokens: Sequence[int]) -> None:
         self.length += len(tokens)

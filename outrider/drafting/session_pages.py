@@ -53,9 +53,10 @@ class PageCache:
     def cover(self, pool: BlockPool, num_rows: int, page_size: int) -> bool:
         """Take pages for so many rows; return False, and take none, if too few are free."""
         missing = -(-num_rows // page_size) - len(self.block_table)
-        if missing > pool.num_free:
-            return False
-        self.block_table.extend([pool.allocate() for _ in range(missing)])
+        if missing > 0:
+            if missing > pool.num_free:
+                return False
+            self.block_table.extend(pool.take(missing))
         return True
 
     def publish(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 import uvloop
 
@@ -67,6 +67,12 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
             task.cancel()
         await asyncio.gather(starting, *tasks, return_exceptions=True)
         await service.stop()
+
+
+GC_THRESHOLDS: Final = (50_000, 10, 10)
+"""Streams and drafts make and drop thousands of objects a step, hardly any in reference cycles.
+With Python's default thresholds, looking for cycles takes a seventh of a gateway's time, and of a
+proposer's."""
 
 
 @contextlib.contextmanager

@@ -234,7 +234,7 @@ def test_captured_chains_on_gpu_equal_eager_chains() -> None:
         eager = draft_forks(model, FedRows(whole, sampling), 5, 3)
         assert batch.forks.candidates.tolist() == eager.candidates[:, :-1].tolist()
         assert again.candidates.tolist() == eager.candidates[:, :-1].tolist()
-        assert batch.beyond[0].candidates.tolist() == eager.candidates[:, -1:].tolist()
+        assert batch.beyond.candidates.tolist() == eager.candidates[:, -1:].tolist()
 
 
 @graphs
@@ -281,4 +281,4 @@ def test_captured_branches_with_shared_pages_equal_each_alone(
     batch = drafter.forks(FedRows(slices, sampling), k, 2, copies, beyond=True)
     eager = draft_forks(model, FedRows(whole, sampling), k + 1, 2)
     assert batch.forks.candidates.tolist() == eager.candidates[:, :-1].tolist()
-    assert batch.beyond[0].candidates.tolist() == eager.candidates[:, -1:].tolist()
+    assert batch.beyond.candidates.tolist() == eager.candidates[:, -1:].tolist()

@@ -17,20 +17,19 @@ from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from outrider.drafting.confidence import confidences_of
-from outrider.drafting.drafters import FedRows, ForkBatch, ForkDrafter, Forks
+from outrider.drafting.drafters import FedRows, ForkBatch, ForkDrafter
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
+
+NUM_RANKS = 8  # candidates at each place, the draft's own included
 
 
 class Trunk(NamedTuple):
     """A session whose cache holds `length` committed tokens and, after them, its whole chain."""
 
     length: int
-    block_table: Sequence[int]
+    block_table: array[int]
     sampling: SamplingParams
 
 
@@ -43,35 +42,13 @@ class Branch(NamedTuple):
 
 
 class DraftedBranch(NamedTuple):
-    """A branch with its chain, whose keys and values are all in the cache, and its own pages."""
+    """A branch with its own pages, and its chain in a batch that may be in progress."""
 
     branch: Branch
-    length: int  # of its text: the trunk's, `accepted` and `token`
     first_page: int  # place of `pages` in the block table
     pages: array[int]  # owned, with room for a token more: hand them to `adopt` or `drop`
-    guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
-    confidences: bytes  # of `guess`
-    batch: ForkBatch
+    batch: ForkBatch  # whose guesses are in the cache when it has grown
     row: int  # its number there
-
-    @property
-    def tokens(self) -> list[int]:
-        """Its chain: at positions length, length + 1, ..."""
-        return self.guess[:-1]
-
-    @property
-    def forks(self) -> Forks:
-        """The candidates along its guess: [K + 1, F]. Few branches come true and are asked."""
-        return self.batch.forks[self.row]
-
-    @property
-    def beyond(self) -> tuple[Forks, bytes]:
-        """Wait for the candidates [1, F] after its guess, the whole of which is in the cache then.
-
-        The confidence of the best comes with them.
-        """
-        forks, confidences = self.batch.beyond
-        return forks[self.row], confidences[self.row : self.row + 1]
 
 
 def draft_branches(
@@ -83,34 +60,38 @@ def draft_branches(
     *,
     num_tokens: int,
     fanout: int,
-) -> tuple[list[DraftedBranch], Forks]:
+) -> tuple[list[DraftedBranch], ForkBatch | None]:
     """Draft `num_tokens` after `joined` rows and each of `branches`, all in one batch.
 
     `branches` are in order of preference: when the pool has no page left, the rest is left out. A
     branch, its chain and a token more, length + accepted + 2 + num_tokens tokens, must stay within
-    the model's length. If the model raises, no page is kept. Returns the forks of `joined`, too.
+    the model's length. If the model raises, no page is kept. Returns the batch of all rows, too,
+    which begins with `joined`; None if there are none.
     """
-    page_size = drafter.page_size
+    page_size, num_free = drafter.page_size, pool.num_free
     copies: list[tuple[int, int]] = []
-    rows: list[tuple[Branch, RowSlice, array[int]]] = []  # with the pages that it owns
-    tables = [array("i", trunk.block_table) for trunk in trunks]
+    rows: list[tuple[Branch, int, array[int]]] = []  # with its pages and the place of their first
     for branch in branches:
-        shared = tables[branch.trunk]
-        position = trunks[branch.trunk].length + branch.accepted  # of the branch's token
-        first, offset = divmod(position, page_size)
+        length, shared, _ = trunks[branch.trunk]
+        position = length + branch.accepted  # of the branch's token
+        first = position // page_size
         needed = -(-(position + 2 + num_tokens) // page_size) - first
-        if needed > pool.num_free:
+        num_free -= needed
+        if num_free < 0:
             break
-        pages = array("i", [pool.allocate() for _ in range(needed)])
-        if offset:
+        pages = array("i", pool.take(needed))
+        if position % page_size:
             copies.append((shared[first], pages[0]))
-        rows.append((branch, RowSlice((branch.token,), position, shared[:first] + pages, 1), pages))
+        rows.append((branch, first, pages))
     if not rows and not joined:
-        empty = np.empty((0, num_tokens + 1, fanout), np.int32)
-        return [], Forks(empty, empty.astype(np.float32))
+        return [], None
     rows.sort(key=lambda row: row[0].trunk)  # rows side by side read once what they share
-    slices = [*(row for row, _ in joined), *(row for _, row, _ in rows)]
-    sampling = [*(params for _, params in joined), *(trunks[b.trunk].sampling for b, _, _ in rows)]
+    slices = [row for row, _ in joined]
+    sampling = [params for _, params in joined]
+    for (trunk, accepted, token), first, pages in rows:
+        length, shared, params = trunks[trunk]
+        slices.append(RowSlice((token,), length + accepted, shared[:first] + pages, 1))
+        sampling.append(params)
     fed = FedRows(slices, sampling)
     try:
         batch = drafter.forks(fed, num_tokens, fanout, copies, beyond=bool(rows))
@@ -118,23 +99,10 @@ def draft_branches(
         for _, _, pages in rows:
             pool.release(pages)
         raise
-    forks, first = batch.forks, len(joined)
-    guesses = forks.candidates[:, :, 0].tolist()
-    confidences, width = confidences_of(forks.gaps[first:, :, 1]), num_tokens + 1
-    drafted = [
-        DraftedBranch(
-            branch=branch,
-            length=row.start + 1,
-            first_page=row.start // page_size,
-            pages=pages,
-            guess=guesses[i],
-            confidences=confidences[(i - first) * width : (i - first + 1) * width],
-            batch=batch,
-            row=i,
-        )
-        for i, (branch, row, pages) in enumerate(rows, start=first)
-    ]
-    return drafted, forks[:first]
+    return [
+        DraftedBranch(branch, first, pages, batch, i)
+        for i, (branch, first, pages) in enumerate(rows, start=len(joined))
+    ], batch
 
 
 def adopt(pool: BlockPool, block_table: MutableSequence[int], branch: DraftedBranch) -> None:

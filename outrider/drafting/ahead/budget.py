@@ -99,21 +99,11 @@ def choose_budget(
     Forwards of n branches take `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
     Drafts on demand that are `joined` with branches have as many tokens, and take as long.
     """
-    rows = (plans.chances > 0.0).sum(axis=0)
-    most = int(np.count_nonzero(rows))
-    # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
-    forward = forward_s(rows[:most].cumsum().astype(np.float64))
+    forward = forward_s(_rows_of(plans.chances))
     if not forward.any():
-        return Budget(most, wanted)  # nothing was measured yet
-    chances = np.ascontiguousarray(plans.chances.T[:most])
-    hits = chances.sum(axis=1).cumsum() / len(plans.chances)
-    tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
-    spent = pace.spent_s + _SLACK * pace.step_s
-    rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, draft_s, spent, joined)
-    best: list[float] = rates.max(axis=0).tolist()
-    enough = _NEARLY * max(best)
-    shortest = next(i for i, rate in enumerate(best) if rate >= enough)
-    return Budget(int(rates[:, shortest].argmax()), shortest + 1)
+        return Budget(len(forward), wanted)  # nothing was measured yet
+    times = pace.step_s, pace.network_s, draft_s, pace.spent_s + _SLACK * pace.step_s
+    return Budget(*_choose(plans.chances, forward, times, acceptance, wanted, joined))
 
 
 @compiled
@@ -160,28 +150,58 @@ def _plan(
 
 
 @compiled
-def _rates(
-    hits: Floats,
+def _rows_of(chances: Floats) -> Floats:
+    """Return the rows of 1, 2, ... branches per session, up to the most that some session has."""
+    rows = np.zeros(chances.shape[1])
+    total = 0.0
+    for i in range(len(rows)):
+        for session in range(len(chances)):
+            total += chances[session, i] > 0.0
+        rows[i] = total
+        if total == (rows[i - 1] if i else 0.0):
+            return rows[:i]
+    return rows
+
+
+@compiled
+def _choose(
+    chances: Floats,
     forward_s: Floats,
-    tokens: Floats,
-    step_s: float,
-    network_s: float,
-    draft_s: float,
-    spent_s: float,
+    times: tuple[float, float, float, float],
+    acceptance: float,
+    wanted: int,
     joined: bool,
-) -> Floats:
-    """Return tokens per second [M, k] of M branches, from 0 on, and k tokens, from 1 on."""
-    wanted = len(tokens) - 1
-    found = np.zeros((len(hits) + 1, wanted))
-    found[0, wanted - 1] = tokens[wanted] / (step_s + draft_s + network_s)
-    for i in range(len(hits)):
-        misses = 1.0 - hits[i]
+) -> tuple[int, int]:
+    """Return the shortest of nearly the best choices of branches M, from 0 on, and tokens k.
+
+    `times` are those of the step, the network, a draft, and what is spent.
+    """
+    step_s, network_s, draft_s, spent_s = times
+    tokens = np.ones(wanted + 1)  # E(0), E(1), ...
+    for k in range(1, wanted + 1):
+        tokens[k] = tokens[k - 1] + acceptance**k
+    best, choice = np.zeros(wanted + 1), np.zeros(wanted + 1, np.int64)  # by k
+    best[wanted] = tokens[wanted] / (step_s + draft_s + network_s)
+    hits = 0.0
+    for i in range(len(forward_s)):
+        for session in range(len(chances)):
+            hits += chances[session, i] / len(chances)
+        misses = 1.0 - hits
         for k in range(1, wanted + 1):
             drafting = k * forward_s[i]
             ahead = drafting + (network_s + spent_s)
             busy = (k + 1) * forward_s[i] + spent_s
             round_s = max(max((step_s + ahead) / 2, step_s), busy)
             missed_s, missed = (drafting, tokens[k]) if joined else (draft_s, tokens[wanted])
-            gain = hits[i] * tokens[k] + misses * missed
-            found[i + 1, k - 1] = gain / (round_s + misses * (missed_s + network_s))
-    return found
+            rate = (hits * tokens[k] + misses * missed) / (
+                round_s + misses * (missed_s + network_s)
+            )
+            if rate > best[k]:
+                best[k], choice[k] = rate, i + 1
+    enough = 0.0
+    for rate in best:
+        enough = max(enough, _NEARLY * rate)
+    shortest = 1
+    while best[shortest] < enough:
+        shortest += 1
+    return choice[shortest], shortest

@@ -23,6 +23,8 @@ Outcomes exclude one another and each costs one branch, so the best use of a bud
 likeliest ones. `budget` chooses their number.
 """
 
+# mypy: disable-error-code="untyped-decorator"
+
 from __future__ import annotations
 
 from collections import deque
@@ -32,10 +34,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.averages import Average
+from outrider.drafting.ahead.branches import NUM_RANKS
+from outrider.drafting.cpu.compiled import compiled
 from outrider.drafting.drafters import Forks
 from outrider.types import common_prefix_len
 
-NUM_RANKS = 8  # candidates at each place, the draft's own included
 _EDGES = np.array((0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10), np.float32)
 _KINDS = 4  # ranks 0, 1, 2, and beyond
 _BUCKETS = len(_EDGES) + 1
@@ -64,36 +67,28 @@ class Outcomes:
 
     def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the chances [n, F] of candidates with gaps [n, F], best first; they never rise."""
-        self._count()
-        cells = _cells(gaps)
-        chances: NDArray[np.float64] = self._true.take(cells) / self._seen.take(cells)
-        chances *= np.isfinite(gaps)  # not what top_k, top_p or min_p cut
-        chances /= np.maximum(1.0, chances.sum(axis=1, keepdims=True))
-        # A better rank is likelier; where few measurements say otherwise, they are noise.
-        chances.sort(axis=1)
-        return chances[:, ::-1]
+        chances = np.empty(gaps.shape)
+        _chances(gaps, _EDGES, self._true, self._seen, chances)
+        return chances
 
     @property
     def acceptance(self) -> float:
         """The share of places where the best candidate was the true one in the last rounds."""
-        self._count()
         return self._accepted.mean
 
     def undrafted(self, *, hit: bool) -> float:
         """Return the share of rounds that verified no draft, though (`hit`) it was at hand."""
-        self._count()
         successes, trials = self._undrafted[hit]
         return successes / trials
 
     def observe(self, forks: Forks, truth: Sequence[int], *, hit: bool) -> None:
         """Note that `truth` followed where these of one row were drafted.
 
-        It is counted when chances are asked for, in spare time: somebody may wait for the draft
-        after a commit.
+        `count` counts it in spare time: somebody may wait for the draft after a commit.
         """
         self._noted.append((forks, truth, hit))
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count what was noted, up to the first place where each draft was wrong."""
         if not self._noted:
             return
@@ -122,6 +117,36 @@ class Outcomes:
         self._true += np.bincount(cells, came, size).reshape(_KINDS, -1)
         self._seen *= fading
         self._seen += np.bincount(cells, minlength=size).reshape(_KINDS, -1)
+
+
+@compiled
+def _chances(
+    gaps: NDArray[np.float32],
+    edges: NDArray[np.float32],
+    true: NDArray[np.float64],
+    seen: NDArray[np.float64],
+    chances: NDArray[np.float64],
+) -> None:
+    """Fill `chances` [n, F] by what was counted by kind and bucket."""
+    num_ranks, num_kinds = gaps.shape[1], len(true)
+    for place in range(len(gaps)):
+        row, total = chances[place], 0.0
+        for rank in range(num_ranks):
+            # A better rank is likelier; where few measurements say otherwise, they are noise.
+            chance, i = 0.0, rank
+            if np.isfinite(gaps[place, rank]):  # not what top_k, top_p or min_p cut
+                gap, bucket = gaps[place, max(rank, min(1, num_ranks - 1))], 0
+                while bucket < len(edges) and edges[bucket] < gap:
+                    bucket += 1
+                kind = min(rank, num_kinds - 1)
+                chance = true[kind, bucket] / seen[kind, bucket]
+            while i > 0 and row[i - 1] < chance:
+                row[i] = row[i - 1]
+                i -= 1
+            row[i] = chance
+            total += chance
+        for rank in range(num_ranks):
+            row[rank] /= max(1.0, total)
 
 
 def _cells(gaps: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from outrider import start_times
-from outrider.drafting.ahead.outcomes import NUM_RANKS
+from outrider.drafting.ahead.branches import NUM_RANKS
 from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.drafters import CATCH_UP

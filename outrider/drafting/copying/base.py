@@ -89,10 +89,11 @@ class _Session:
         copied = self.source.guess((), wanted) if wanted else NOTHING
         guess = tuple(copied.token_ids)
         # A draft may be shorter than wanted, and so may the remainder of a longer one.
-        if guess and follower.pushed and follower.pushed.first_path(len(guess)) == guess:
+        if guess and follower.held(len(guess)) == guess:
             return None
-        follower.pushed = DraftTree.chain(follower.length, guess, (), copied.confidences)
-        return follower.pushed
+        tree = DraftTree.chain(follower.length, guess, (), copied.confidences)
+        follower.push(tree)
+        return tree
 
     def branched(self, max_branches: int) -> DraftTree | None:
         """Return the draft that is verified, with branches for the outcomes of verifying it.
@@ -119,7 +120,7 @@ class _Session:
         tree = DraftTree.branched(base_len, chain, branches, b"".join(told))
         if tree == pushed:
             return None
-        follower.pushed = tree
+        follower.push(tree)
         return tree
 
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.averages import Average
-from outrider.drafting.ahead.branches import Branch, DraftedBranch, draft_branches
+from outrider.drafting.ahead.branches import NUM_RANKS, Branch, DraftedBranch, draft_branches
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
-from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
-from outrider.drafting.confidence import by_row, confidences_of
+from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.draft_model.session import DraftState
-from outrider.drafting.drafters import CATCH_UP, ForkDrafter, Forks
+from outrider.drafting.drafters import CATCH_UP, ForkBatch, ForkDrafter
 from outrider.drafting.proposer import LoopRun, Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -74,15 +73,13 @@ class Brancher:
             branches, num_tokens = self._choose_joined(states, pace, len(rows), num_tokens)
         started = self._clock()
         joined = [(row, state.follower.sampling) for state, row in rows]
-        drafted, forks = self._run(states, branches, num_tokens, joined)
+        drafted, batch = self._run(states, branches, num_tokens, joined)
+        assert batch is not None
         seconds = self._clock() - started
         self._ran(len(rows), len(drafted), num_tokens, seconds)
         self._draft_s.add_time(seconds)
-        chains: list[list[int]] = forks.chains.tolist()
-        told = by_row(confidences_of(forks.gaps[:, :, 1]), [num_tokens] * len(rows))
-        for i, ((state, _), chain) in enumerate(zip(rows, chains, strict=True)):
-            ahead = state.ahead
-            ahead.line, ahead.forks, ahead.confidences = chain, forks[i], told[i]
+        for i, (state, _) in enumerate(rows):
+            state.ahead.begin(batch, i)
         return [state for state in states if state.ahead.branches]
 
     def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
@@ -90,11 +87,13 @@ class Brancher:
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
         if not branching:
+            self._outcomes.count()
             return []
         plans = self._plan(branching)
         budget = self._budget(plans, num_tokens, pace)
         branches, num_tokens = self._best(plans, branching, budget), budget.tokens
         if not branches:
+            self._outcomes.count()
             return []
         started = self._clock()
         drafted, _ = self._run(branching, branches, num_tokens)
@@ -176,8 +175,8 @@ class Brancher:
         branches: Sequence[Branch],
         num_tokens: int,
         joined: Sequence[tuple[RowSlice, SamplingParams]] = (),
-    ) -> tuple[list[DraftedBranch], Forks]:
-        drafted, forks = draft_branches(
+    ) -> tuple[list[DraftedBranch], ForkBatch | None]:
+        drafted, batch = draft_branches(
             self._drafter,
             self._pool,
             [state.trunk() for state in states],
@@ -187,5 +186,9 @@ class Brancher:
             fanout=NUM_RANKS,
         )
         for branch in drafted:
-            states[branch.branch.trunk].ahead.branches.append(branch)
-        return drafted, forks
+            trunk, accepted, token = branch.branch
+            states[trunk].ahead.branches[accepted, token] = branch
+        self._outcomes.count()  # while the device drafts
+        if batch is not None:
+            batch.wait()
+        return drafted, batch

@@ -133,10 +133,11 @@ class DraftModelLoops:
             fetch, further = self._loops.launch(shape, rows, copies), None
             if beyond and shape.num_tokens == num_tokens:
                 further = self._loops.launch_further(shape, count)
-            forks = _to_forks(fetch(), fanout)
             if further is None:
-                return ForkBatch.split(forks, num_tokens)
-            return ForkBatch(forks, lambda: _to_forks(further(), fanout))
+                return ForkBatch.split(_to_forks(fetch(), fanout), num_tokens)
+            return ForkBatch(
+                lambda: _to_forks(fetch(), fanout), lambda: _to_forks(further(), fanout)
+            )
         self._eager.copy(copies)
         pieces, eager = self._loops.divide(rows.slices, [num_tokens] * count, fanout)
         numbers = [some for some in (*pieces, eager) if some]
@@ -148,8 +149,8 @@ class DraftModelLoops:
         ]
         order = np.concatenate(numbers).argsort()
         return ForkBatch(
-            Forks.joined([part.forks for part in parts])[order],
-            lambda: Forks.joined([part.beyond[0] for part in parts])[order],
+            lambda: Forks.joined([part.forks for part in parts])[order],
+            lambda: Forks.joined([part.beyond for part in parts])[order],
         )
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:

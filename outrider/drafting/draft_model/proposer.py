@@ -155,11 +155,11 @@ class DraftModelProposer(SessionMethod[DraftState]):
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless pages and sessions agree."""
         states = self._sessions.values()
-        branches = [branch.pages for state in states for branch in state.ahead.branches]
+        branches = [branch.pages for state in states for branch in state.ahead.branches.values()]
         self._pool.check_invariants([*(state.block_table for state in states), *branches])
         for state in states:
             room = len(state.block_table) * self._page_size
-            assert state.computed + len(state.ahead.line) <= room
+            assert state.computed + state.ahead.num_fed <= room
             assert state.computed <= len(state.follower.tokens)
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> DraftState:
@@ -197,7 +197,10 @@ class DraftModelProposer(SessionMethod[DraftState]):
             branched = self._brancher.draft(pairs, forked[0].num_forked, at_hand, pace)
             done.trees.extend([(state.key, state.push_tree()) for state in branched])
             done.loops.extend(self._brancher.take_loops())
-        chains = [row.state.ahead.draft(row.wanted) for row in forked]
+        chains = [
+            (row.state.ahead.guess[: row.wanted], row.state.ahead.confidences[: row.wanted])
+            for row in forked
+        ]
         drafts: list[tuple[list[int], Sequence[DraftProbs | None], bytes]]
         drafts = [
             (chain, (), confidences) for chain, confidences in [*chains, *self._run_chains(others)]
@@ -219,7 +222,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 continue
             chain, probs, confidences = next(drafted)
             if not row.num_forked:
-                state.ahead.line = chain[:-1]  # the last token was never fed
+                state.ahead.guess = chain[:-1]  # the last token was never fed
             tree = DraftTree.chain(end, chain, probs, confidences)
             done.drafts.append((state.key, state.push(tree)))
         return forward_s

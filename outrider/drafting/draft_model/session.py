@@ -43,16 +43,13 @@ class DraftState(PageCache):
     @property
     def at_hand(self) -> bool:
         """The scorer holds the next draft already, and so does the cache."""
-        if self.follower.pushed is None:
-            return False
         path = self.follower.at_hand if self.ahead.forks is None else self.held
-        return bool(path) and tuple(self.ahead.guess[: len(path)]) == path
+        return bool(path) and self.ahead.guess[: len(path)] == [*path]
 
     @property
     def held(self) -> TokenIds:
         """The part of what was pushed that the scorer verifies: a short draft rather than none."""
-        pushed, wanted = self.follower.pushed, self.follower.wanted
-        return pushed.first_path(wanted) if pushed is not None and wanted else ()
+        return self.follower.held(self.follower.wanted)
 
     def follow(self, pool: BlockPool, fresh: Sequence[int], outcomes: Outcomes) -> None:
         """Follow a text that went on with `fresh`: its guessed part is computed already."""
@@ -85,7 +82,7 @@ class DraftState(PageCache):
             and ahead.forks is not None
             and not ahead.branches
             and self.computed == length
-            and length + len(ahead.line) + 1 < room
+            and length + len(ahead.guess) < room
             and follower.max_len - length - wanted > 2
         )
 
@@ -104,17 +101,17 @@ class DraftState(PageCache):
             and not self.samples
             and self.ahead.forks is None
             and not row.is_tree
-            and row.max_accepted <= len(self.ahead.line) + 1
+            and row.max_accepted <= len(self.ahead.guess) + 1
         )
 
     def cover_async(self, pool: BlockPool, wanted: int, page_size: int) -> bool:
         """Take pages for what `async_input` feeds and drafts; False if too few are free."""
-        num_rows = len(self.follower.tokens) + len(self.ahead.line) + 2 + wanted - 1
+        num_rows = len(self.follower.tokens) + len(self.ahead.guess) + 2 + wanted - 1
         return self.cover(pool, num_rows, page_size)
 
     def async_input(self, wanted: int) -> DraftInput:
         """Return places for the two tokens at most that a step adds to text and guesses."""
-        num_guesses = len(self.ahead.line)
+        num_guesses = len(self.ahead.guess)
         start = len(self.follower.tokens) + num_guesses
         rows = RowSlice((num_guesses, 0), start, self.block_table, 1)
         return DraftInput(rows, wanted, self.follower.sampling)
@@ -132,7 +129,7 @@ class DraftState(PageCache):
         """Return the draft of a loop that has fed the text."""
         self.give_up_guesses(pool)
         self.computed = length = len(self.follower.tokens)
-        self.ahead.line, self.patient = chain[:-1], False
+        self.ahead.guess, self.patient = chain[:-1], False
         return self.push(DraftTree.chain(length, chain))
 
     def trunk(self) -> Trunk:
@@ -140,24 +137,25 @@ class DraftState(PageCache):
 
     def push(self, draft: DraftTree) -> DraftTree:
         """Note that the scorer is about to hold `draft`, for which it had to wait."""
-        self.hit, self.follower.pushed = False, draft
+        self.hit = False
+        self.follower.push(draft)
         return draft
 
     def push_tree(self) -> DraftTree:
         """Return the draft with its branches, which the scorer is about to hold."""
-        guess, end = self.ahead.guess, self.ahead.end
-        branches = [
-            (len(guess), b.guess)
-            if b.branch[1:] == end
-            else (b.branch.accepted, [b.branch.token, *b.guess])
-            for b in self.ahead.branches
-        ]
-        confidences = [self.ahead.draft(len(guess))[1]]
-        for (_, tokens), b in zip(branches, self.ahead.branches, strict=True):
-            # A branch's own token is none of a draft.
-            confidences.append(b.confidences.rjust(len(tokens), b"\0"))
-        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(confidences))
-        self.follower.pushed = tree
+        guess, confidences = self.ahead.guess, self.ahead.confidences
+        end = len(guess) - 1, guess[-1]
+        branches: list[tuple[int, list[int]]] = []
+        for outcome, branch in self.ahead.branches.items():
+            tokens, told = branch.batch.guesses[branch.row], branch.batch.confidences[branch.row]
+            if outcome == end:
+                branches.append((len(guess), tokens))
+            else:
+                branches.append((outcome[0], [outcome[1], *tokens]))
+                told = b"\0" + told  # a branch's own token is none of a draft
+            confidences += told
+        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, confidences)
+        self.follower.push(tree)
         return tree
 
     def drop(self, pool: BlockPool) -> None:

@@ -66,6 +66,18 @@ class BlockPool:
         self._refs[page] = 1
         return page
 
+    def take(self, count: int) -> list[int]:
+        """Allocate so many pages."""
+        blank = self._blank
+        first = len(blank) - count
+        if first < 0:
+            return [self.allocate() for _ in range(count)]
+        pages = blank[first:]
+        del blank[first:]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
         """Return the cached pages of the longest known prefix, without a reference."""
         pages: list[int] = []

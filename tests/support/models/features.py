@@ -125,7 +125,7 @@ class RowReader(FeatureMethod):
                 done.unfinished.append(known.key)
                 continue
             tree = self._guess(tokens, known.follower.wanted)
-            known.follower.pushed = tree
+            known.follower.push(tree)
             done.drafts.append((known.key, tree))
         done.lost.extend(self._take_lost())
         return done

@@ -152,9 +152,9 @@ class _DeviceForks(EagerForks):
 
         def wait() -> Forks:
             device.clock.now = max(device.clock.now, until)
-            return batch.beyond[0]
+            return batch.beyond
 
-        return ForkBatch(batch.forks, wait)
+        return ForkBatch(lambda: batch.forks, wait)
 
 
 def drafting_with(model: DraftHash, clock: Clock, **limits: int) -> tuple[Proposer, Clock]:

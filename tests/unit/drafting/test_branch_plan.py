@@ -132,6 +132,7 @@ def test_outcomes_after_rounds_follow_truth() -> None:
         # The first place is always right, the second one in half of the cases.
         truth = (1, 5, 99) if i % 2 else (1, 6, 99)
         outcomes.observe(Forks(candidates[:2], GAPS[[1, 2]]), truth[:2], hit=True)
+    outcomes.count()
     chances = outcomes.chances(GAPS)
     assert chances[1, 0] > 0.98
     assert chances[2, :2] == pytest.approx([0.5, 0.5], abs=0.03)
@@ -139,7 +140,7 @@ def test_outcomes_after_rounds_follow_truth() -> None:
     assert outcomes.chances(other) == pytest.approx(Outcomes().chances(other)), "other cases"
 
 
-def test_outcomes_when_never_asked_keep_last_rounds() -> None:
+def test_outcomes_when_never_counted_keep_last_rounds() -> None:
     rng = np.random.default_rng(0)
     long, short = Outcomes(), Outcomes()
     for i in range(5000):
@@ -147,6 +148,8 @@ def test_outcomes_when_never_asked_keep_last_rounds() -> None:
         truth = tuple(rng.integers(0, 3, 2).tolist())
         for outcomes in (long, short) if i >= 5000 - 1024 else (long,):
             outcomes.observe(drafted, truth, hit=True)
+    long.count()
+    short.count()
     assert (long.chances(GAPS) == short.chances(GAPS)).all()
 
 
@@ -157,17 +160,20 @@ def test_outcomes_with_single_token_count_undrafted_round() -> None:
     for _ in range(200):
         outcomes.observe(forks, (1,), hit=False)
         outcomes.observe(forks, (2,), hit=True)  # might have been rejected
+        outcomes.count()
     assert outcomes.undrafted(hit=False) > 0.95
     assert outcomes.undrafted(hit=True) == pytest.approx(0.1)
 
 
-def test_outcomes_when_asked_twice_count_a_round_once() -> None:
+def test_outcomes_when_counted_twice_count_a_round_once() -> None:
     outcomes, again = Outcomes(), Outcomes()
     candidates = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
     for each in (outcomes, again):
         for truth in ((1, 5, 9), (1,), (2,)):
             each.observe(Forks(candidates, GAPS[:2]), truth, hit=True)
+    outcomes.count()
     for _ in range(3):
+        again.count()
         chances, undrafted = again.chances(GAPS), again.undrafted(hit=True)
     assert (chances == outcomes.chances(GAPS)).all()
     assert undrafted == outcomes.undrafted(hit=True)
@@ -180,6 +186,7 @@ def test_outcomes_undrafted_after_rounds_is_the_measured_share(every: int) -> No
     for i in range(400):
         truth = (1,) if i % every == 0 else (1, 5)
         outcomes.observe(Forks(candidates, GAPS[:2, :2]), truth, hit=True)
+        outcomes.count()
     assert outcomes.undrafted(hit=True) == pytest.approx(1 / every, abs=0.03)
 
 
@@ -188,9 +195,11 @@ def test_outcomes_acceptance_after_rounds_is_that_of_best_candidates() -> None:
     forks = Forks(np.array([[1, 2]]), GAPS[:1, :2])
     for i in range(400):
         outcomes.observe(forks, (1 if i % 4 else 2,), hit=True)
+    outcomes.count()
     assert outcomes.acceptance == pytest.approx(0.75, abs=0.05)
     for _ in range(200):  # sampled texts after greedy ones
         outcomes.observe(forks, (2,), hit=True)
+    outcomes.count()
     assert outcomes.acceptance < 0.1
 
 

@@ -164,23 +164,24 @@ def check_rounds(bench: Bench) -> None:
         bench.check(drafted)
         for each in drafted:
             text = bench.text(each.branch)
-            assert each.length == len(text)
             session = bench.sessions[each.branch.trunk]
-            assert each.tokens == bench.from_scratch(text, session.sampling)
-            assert each.forks.candidates[:-1, 0].tolist() == each.tokens
-            follow = bench.from_scratch(text + each.tokens, session.sampling)
-            assert each.forks.candidates[-1, 0] == follow[0] == each.guess[-1]
-            follow = bench.from_scratch([*text, *each.guess], session.sampling)
-            beyond, confidence = each.beyond
-            assert beyond.candidates[:, 0].tolist() == follow[:1]
-            assert confidence == confidences_of(beyond.gaps[:, 1])
+            batch, grown = each.batch, each.batch.grown
+            *tokens, end = guess = batch.guesses[each.row]
+            assert tokens == bench.from_scratch(text, session.sampling)
+            assert batch.forks.candidates[each.row, :, 0].tolist() == guess
+            assert end == bench.from_scratch(text + tokens, session.sampling)[0]
+            follow = bench.from_scratch([*text, *guess], session.sampling)
+            assert grown.guesses[each.row] == [*guess, follow[0]]
+            told = confidences_of(grown.forks.gaps[each.row, :, 1])
+            assert grown.confidences[each.row] == told
+            assert batch.confidences[each.row] == told[:-1]
         for i, session in enumerate(bench.sessions):
             mine = [each for each in drafted if each.branch.trunk == i]
             if mine:
                 true = rng.choice(mine)
                 session.tokens = bench.text(true.branch)
-                session.chain = true.tokens
-                session.candidates = true.forks.candidates.tolist()
+                session.chain = true.batch.guesses[true.row][:-1]
+                session.candidates = true.batch.forks.candidates[true.row].tolist()
                 adopt(bench.pool, session.table, true)
                 mine.remove(true)
             drop(bench.pool, mine)

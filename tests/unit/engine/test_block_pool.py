@@ -81,3 +81,17 @@ def test_block_pool_check_with_a_leak_fails() -> None:
         pool.check_invariants([])
     with pytest.raises(AssertionError):
         pool.check_invariants([[page], [page]])
+
+
+def test_block_pool_take_gives_blank_pages_before_cached_ones() -> None:
+    pool = BlockPool(4)
+    (known,) = pool.take(1)
+    pool.publish(known, page_hash(ROOT_HASH, [1, 2]))
+    pool.release([known])
+    first = pool.take(2)
+    assert known not in first
+    rest = pool.take(2)
+    assert known in rest
+    pool.check_invariants([[*first, *rest]])
+    assert pool.match([page_hash(ROOT_HASH, [1, 2])]) == []
+    assert pool.take(0) == []

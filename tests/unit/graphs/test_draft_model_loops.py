@@ -200,7 +200,7 @@ def test_captured_forks_for_any_rows_equal_eager_forks(make: Callable[..., Recor
         fed = FedRows(rows.slices, sampling)
         batch = drafter.forks(fed, k, fanout, beyond=True)
         again = drafter.forks(fed, k, fanout, beyond=True).forks
-        found = [Forks.joined([batch.forks[i], batch.beyond[0][i]]) for i in range(len(sampling))]
+        found = [Forks.joined([batch.forks[i], batch.beyond[i]]) for i in range(len(sampling))]
         for i, params in enumerate(sampling):
             alone = FedRows([rows.whole(i, k + 1)], [params])
             eager = draft_forks(model, alone, k + 1, fanout)[0]
