@@ -24,14 +24,7 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.models.hash_model import MASK, HashModel
-from tests.support.simulators.simulation import (
-    VOCAB,
-    Clock,
-    DraftHash,
-    Net,
-    World,
-    drafting_with,
-)
+from tests.support.simulators.simulation import VOCAB, Clock, DraftHash, Net, World, drafting_with
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
