@@ -101,7 +101,10 @@ class DraftHash(HashModel):
         return (1 - self._eps) * super()._logits(states) + self._eps * other
 
 
-Method = tuple[Proposer, Clock]
+Method, Sent = tuple[Proposer, Clock], draft_pb2.DraftRequest
+
+
+StepS = Callable[[Step], float]
 
 
 @dataclass
@@ -116,7 +119,7 @@ class Player:
     attached: AttachedProposer | None = None  # by that stream; None: it is broken
     arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
     inbox: list[Item] = field(default_factory=list)
-    outbox: list[tuple[AttachedProposer, draft_pb2.DraftRequest]] = field(default_factory=list)
+    outbox: list[tuple[AttachedProposer, Sent]] = field(default_factory=list)
     busy: bool = False
     spare: bool = False  # it may have something to draft ahead
 
@@ -194,8 +197,7 @@ class Network:
         hello = make_hello(traits, "", proposer_id=name, pool="default", device=device)
         metrics = ProposerMetrics(CollectorRegistry(), "default")
         cycle = Cycle(method[0], metrics, _telemetry(), method[1])
-        player = Player(method[1], net, hello, cycle)
-        self.players.append(player)
+        self.players.append(player := Player(method[1], net, hello, cycle))
         self._attach(player)
         return player
 
@@ -219,7 +221,7 @@ class Network:
         player.attached = attached = asyncio.run(attach())
         player.link += 1
 
-        def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
+        def send(messages: Sequence[Sent]) -> None:
             player.outbox += [(attached, message) for message in messages]
             net, blocks = player.net, [b for message in messages for b in message.blocks.blocks]
             sizes = [len(block.parents) for block in blocks]  # 0 of a chain
@@ -253,17 +255,14 @@ class Network:
         link, num_parts = player.link, len(batch.opens) + len(batch.commits) + len(batch.closes)
         self._travel(player, "to", num_parts, arrive)
 
-    def _post(
-        self, player: Player, attached: AttachedProposer, message: draft_pb2.DraftRequest
-    ) -> None:
+    def _post(self, player: Player, attached: AttachedProposer, message: Sent) -> None:
         """One message of a cycle's; its blocks may come again, or again and later."""
-        net, rng, registry = player.net, self.rng, self.hub.registry
+        net, rng, blocks = player.net, self.rng, message.blocks.blocks
         if message.HasField("lost"):
-            arrive = partial(self._tell, registry.on_lost, attached)
-            self._travel(player, "from", 1, partial(arrive, message.lost))
+            lost = partial(self._tell, self.hub.registry.on_lost, attached, message.lost)
+            self._travel(player, "from", 1, lost)
             return
         arrive = partial(self._tell, self.hub.blocks.receive, attached)
-        blocks = message.blocks.blocks
         self._travel(player, "from", len(blocks), partial(arrive, blocks))
         for block in blocks:
             if rng.random() < net.repeat_chance:
@@ -324,28 +323,25 @@ class World(Network):
         self,
         policy: Policy,
         config: EngineConfig,
-        step_s: Callable[[Step], float],
+        step_s: StepS,
         rng: random.Random,
         model: HashModel | None = None,
         **parts: Any,
     ) -> None:
         """`parts` are those of the engine that it does not make itself."""
-        sizes = config.page_size, config.num_pages, config.max_model_len
-        self.model = model or HashModel(VOCAB, *sizes)
+        max_len, k = config.max_model_len, config.num_speculative_tokens
+        self.model = model = model or HashModel(VOCAB, config.page_size, config.num_pages, max_len)
         self.policy, self.step_s = policy, step_s
         self._step_now = 0.005  # seconds of the last step that was launched
-        self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now, **parts)
-        k, max_len = config.num_speculative_tokens, config.max_model_len
-        served = {"vocab_size": self.model.vocab_size, "features": self.engine.info.features}
+        self.engine = Engine(model, config, policy=policy, clock=lambda: self.now, **parts)
+        served = {"vocab_size": model.vocab_size, "features": self.engine.info.features}
         super().__init__(self, rng, k, max_model_len=max_len, **served)
-        self.requests: dict[int, Request] = {}
+        self.requests, self.last = dict[int, Request](), dict[int, Commit]()
         self.committed: dict[int, list[int]] = {}
-        self.last: dict[int, Commit] = {}
         self.num_tokens = self.steps = self.steps_on_demand = 0  # since `rate` began
-        self._commands: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], object]] = []
         self._in_flight = False
-        self.num_rows = 0
-        self._most_rows = config.max_num_seqs
+        self.num_rows, self._most_rows = 0, config.max_num_seqs
 
     def begin(self, request: Request) -> None:
         self.requests[request.session_id] = request
@@ -374,9 +370,7 @@ class World(Network):
         self.run(self.now + seconds)
         return self.num_tokens / seconds
 
-    def _request(self, max_tokens: int) -> Request:
-        """Make the request that follows those so far; subclasses have requests of their own."""
-        raise NotImplementedError
+    _request: Callable[[int], Request]  # makes the one that follows those so far, of so many tokens
 
     # What the hub sees of the engine.
 
@@ -401,8 +395,8 @@ class World(Network):
         self._command(partial(self.engine.set_drafting, session, offer))
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        arrived = [block._replace(arrived_at=self.now) for block in blocks]
-        self._command(*[partial(self.engine.post_block, block) for block in arrived])
+        for block in blocks:
+            self._command(partial(self.engine.post_block, block._replace(arrived_at=self.now)))
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         assert self.engine.features is not None
@@ -410,9 +404,9 @@ class World(Network):
 
     # The engine's thread.
 
-    def _command(self, *commands: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], object]) -> None:
         """Between two steps, as the engine's thread does it."""
-        self._commands += commands
+        self._commands.append(command)
         self.at(self.now, self._work)
 
     def _work(self) -> None:
