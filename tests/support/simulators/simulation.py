@@ -84,11 +84,9 @@ class Clock:
 class DraftHash(HashModel):
     """Agrees with the target the more, the smaller `eps` is. So many rows take `forward_s`."""
 
-    def __init__(
-        self, clock: Clock, eps: Any, forward_s: Callable[[int, int], float], *sizes: int
-    ) -> None:
+    def __init__(self, eps: Any, forward_s: Callable[[int, int], float], *sizes: int) -> None:
         super().__init__(VOCAB, *sizes)
-        self.clock, self._eps, self._forward_s = clock, eps, forward_s
+        self.clock, self._eps, self._forward_s = Clock(), eps, forward_s
         self.last_s = self.busy_until = 0.0  # of the last forward, and of the device
 
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -127,7 +125,7 @@ class Player:
 def draft_model(
     eps: float = 0.2, forward_s: float = 0.0006, *sizes: int, max_branches: int = 8
 ) -> Method:
-    model = DraftHash(Clock(), eps, lambda *_: forward_s, 4, *sizes or (4096, 4096))
+    model = DraftHash(eps, lambda *_: forward_s, 4, *sizes or (4096, 4096))
     return drafting_with(model, max_branches=max_branches)
 
 

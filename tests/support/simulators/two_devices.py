@@ -21,15 +21,7 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.models.hash_model import MASK, HashModel
-from tests.support.simulators.simulation import (
-    VOCAB,
-    Clock,
-    DraftHash,
-    Method,
-    Net,
-    World,
-    drafting_with,
-)
+from tests.support.simulators.simulation import VOCAB, DraftHash, Method, Net, World, drafting_with
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
@@ -88,12 +80,11 @@ def draft_1b(num_pages: int, **limits: int) -> Method:
         prompts_s = _DRAFT_PROMPT_S * tokens * (tokens > rows + 64)
         return 1e-3 * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS)) + prompts_s
 
-    return drafting_with(_Draft(Clock(), 0.0, forward_s, 16, num_pages, 1024), **limits)
+    return drafting_with(_Draft(0.0, forward_s, 16, num_pages, 1024), **limits)
 
 
 class TwoDevices(World):
-    """`rows` requests in flight, each followed by the next. The `temperature` of those to come
-    may be set anew.
+    """`rows` requests in flight, each followed by the next, of the `temperature` that is set then.
 
     `own_device`: the proposer says that it has one. `ragged`: a step takes what its tokens take,
     while else all rows take as much as the one with the longest draft.

@@ -58,19 +58,14 @@ def policy_after(
 
 def test_drafts_grow_with_acceptance_and_shrink_with_load() -> None:
     rounds, counts = [chain_round(8, accepted) for accepted in (0, 1, 3, 8)], []
-    for num_rows, met in (
-        *[(1, [each]) for each in rounds],
-        (1, rounds),
-        (8, rounds),
-        (64, rounds),
-    ):
+    loads = [(n, rounds) for n in (64, 16, 4, 1)]
+    for num_rows, met in [(1, [each]) for each in rounds] + loads:
         all_rows = rows(num_rows, 8)
         each = itertools.product(all_rows, met)
         policy = policy_after(*each, step_s=STEP_S, num_rows=num_rows)
         counts.append(policy.choose_counts(all_rows)[0])
-    assert 0 == counts[0] < counts[2] <= counts[3] == 8
-    assert counts[1] <= counts[2]
-    assert counts[4] >= counts[5] >= counts[6] < counts[4]
+    assert 0 == counts[0] <= counts[1] <= counts[2] <= counts[3] == 8
+    assert counts[4] <= counts[5] <= counts[6] <= counts[7] > counts[4]
 
 
 DEAR_STEP_S = {n: 0.002 + 0.002 * n for n in (1, 2, 4, 8, 16)}
