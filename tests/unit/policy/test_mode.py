@@ -126,6 +126,7 @@ CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
     "no gain any more": (Load(), [10_000, (500, {"step_s": SLOW})], 400, {OFF}),
     "drafts that do not pay": (Load(), [(20_000, SLOW_SAMPLED)], 400, {OFF}),
     "other texts begin all sizes anew": (Load(), OTHER_TEXTS, (1000, {"rows": 32}), DRAFTS),
+    "mixed texts are of one kind": (Load(8, SLOW, temperature=0.5), [2000], 400, {OFF}),
     "texts come back": (Load(), ALTERNATING, (50, FASTER_AHEAD), {AHEAD}),
     "a proposer's drafts do not pay": (Load(1, SLOW), [2000], 400, {OFF}),
     "another's are tried": (Load(1, SLOW), [2000, (1, {"proposer": "b"})], 10, DRAFTS),

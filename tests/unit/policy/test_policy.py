@@ -266,6 +266,9 @@ def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_
     assert opened[0] < opened[1] < opened[-2] == opened[-1]
     breaker.close()
     assert not breaker.rounds_left
+    assert breaker.missed(), "one draft says little"
+    breaker.close(verified=True)
+    assert not breaker.missed()
 
 
 @pytest.mark.parametrize("requests", [1, 2])
