@@ -160,13 +160,8 @@ def check(schedule: Schedule) -> None:
     }
     policy = policies[schedule.policy]
     world = World(policy, config, lambda step: schedule.step_s * (1 + step.num_tokens / 64), rng)
-    model = draft_model(
-        schedule.eps,
-        schedule.forward_s,
-        max_branches=max_branches,
-        num_pages=schedule.num_pages,
-        max_model_len=MAX_LEN,
-    )
+    sizes = schedule.num_pages, MAX_LEN
+    model = draft_model(schedule.eps, schedule.forward_s, *sizes, max_branches=max_branches)
     if beside == "in one process":
         methods = [copying(name, max_branches)[0] for name in COPYING]
         world.add((HybridProposer([*methods, model[0]]), model[1]), net)

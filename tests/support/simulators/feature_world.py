@@ -46,29 +46,15 @@ class Eager(Runner):
 
 
 def feature_world(
-    rng: random.Random,
-    k: int,
-    waits_s: Sequence[float],
-    max_num_batched_tokens: int,
-    *,
-    max_ahead_bytes: int = 0,
+    rng: random.Random, k: int, waits_s: Sequence[float], budget: int, *, max_ahead_bytes: int = 0
 ) -> World:
     """Drafts K tokens in every round, and waits for them for one of `waits_s`."""
-    config = EngineConfig(
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        max_num_seqs=3,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=MAX_LEN,
-        num_speculative_tokens=k,
-    )
+    config = EngineConfig(PAGE_SIZE, NUM_PAGES, 3, budget, MAX_LEN, num_speculative_tokens=k)
     model = FeatureModel(VOCAB, PAGE_SIZE, NUM_PAGES, MAX_LEN)
     parts: dict[str, Any] = {"runner": Eager(model)} if max_ahead_bytes else {}
     parts["features"] = HiddenStateStreams(model.capture(), max_ahead_bytes=max_ahead_bytes)
     policy = FixedPolicy(k, max_wait_s=rng.choice(waits_s))
-    return World(
-        policy, config, lambda step: 0.001 * (1 + step.num_tokens / 64), rng, model, **parts
-    )
+    return World(policy, config, lambda step: 0.001 + step.num_tokens / 64e3, rng, model, **parts)
 
 
 def run_random_requests(world: World) -> None:

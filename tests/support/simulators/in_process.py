@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.draft_port import DraftOffer
-from outrider.drafting.proposer import Proposer, SessionStart
+from outrider.drafting.proposer import SessionStart
 from outrider.types import Request
 from scorer_service.drafting.in_process import InProcessProposer
-from tests.support.simulators.simulation import Clock, Net, Player
+from tests.support.simulators.simulation import Method, Net, Player
 from tests.support.simulators.two_devices import HOST_S, PROMPT, K, TwoDevices, verify_s
 
 
@@ -25,7 +25,7 @@ class InProcess(TwoDevices):
         step_s = self.step_s
         self.step_s = lambda step: step_s(step) - self._hidden_s
 
-    def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
+    def add(self, method: Method, net: Net, *, own_device: bool = False) -> Player:
         self._here = InProcessProposer(lambda: (method[0], ""), "here", method[1])
         self._here.build()
         self._here.listen(self)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.draft_port import PostedBlock
+from outrider.params import SamplingParams, StopParams
 from outrider.types import Request, RequestStats, StepEvents
 from outrider.vllm.draft_host import DraftHost, Listener
 from outrider.vllm.waiting import LockstepPolicy
@@ -31,9 +32,7 @@ class _Host(DraftHost):
 
     world: LockStep
 
-    def take(
-        self, timeout_s: float = 0.0
-    ) -> tuple[Iterable[tuple[int, DraftOffer]], dict[int, list[PostedBlock]]]:
+    def take(self, timeout_s: float = 0.0) -> Any:
         self.world.go_on(timeout_s, until_blocks=True)
         return super().take()
 
@@ -46,14 +45,12 @@ class LockStep(Network, Listener):
 
     def __init__(self, rows: int) -> None:
         self._num_rows = rows
-        self.policy = LockstepPolicy(K)
-        self.host = _Host(
-            K, CONTEXT, 64, policy=self.policy, max_graph_rows=64, clock=lambda: self.now
-        )
+        self.policy, limits = LockstepPolicy(K), (K, CONTEXT, 64)
+        self.host = _Host(*limits, policy=self.policy, max_graph_rows=64, clock=lambda: self.now)
         self.host.world = self.host.listener = self
         super().__init__(self.host, random.Random(1), K, vocab_size=VOCAB, max_model_len=CONTEXT)
-        method = draft_1b(16_384, max_sessions=64, prefill_budget=1 << 16)
-        self.add(method, _NET, own_device=True)
+        draft = draft_1b(16_384, max_sessions=64, prefill_budget=1 << 16)
+        self.add(draft, _NET, own_device=True)
         self._target, self._ends = ShortSighted(VOCAB, 1, 1), dict[str, int]()
         self._texts, self._drafts = dict[str, list[int]](), dict[str, list[int]]()
         self._finished: list[str] = []
@@ -78,10 +75,10 @@ class LockStep(Network, Listener):
 
     def _run_step(self) -> None:
         opened = [self._open() for _ in range(self._num_rows - len(self._texts))]
-        names, drafts = list(self._texts), self._drafts
-        verified = {name: draft for name, draft in drafts.items() if draft}
+        names = list(self._texts)
+        verified = {name: draft for name, draft in self._drafts.items() if draft}
         self.go_on(_HOST_S)
-        scheduled = {name: 1 + len(drafts.get(name, ())) for name in names}
+        scheduled = {name: 1 + len(verified.get(name, ())) for name in names}
         scheduled |= {f"{request.session_id}": PROMPT for request in opened}
         self.host.begin_step(self._finished, scheduled, verified)
         for request in opened:
@@ -106,22 +103,18 @@ class LockStep(Network, Listener):
         answer = ANSWER if session > self._num_rows else ANSWER * session // self._num_rows
         self._texts[f"{session}"], self._ends[f"{session}"] = prompt, PROMPT + answer
         stop = StopParams(max_tokens=answer, ignore_eos=True)
-        sampling = SamplingParams(temperature=0.0)
-        return Request(session, tuple(prompt), sampling, stop, SpeculationParams())
+        return Request(session, tuple(prompt), SamplingParams(temperature=0.0), stop)
 
     def _verified(self, name: str) -> list[int]:
-        text, draft = self._texts[name], self._drafts.get(name, [])
-        emitted = [self._next_token(text)]
-        while len(emitted) <= len(draft) and draft[len(emitted) - 1] == emitted[-1]:
-            emitted.append(self._next_token([*text, *emitted]))
+        text, draft, emitted = self._texts[name], self._drafts.get(name, []), list[int]()
+        while len(emitted) <= len(draft) and emitted == draft[: len(emitted)]:
+            known = np.array([*text, *emitted])
+            logits = self._target.logits_at(np.array([len(known) - 1]), known.take)
+            emitted.append(int(logits.argmax()))
         emitted = emitted[: self._ends[name] - len(text)]
         text += emitted
         self.tokens += len(emitted)
         return emitted
-
-    def _next_token(self, text: list[int]) -> int:
-        logits = self._target.logits_at(np.array([len(text) - 1]), np.array(text).take)
-        return int(logits.argmax())
 
     # The host's listener.
 

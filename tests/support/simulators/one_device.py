@@ -24,19 +24,12 @@ class OneDevice(TwoDevices):
     """Drafts on demand. Of them the share `slow` takes `slow_s` longer, as on a busy host."""
 
     def __init__(
-        self,
-        rows: int,
-        temperature: float,
-        *,
-        slow: float = 0.0,
-        slow_s: float = 0.0,
-        **options: Any,
+        self, rows: int, temperature: float, *, slow: float = 0, slow_s: float = 0, **options: Any
     ) -> None:
         self._under_way: list[_Work] = []
         self._shared_at = 0.0
-        options |= {"max_branches": 0, "own_device": False}
         self.net = replace(NET, slow_chance=slow, slow_s=slow_s)
-        super().__init__(rows, temperature, **options)
+        super().__init__(rows, temperature, max_branches=0, own_device=False, **options)
 
     def _takes(self, seconds: float, then: Callable[[], None]) -> None:
         self._share()

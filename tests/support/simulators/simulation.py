@@ -48,7 +48,7 @@ from scorer_service.metrics import ScorerMetrics
 from tests.support.models.hash_model import HashModel
 from tests.support.services.hub import SERVED, taken
 
-VOCAB, MAX_LEN = 32, 4096
+VOCAB = 32
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Net:
     stall_chance: float = 0.0  # per message
     stall_s: float = 0.0
     break_chance: float = 0.0  # per message: the stream breaks
-    redial_s: float = 0.01
     repeat_chance: float = 0.0  # per block
     reorder_chance: float = 0.0  # per block: it comes later than those after it
     commit_s: float = 0.0
@@ -83,16 +82,11 @@ class Clock:
 
 
 class DraftHash(HashModel):
-    """Agrees with the target of the same vocabulary the more, the smaller `eps` is.
+    """Agrees with the target the more, the smaller `eps` is. So many rows take `forward_s`."""
 
-    `forward_s` says what so many rows and tokens take.
-    """
-
-    def __init__(
-        self, clock: Clock, eps: Any, forward_s: Callable[[int, int], float], *sizes: int
-    ) -> None:
+    def __init__(self, eps: Any, forward_s: Callable[[int, int], float], *sizes: int) -> None:
         super().__init__(VOCAB, *sizes)
-        self.clock, self._eps, self._forward_s = clock, eps, forward_s
+        self.clock, self._eps, self._forward_s = Clock(), eps, forward_s
         self.last_s = self.busy_until = 0.0  # of the last forward, and of the device
 
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -105,11 +99,16 @@ class DraftHash(HashModel):
         return (1 - self._eps) * super()._logits(states) + self._eps * other
 
 
+Method, Sent = tuple[Proposer, Clock], draft_pb2.DraftRequest
+
+
+StepS = Callable[[Step], float]
+
+
 @dataclass
 class Player:
     """A proposer with its stream and thread."""
 
-    method: Proposer
     clock: Clock
     net: Net
     hello: draft_pb2.Hello
@@ -118,33 +117,25 @@ class Player:
     attached: AttachedProposer | None = None  # by that stream; None: it is broken
     arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
     inbox: list[Item] = field(default_factory=list)
-    outbox: list[tuple[AttachedProposer, draft_pb2.DraftRequest]] = field(default_factory=list)
+    outbox: list[tuple[AttachedProposer, Sent]] = field(default_factory=list)
     busy: bool = False
     spare: bool = False  # it may have something to draft ahead
 
 
 def draft_model(
-    eps: float = 0.2,
-    forward_s: float = 0.0006,
-    *,
-    max_branches: int = 8,
-    num_pages: int = 4096,
-    max_model_len: int = MAX_LEN,
-) -> tuple[Proposer, Clock]:
-    clock = Clock()
-    model = DraftHash(clock, eps, lambda *_: forward_s, 4, num_pages, max_model_len)
-    return drafting_with(model, clock, max_branches=max_branches)
+    eps: float = 0.2, forward_s: float = 0.0006, *sizes: int, max_branches: int = 8
+) -> Method:
+    model = DraftHash(eps, lambda *_: forward_s, 4, *sizes or (4096, 4096))
+    return drafting_with(model, max_branches=max_branches)
 
 
 class _DeviceForks(EagerForks):
     """Lets the forward behind a loop run while the host goes on, as captured loops do."""
 
-    def __init__(self, model: DraftHash) -> None:
-        super().__init__(model)
-        self._device = model
+    _model: DraftHash
 
     def forks(self, *args: Any, beyond: bool = False, **options: Any) -> ForkBatch:
-        batch, device = super().forks(*args, beyond=beyond, **options), self._device
+        batch, device = super().forks(*args, beyond=beyond, **options), self._model
         if not beyond:
             return batch
         device.busy_until = until = device.clock.now
@@ -157,19 +148,19 @@ class _DeviceForks(EagerForks):
         return ForkBatch(lambda: batch.forks, wait)
 
 
-def drafting_with(model: DraftHash, clock: Clock, **limits: int) -> tuple[Proposer, Clock]:
-    parts = {"fork_drafter": _DeviceForks(model), "clock": clock}
-    return DraftModelProposer(model, name="draft", limits=ProposerLimits(**limits), **parts), clock
+def drafting_with(model: DraftHash, **limits: int) -> Method:
+    parts = {"limits": ProposerLimits(**limits), "clock": model.clock}
+    forks = _DeviceForks(model)
+    return DraftModelProposer(model, name="draft", fork_drafter=forks, **parts), model.clock
 
 
-COPYING = {
+COPYING: dict[str, Callable[..., Proposer]] = {
     "ngram": partial(NgramProposer, prompt_lookup_min=1),
-    "suffix": SuffixProposer,
-    "deterministic": DeterministicProposer,
+    **{"suffix": SuffixProposer, "deterministic": DeterministicProposer},
 }
 
 
-def copying(method: str, max_branches: int = 8) -> tuple[Proposer, Clock]:
+def copying(method: str, max_branches: int = 8) -> Method:
     return COPYING[method](max_branches=max_branches), Clock()
 
 
@@ -181,9 +172,8 @@ class Network:
     def __init__(self, engine: Any, rng: random.Random, k: int, **served: Any) -> None:
         self.rng = rng
         self.players: list[Player] = []
-        served = {**served, "tokenizer_hash": "", "device": "target", "num_speculative_tokens": k}
-        model = replace(SERVED, **served)
-        metrics = ScorerMetrics(CollectorRegistry(), "m")
+        served |= {"tokenizer_hash": "", "device": "target", "num_speculative_tokens": k}
+        model, metrics = replace(SERVED, **served), ScorerMetrics(CollectorRegistry(), "m")
         self.hub = Hub(engine, model, DraftLimits(), metrics, clock=lambda: self.now)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -199,13 +189,13 @@ class Network:
         assert self.now < 3600, "livelock"
         what()
 
-    def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
+    def add(self, method: Method, net: Net, *, own_device: bool = False) -> Player:
         traits, name = method[0].traits, f"p{len(self.players)}"
         device = "draft" if own_device else "target"
         hello = make_hello(traits, "", proposer_id=name, pool="default", device=device)
         metrics = ProposerMetrics(CollectorRegistry(), "default")
-        player = Player(*method, net, hello, Cycle(method[0], metrics, _telemetry(), method[1]))
-        self.players.append(player)
+        cycle = Cycle(method[0], metrics, _telemetry(), method[1])
+        self.players.append(player := Player(method[1], net, hello, cycle))
         self._attach(player)
         return player
 
@@ -229,12 +219,9 @@ class Network:
         player.attached = attached = asyncio.run(attach())
         player.link += 1
 
-        def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
+        def send(messages: Sequence[Sent]) -> None:
             player.outbox += [(attached, message) for message in messages]
-            net, blocks = (
-                player.net,
-                [each for message in messages for each in message.blocks.blocks],
-            )
+            net, blocks = player.net, [b for message in messages for b in message.blocks.blocks]
             sizes = [len(block.parents) for block in blocks]  # 0 of a chain
             slow = bool(blocks and net.slow_chance) and self.rng.random() < net.slow_chance
             player.clock.now += sum([net.tree_s if size else net.chain_s for size in sizes])
@@ -250,7 +237,7 @@ class Network:
         player.attached = None
         player.arrival = {"to": 0.0, "from": 0.0}
         player.inbox.append(Detach(player.link))
-        self.at(self.now + player.net.redial_s, partial(self._attach, player))
+        self.at(self.now + 0.01, partial(self._attach, player))
         self._tell(self.hub.registry.detach, attached)
 
     # The way between them.
@@ -266,17 +253,14 @@ class Network:
         link, num_parts = player.link, len(batch.opens) + len(batch.commits) + len(batch.closes)
         self._travel(player, "to", num_parts, arrive)
 
-    def _post(
-        self, player: Player, attached: AttachedProposer, message: draft_pb2.DraftRequest
-    ) -> None:
+    def _post(self, player: Player, attached: AttachedProposer, message: Sent) -> None:
         """One message of a cycle's; its blocks may come again, or again and later."""
-        net, rng, registry = player.net, self.rng, self.hub.registry
+        net, rng, blocks = player.net, self.rng, message.blocks.blocks
         if message.HasField("lost"):
-            lost = partial(self._tell, registry.on_lost, attached, message.lost)
+            lost = partial(self._tell, self.hub.registry.on_lost, attached, message.lost)
             self._travel(player, "from", 1, lost)
             return
         arrive = partial(self._tell, self.hub.blocks.receive, attached)
-        blocks = message.blocks.blocks
         self._travel(player, "from", len(blocks), partial(arrive, blocks))
         for block in blocks:
             if rng.random() < net.repeat_chance:
@@ -337,33 +321,25 @@ class World(Network):
         self,
         policy: Policy,
         config: EngineConfig,
-        step_s: Callable[[Step], float],
+        step_s: StepS,
         rng: random.Random,
         model: HashModel | None = None,
         **parts: Any,
     ) -> None:
         """`parts` are those of the engine that it does not make itself."""
-        sizes = config.page_size, config.num_pages, config.max_model_len
-        self.model = model or HashModel(VOCAB, *sizes)
+        max_len, k = config.max_model_len, config.num_speculative_tokens
+        self.model = model = model or HashModel(VOCAB, config.page_size, config.num_pages, max_len)
         self.policy, self.step_s = policy, step_s
         self._step_now = 0.005  # seconds of the last step that was launched
-        self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now, **parts)
-        super().__init__(
-            self,
-            rng,
-            config.num_speculative_tokens,
-            vocab_size=self.model.vocab_size,
-            max_model_len=config.max_model_len,
-            features=self.engine.info.features,
-        )
-        self.requests: dict[int, Request] = {}
+        self.engine = Engine(model, config, policy=policy, clock=lambda: self.now, **parts)
+        served = {"vocab_size": model.vocab_size, "features": self.engine.info.features}
+        super().__init__(self, rng, k, max_model_len=max_len, **served)
+        self.requests, self.last = dict[int, Request](), dict[int, Commit]()
         self.committed: dict[int, list[int]] = {}
-        self.last: dict[int, Commit] = {}
         self.num_tokens = self.steps = self.steps_on_demand = 0  # since `rate` began
-        self._commands: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], object]] = []
         self._in_flight = False
-        self.num_rows = 0
-        self._most_rows = config.max_num_seqs
+        self.num_rows, self._most_rows = 0, config.max_num_seqs
 
     def begin(self, request: Request) -> None:
         self.requests[request.session_id] = request
@@ -392,9 +368,7 @@ class World(Network):
         self.run(self.now + seconds)
         return self.num_tokens / seconds
 
-    def _request(self, max_tokens: int) -> Request:
-        """Make the request that follows those so far; subclasses have requests of their own."""
-        raise NotImplementedError
+    _request: Callable[[int], Request]  # makes the one that follows those so far, of so many tokens
 
     # What the hub sees of the engine.
 
@@ -419,8 +393,8 @@ class World(Network):
         self._command(partial(self.engine.set_drafting, session, offer))
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        arrived = [block._replace(arrived_at=self.now) for block in blocks]
-        self._command(*[partial(self.engine.post_block, block) for block in arrived])
+        for block in blocks:
+            self._command(partial(self.engine.post_block, block._replace(arrived_at=self.now)))
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         assert self.engine.features is not None
@@ -428,9 +402,9 @@ class World(Network):
 
     # The engine's thread.
 
-    def _command(self, *commands: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], object]) -> None:
         """Between two steps, as the engine's thread does it."""
-        self._commands += commands
+        self._commands.append(command)
         self.at(self.now, self._work)
 
     def _work(self) -> None:

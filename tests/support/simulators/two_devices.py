@@ -1,8 +1,6 @@
 """A closed loop of requests on two simulated devices: a target's steps beside a draft's forwards.
 
-Times were measured with an 8B target and a 1B draft on two H200s: a
-step by its rows and draft tokens, a forward of the draft by its rows, prompts, Python, and the way
-between both.
+All times were measured with an 8B target and a 1B draft on two H200s.
 """
 
 from __future__ import annotations
@@ -17,21 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.models.hash_model import MASK, HashModel
-from tests.support.simulators.simulation import (
-    VOCAB,
-    Clock,
-    DraftHash,
-    Net,
-    World,
-    drafting_with,
-)
+from tests.support.simulators.simulation import VOCAB, DraftHash, Method, Net, World, drafting_with
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
@@ -83,20 +73,18 @@ class _Draft(DraftHash, ShortSighted):
         return super().logits_at(positions, tokens_at)
 
 
-def draft_1b(num_pages: int, **limits: int) -> tuple[Proposer, Clock]:
+def draft_1b(num_pages: int, **limits: int) -> Method:
     """A draft model's proposer; `limits` are those of `ProposerLimits`."""
 
     def forward_s(rows: int, tokens: int) -> float:
         prompts_s = _DRAFT_PROMPT_S * tokens * (tokens > rows + 64)
         return 1e-3 * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS)) + prompts_s
 
-    model = _Draft(clock := Clock(), 0.0, forward_s, 16, num_pages, 1024)
-    return drafting_with(model, clock, **limits)
+    return drafting_with(_Draft(0.0, forward_s, 16, num_pages, 1024), **limits)
 
 
 class TwoDevices(World):
-    """`rows` requests in flight, each followed by the next. The `temperature` of those to come
-    may be set anew.
+    """`rows` requests in flight, each followed by the next, of the `temperature` that is set then.
 
     `own_device`: the proposer says that it has one. `ragged`: a step takes what its tokens take,
     while else all rows take as much as the one with the longest draft.
@@ -117,21 +105,15 @@ class TwoDevices(World):
         ragged: bool = False,
     ) -> None:
         pages, most_rows, budget = 16_384, max(128, rows), self.max_num_batched_tokens
-        config = EngineConfig(
-            num_pages=pages,
-            max_model_len=1024,
-            max_num_seqs=most_rows,
-            max_num_batched_tokens=budget,
-            enable_prefix_caching=False,
-        )
+        config = EngineConfig(16, pages, most_rows, budget, 1024, enable_prefix_caching=False)
         policy = AdaptivePolicy(K)
         policy.measured.steps.padded = not ragged
         target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
         super().__init__(policy, config, partial(_step_s, ragged=ragged), rng, target)
         self.engine.check_invariants = lambda: None  # type: ignore[method-assign]
         limits = {"prefill_budget": self.prefill_budget, "max_sessions": 2 * most_rows}
-        method = draft_1b(pages, max_branches=max_branches, **limits)
-        self.add(method, self.net, own_device=own_device)
+        draft = draft_1b(pages, max_branches=max_branches, **limits)
+        self.add(draft, self.net, own_device=own_device)
         self.temperature = temperature
         self._speculate, self._seed = speculate, seed
         self.set_rows(rows, apart=True)

@@ -57,20 +57,15 @@ def policy_after(
 
 
 def test_drafts_grow_with_acceptance_and_shrink_with_load() -> None:
-    rounds = [chain_round(8, accepted) for accepted in (0, 1, 3, 8)]
-
-    def count(num_rows: int, *met: Round) -> int:
+    rounds, counts = [chain_round(8, accepted) for accepted in (0, 1, 3, 8)], []
+    loads = [(n, rounds) for n in (64, 16, 4, 1)]
+    for num_rows, met in [(1, [each]) for each in rounds] + loads:
         all_rows = rows(num_rows, 8)
         each = itertools.product(all_rows, met)
         policy = policy_after(*each, step_s=STEP_S, num_rows=num_rows)
-        return policy.choose_counts(all_rows)[0]
-
-    by_agreement = [count(1, each) for each in rounds]
-    assert by_agreement == sorted(by_agreement)
-    assert (by_agreement[0], by_agreement[-1]) == (0, 8)
-    by_rows = [count(n, *rounds) for n in (1, 4, 16, 64)]
-    assert by_rows == sorted(by_rows, reverse=True)
-    assert by_rows[0] > by_rows[-1]
+        counts.append(policy.choose_counts(all_rows)[0])
+    assert 0 == counts[0] <= counts[1] <= counts[2] <= counts[3] == 8
+    assert counts[4] <= counts[5] <= counts[6] <= counts[7] > counts[4]
 
 
 DEAR_STEP_S = {n: 0.002 + 0.002 * n for n in (1, 2, 4, 8, 16)}
@@ -153,28 +148,24 @@ def test_a_step_without_drafts_is_priced_by_its_own_size(num_rows: int) -> None:
         assert policy.choose_counts(rows(choosing)) == [0] * choosing
 
 
-# Drafts, as numbers of like ones with their delay and drafting time, alone or beside steps; and
-# the delay and the contention that follow from them.
-DELAYS: dict[str, tuple[list[tuple[int, float, float, bool]], float, float]] = {
-    "no others": ([(1, 0.020, 0.001, False)], 0.020, 0.5),
-    "others alone": (
-        [(1, 0.02, 1e-3, False), (1, 4e-3, 1e-3, True), (99, 0.02, 1e-3, False)],
-        4e-3,
-        0.016,
-    ),
-    "faster beside steps": ([(1, 1.0, 0.001, True), (20, 0.006, 0.002, False)], 0.006, 0.5),
-    "slower alone": ([(1, 0.005, 0.001, False), (20, 0.006, 0.002, True)], 0.006, 0.5),
+# Drafts, as numbers of like ones with their delay, alone or beside steps; and the delay and the
+# contention that follow from them.
+DELAYS: dict[str, tuple[list[tuple[int, float, bool]], float, float]] = {
+    "no others": ([(1, 0.020, False)], 0.020, 0.5),
+    "others alone": ([(1, 0.02, False), (1, 4e-3, True), (99, 0.02, False)], 4e-3, 0.016),
+    "faster beside steps": ([(1, 1.0, True), (20, 0.006, False)], 0.006, 0.5),
+    "slower alone": ([(1, 0.005, False), (20, 0.006, True)], 0.006, 0.5),
 }
 
 
 @pytest.mark.parametrize(("drafts", "mean_s", "contention_s"), DELAYS.values(), ids=DELAYS)
 def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdated(
-    drafts: list[tuple[int, float, float, bool]], mean_s: float, contention_s: float
+    drafts: list[tuple[int, float, bool]], mean_s: float, contention_s: float
 ) -> None:
     """Rows that do not wait have no others; 32 rows in one step have none beside steps again."""
     times, each = DraftTimes(), [draft for num, *draft in drafts for _ in range(num)]
-    for at, (seconds, draft_s, alone) in enumerate(each):
-        times.observe(at, seconds, draft_s, 4, alone=alone)
+    for at, (seconds, alone) in enumerate(each):
+        times.observe(at, seconds, 0.001, 4, alone=alone)
     assert times.delays.mean_s(4) == pytest.approx(mean_s)
     assert times.contention_s(4, 0.5) == pytest.approx(contention_s, rel=0.1)
 
@@ -189,10 +180,8 @@ def test_delays_are_numbers_and_not_negative_whatever_is_measured(
     times = DraftTimes()
     for at, (seconds, draft_s, num_tokens, alone) in enumerate(answers):
         times.observe(at, seconds, draft_s, num_tokens, alone=alone)
-        delays = times.delays
         for k in (0, 1, 128):
-            late_s = times.contention_s(k, 0.0)
-            found = (delays.mean_s(k), delays.most_s(k), late_s)
+            found = times.delays.mean_s(k), times.delays.most_s(k), times.contention_s(k, 0.0)
             assert all(0.0 <= each < float("inf") for each in found)
 
 
@@ -236,18 +225,15 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
     beside_s: float | None, now: float, num_ready: int
 ) -> None:
     """Drafts take 4 ms alone, and so long beside steps. At 50 ms they are overdue."""
-    policy, at = policy_after(), itertools.count()
-    for tokens, seconds in ((1, 0.010), (32, 0.012), (160, 0.020)):
-        policy.measured.steps.observe_step(min(tokens, 32), tokens, seconds)
-    each: list[Any] = [SimpleNamespace(drafting=row()) for _ in range(32)]
-    for one in each:
-        one.drafting.num_draft_tokens = 4
-        one.drafting.round = CurrentRound(deadline=0.110)
-    times = policy.measured.draft_times(row())
-    for delay_s in (0.004, beside_s) * 20:
+    measured = policy_after(step_s={32: 0.012, 160: 0.020}, num_rows=32).measured
+    this = CurrentRound(deadline=0.11)
+    drafting = [Drafting(row().offered, 4, drafter="a", round=this) for _ in range(32)]
+    each: list[Any] = [SimpleNamespace(drafting=d) for d in drafting]
+    for at, delay_s in enumerate((0.004, beside_s) * 20):
         if delay_s is not None:
-            times.observe(next(at), delay_s, delay_s, 4, alone=delay_s == 0.004)
-    start_at = Waiting(policy.measured).start_at(each[:num_ready], each[num_ready:], 0, now)
+            times = measured.draft_times(drafting[0])
+            times.observe(at, delay_s, delay_s, 4, alone=delay_s == 0.004)
+    start_at = Waiting(measured).start_at(each[:num_ready], each[num_ready:], 0, now)
     assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ MODES = tuple(DraftMode)
 OFF, ON_DEMAND, AHEAD = MODES
 
 
-def steps_s(on_demand: float, ahead: float | None = None) -> dict[DraftMode, float]:
+def steps_s(on_demand: float, ahead: float = 0.0) -> dict[DraftMode, float]:
     """Seconds of a step by mode; `ahead` like `on_demand` by default."""
-    return {OFF: 0.010, ON_DEMAND: on_demand, AHEAD: on_demand if ahead is None else ahead}
+    return {OFF: 0.010, ON_DEMAND: on_demand, AHEAD: ahead or on_demand}
 
 
 # With three tokens drafts pay, and do not; and pay even if few rows draft.
@@ -57,22 +57,13 @@ class Load:
             self.now += self.step_s[mode] + prompt_s
             draftable = round(rows * self.draftable)
             drafted = draftable * (mode.drafts and self.answered == 1.0)
-            self.modes.step_done(
-                StepDone(
-                    num_running=rows,
-                    num_rows=rows,
-                    tokens=rows + round(drafted * (self.tokens - 1.0)),
-                    at=self.now,
-                    drafted=drafted,
-                    comparable=self.comparable,
-                    draftable=draftable,
-                    answered=round(draftable * self.answered * mode.drafts),
-                    prompt_s=prompt_s,
-                    temperature=self.temperature,
-                    proposer_ids=frozenset(self.proposer),
-                    may_run_ahead=self.ahead_every > 0 and self.steps % self.ahead_every == 0,
-                )
-            )
+            tokens = rows + round(drafted * (self.tokens - 1.0))
+            step = StepDone(rows, rows, tokens, self.now, drafted, self.comparable, draftable)
+            step = replace(step, answered=round(draftable * self.answered * mode.drafts))
+            step = replace(step, prompt_s=prompt_s, temperature=self.temperature)
+            ahead = self.ahead_every > 0 and self.steps % self.ahead_every == 0
+            step = replace(step, proposer_ids=frozenset(self.proposer), may_run_ahead=ahead)
+            self.modes.step_done(step)
         return taken
 
     @property
@@ -89,10 +80,8 @@ def test_trials_find_the_fastest_mode_and_lose_little_time(best: DraftMode, rows
     load.play(5000)
     assert load.incumbent is best
     taken = load.play(steps)
-    tokens_s = {mode: times[mode] / (3 if mode.drafts else 1) for mode in MODES}
-    lost_s = sum(
-        [n * times[mode] * (1 - tokens_s[best] / tokens_s[mode]) for mode, n in taken.items()]
-    )
+    token_s = {mode: times[mode] / (3 if mode.drafts else 1) for mode in MODES}
+    lost_s = sum([n * times[m] * (1 - token_s[best] / token_s[m]) for m, n in taken.items()])
     assert min(taken.values()) > 0
     allowed = 1.2 if best.drafts else 1.3  # rows come back from a trial without their drafts
     assert lost_s < allowed * MOST_LOST * steps * times[best]
@@ -137,6 +126,7 @@ CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
     "no gain any more": (Load(), [10_000, (500, {"step_s": SLOW})], 400, {OFF}),
     "drafts that do not pay": (Load(), [(20_000, SLOW_SAMPLED)], 400, {OFF}),
     "other texts begin all sizes anew": (Load(), OTHER_TEXTS, (1000, {"rows": 32}), DRAFTS),
+    "mixed texts are of one kind": (Load(8, SLOW, temperature=0.5), [2000], 400, {OFF}),
     "texts come back": (Load(), ALTERNATING, (50, FASTER_AHEAD), {AHEAD}),
     "a proposer's drafts do not pay": (Load(1, SLOW), [2000], 400, {OFF}),
     "another's are tried": (Load(1, SLOW), [2000, (1, {"proposer": "b"})], 10, DRAFTS),

@@ -12,25 +12,17 @@ import numpy as np
 import pytest
 
 from outrider.config import SPECULATION_POLICIES, EngineConfig
-from outrider.engine.engine import Engine
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, FixedPolicy, Policy
+from outrider.policy.base import FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
 from scorer_service.drafting import outbox
-from tests.support.models.hash_model import HashModel, Sequential
-from tests.support.simulators.simulation import (
-    VOCAB,
-    Net,
-    Player,
-    World,
-    copying,
-    draft_model,
-)
+from tests.support.models.hash_model import HashModel
+from tests.support.simulators.simulation import VOCAB, Net, Player, World, copying, draft_model
 
 CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
 # Seconds of a step by its tokens: a 62 M model's on a CPU, and an 8B's on an H200.
@@ -40,6 +32,7 @@ PAGE = Path(__file__).parents[3] / "docs/another-policy.md"
 PLAIN_S = CPU_STEP_S[1]  # of a token without drafts
 NEAR = Net(0.0003)
 NEVER = Net(1e6)  # the way to a silent proposer
+NO_TEXT = [VOCAB - 1] * 8  # advice that never comes true
 GREEDY, SPECULATION = SamplingParams(temperature=0.0), SpeculationParams()
 
 
@@ -63,14 +56,11 @@ class Bench(World):
         self, count: int = 1, max_tokens: int = 200, speculation: SpeculationParams = SPECULATION
     ) -> list[RequestStats]:
         """Run so many requests to their end."""
-        asked, stop = (
-            range(len(self.requests) + 1, len(self.requests) + count + 1),
-            StopParams(max_tokens),
-        )
-        for i in asked:
+        first, stop = len(self.requests) + 1, StopParams(max_tokens)
+        for i in range(first, first + count):
             self.begin(Request(i, divmod(i - 1, VOCAB)[::-1], GREEDY, stop, speculation))
         self.run()
-        return [stats for i in asked if (stats := self.last[i].stats) is not None]
+        return [stats for i in sorted(self.last) if i >= first and (stats := self.last[i].stats)]
 
 
 SLOW = {"net": Net(0.0022), "eps": 0.01, "times": GPU_STEP_S}
@@ -127,42 +117,36 @@ def test_a_useless_proposer_costs_little_and_is_tried_again() -> None:
     assert bench.now < 1.2 * stats.output_tokens * PLAIN_S
 
 
-def advised(policy: Policy, delay_s: float) -> Bench:
+def advised(policy: Policy, delay_s: float, *advice: int) -> tuple[Bench, SpeculationParams]:
     """With a proposer that knows what a request's advice says."""
-    return Bench(policy, Net(delay_s / 2), method=copying("deterministic", 0))
-
-
-def advice(*tokens: int, min_token_match: int = 8) -> SpeculationParams:
-    told = Advice(tokens, min_token_match=min_token_match, max_token_match=min_token_match)
-    return SpeculationParams(num_speculative_tokens=4, advice=told)
-
-
-NO_GUESS = advice(*[VOCAB - 1] * 8)
+    told = Advice(advice, min_token_match=3, max_token_match=3)
+    bench = Bench(policy, Net(delay_s / 2), method=copying("deterministic", 0))
+    return bench, SpeculationParams(num_speculative_tokens=4, advice=told)
 
 
 @pytest.mark.parametrize("delay_s", [0.0004, 0.002, 0.005, 0.01])
 def test_answers_without_a_guess_are_not_waited_for_long(delay_s: float) -> None:
     """However long they take, and they are no misses."""
-    bench = advised(FixedPolicy(4, max_wait_s=0.05), delay_s)
-    (stats,) = bench.ask(speculation=NO_GUESS)
+    bench, no_guess = advised(FixedPolicy(4, max_wait_s=0.05), delay_s, *NO_TEXT)
+    (stats,) = bench.ask(speculation=no_guess)
     assert (stats.misses_late, stats.fallback_rounds) == (0, stats.rounds - 1), "one had the prompt"
     assert stats.wait_ms < 1.1e3 * delay_s * stats.waits
-    bench = advised(AdaptivePolicy(4), delay_s)
-    (stats,) = bench.ask(max_tokens=400, speculation=NO_GUESS)
+    bench, _ = advised(AdaptivePolicy(4), delay_s)
+    (stats,) = bench.ask(max_tokens=400, speculation=no_guess)
     assert stats.drafted == stats.misses_wrong == 0
     assert stats.misses_late <= 1
     assert bench.now < 1.04 * stats.output_tokens * PLAIN_S
-    (stats,) = bench.ask(speculation=NO_GUESS)
+    (stats,) = bench.ask(speculation=no_guess)
     assert stats.waits <= 2, "of the next request it is known"
 
 
 @pytest.mark.parametrize(("delay_s", "most"), [(0.0005, 0.7), (0.003, 0.8), (0.02, 1.04)])
 def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None:
     """The advice has forty tokens of the text, not the next forty, and so on."""
-    text = Sequential(HashModel(VOCAB)).tokens((0, 0), GREEDY, 400)
-    known = tuple(t if i // 40 % 2 else VOCAB - 1 for i, t in enumerate(text))
-    bench = advised(AdaptivePolicy(4), delay_s)
-    bench.ask(max_tokens=400, speculation=advice(*known, min_token_match=3))
+    text = HashModel(VOCAB).greedy_text((0, 0), 400)
+    known = [t if i // 40 % 2 else VOCAB - 1 for i, t in enumerate(text)]
+    bench, told = advised(AdaptivePolicy(4), delay_s, *known)
+    bench.ask(max_tokens=400, speculation=told)
     assert bench.now < most * 400 * PLAIN_S
 
 
@@ -234,6 +218,7 @@ class Unasked(Bench):
 
     def _publish(self, events: StepEvents) -> None:
         assert {commit.num_draft_tokens for commit in events.commits} <= {0}
+        assert events.counts is None or events.counts.way == self.policy.mode.value
         super()._publish(events)
 
     def _send(self, player: Player, message: SessionMessage) -> None:
@@ -243,56 +228,35 @@ class Unasked(Bench):
 
 
 @pytest.mark.parametrize(
-    ("policy", "speculation"),
+    ("policy", "k", "speculation"),
     [
-        ("adaptive", SpeculationParams(enabled=False)),
-        ("adaptive", SpeculationParams(num_speculative_tokens=0)),
-        ("off", SPECULATION),
-        ("off", SpeculationParams(num_speculative_tokens=2)),
+        ("adaptive", 4, SpeculationParams(enabled=False)),
+        ("adaptive", 4, SpeculationParams(num_speculative_tokens=0)),
+        ("off", 4, SPECULATION),
+        ("off", 4, SpeculationParams(num_speculative_tokens=2)),
+        *[(policy, 0, SPECULATION) for policy in SPECULATION_POLICIES],
     ],
 )
 def test_without_speculation_nothing_waits_or_counts(
-    policy: str, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
+    policy: str, k: int, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "HELD_TOKENS", 1)  # the proposer hears of each commit
-    bench = Unasked(POLICIES[policy](4))
+    bench = Unasked(POLICIES[policy](k))
     (stats,) = bench.ask(speculation=speculation)
     assert stats.rounds == stats.output_tokens
     assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
-    assert (1 in bench.engine.snapshot().undrafted_sizes) == (policy == "off"), "nobody asks"
-
-
-@pytest.mark.parametrize("policy", SPECULATION_POLICIES)
-def test_without_draft_tokens_steps_count_as_steps_without_drafts(policy: str) -> None:
-    model = HashModel(num_pages=64)
-    config = EngineConfig(
-        page_size=4, num_pages=model.num_pages, max_model_len=64, num_speculative_tokens=0
-    )
-    engine = Engine(model, config, policy=POLICIES[policy](0))
-    assert engine.snapshot().undrafted_sizes >= {1, 2, 3}
-    engine.submit(Request(0, (1, 2)))
-    for _ in range(3):
-        events = engine.step()
-        assert events is not None
-        assert events.counts is not None
-        assert events.counts.way == DraftMode.OFF.value
-
-
-def test_every_policy_of_the_flag_is_built() -> None:
-    assert set(POLICIES) == set(SPECULATION_POLICIES)
+    sizes, nobody_asks = bench.engine.snapshot().undrafted_sizes, policy == "off" or not k
+    assert {size in sizes for size in (1, 2, 3)} == {nobody_asks}
 
 
 def test_policy_of_the_page_drafts_what_is_likely_and_is_faster_than_none() -> None:
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
-    times = {}
-    for k in (0, 4):
-        policy, method = names["LikelyTokens"](k), draft_model(0.05)
-        bench = Bench(policy, Net(), times={1: 0.005}, method=method)
-        (stats,) = bench.ask(max_tokens=100)
-        times[k] = bench.now
+    none, likely = (Bench(names["LikelyTokens"](k), eps=0.05, times={1: 0.005}) for k in (0, 4))
+    none.ask()
+    (stats,) = likely.ask()
     assert stats.accepted > 0.6 * stats.drafted > 0
-    assert times[4] < 0.6 * times[0]
+    assert likely.now < 0.6 * none.now
 
 
 def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_once() -> None:
@@ -302,6 +266,9 @@ def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_
     assert opened[0] < opened[1] < opened[-2] == opened[-1]
     breaker.close()
     assert not breaker.rounds_left
+    assert breaker.missed(), "one draft says little"
+    breaker.close(verified=True)
+    assert not breaker.missed()
 
 
 @pytest.mark.parametrize("requests", [1, 2])
