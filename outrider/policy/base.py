@@ -61,7 +61,6 @@ class StepDone:
     prompt_s: float = 0.0  # that prompts took beside the other rows
     temperature: float = 0.0  # mean of all rows that are admitted
     proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft
-    may_run_ahead: bool = False  # one of them can
 
 
 class Policy:

@@ -1,9 +1,9 @@
-"""Choose how drafts are made: never, on demand, or ahead.
+"""Choose whether to draft at all; proposers that can run ahead choose themselves how far.
 
 Step times say what verifying costs, and delays what waiting costs. Neither says what drafting costs
 the steps beside it, where both share a device, nor how many rows have their drafts ahead in time.
-So the modes are timed, in committed tokens per second of all rows. The best one goes on, and the
-others are tried in turn, so seldom that trials lose little of the time.
+So both modes are timed, in committed tokens per second of all rows. The better one goes on, and the
+other is tried so seldom that trials lose little of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class ModeTrials:
         self.catching_up = False  # most rows' prompts were not yet processed by a proposer
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in DraftMode}
-        self._last_tried = incumbent
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
@@ -89,29 +88,24 @@ class ModeTrials:
             # While the incumbent drafts, steps without any draft bring no trial nearer.
             self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
         if not self.on_trial:
-            if (mode := self._due(ahead=step.may_run_ahead)) is not self.incumbent:
-                self._begin(mode)
+            if self._due():
+                self._begin(self._other)
         elif (won := self._won(step.num_running)) is not None:
             self._end(won=won)
 
-    def _due(self, *, ahead: bool) -> DraftMode:
-        """Return the mode to try now: one that was faster than these drafts, or the next in turn.
+    def _due(self) -> bool:
+        """Return whether to try the other mode now, or whether it was faster than these drafts."""
+        mode, speeds = self._other, self._speeds
+        if mode.drafts or speeds[mode].rate <= WORTH * speeds[self.incumbent].rate:
+            return self._steps_left <= 0.0
+        return True
 
-        Where nobody runs `ahead`, both modes that draft are one. Else the incumbent goes on.
-        """
-        speeds, drafts = self._speeds, self.incumbent.drafts
-        others = [DraftMode.OFF if drafts else DraftMode.ON_DEMAND]
-        if ahead:
-            others = [mode for mode in DraftMode if mode is not self.incumbent]
-        fastest = max(others, key=lambda mode: speeds[mode].rate)
-        if drafts and speeds[fastest].rate > WORTH * speeds[self.incumbent].rate:
-            return fastest
-        if self._steps_left > 0.0:
-            return self.incumbent
-        return next((mode for mode in others if mode is not self._last_tried), others[0])
+    @property
+    def _other(self) -> DraftMode:
+        return DraftMode.OFF if self.incumbent.drafts else DraftMode.AHEAD
 
     def _begin(self, mode: DraftMode) -> None:
-        self.mode = self._last_tried = mode
+        self.mode = mode
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[mode] = Speed(3.0 * self._trial_steps)
@@ -130,7 +124,7 @@ class ModeTrials:
         self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
         if won:
             self._steps_left = float(self._trial_steps)
-            self._last_tried, self.incumbent = self.incumbent, self.mode
+            self.incumbent = self.mode
         self.mode = self.incumbent
         self.settle()
 

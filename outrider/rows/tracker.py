@@ -321,7 +321,6 @@ class DraftTracker:
                 proposer_ids=ids,
                 draftable=len(draftable),
                 answered=sum([d.awaited.blocks > 0 for d in draftable]),
-                may_run_ahead=any(d.proposer.runs_ahead for d in draftable),
             )
         )
 
