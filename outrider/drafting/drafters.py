@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,14 @@ class Forks:
         return self.candidates[:, :-1, 0]
 
 
+class ForkedGuess(NamedTuple):
+    """Tokens, their confidences, and the candidates [tokens, F] at their places."""
+
+    tokens: list[int]
+    confidences: bytes
+    forks: Forks
+
+
 class ForkBatch:
     """Rows that are drafted together, and candidates after their guesses.
 
@@ -156,11 +164,23 @@ class ForkBatch:
         """Wait for the candidates [rows, 1, F] after the guesses."""
         return self._fetch_beyond()
 
+    def row(self, row: int) -> ForkedGuess:
+        """Return the guess of a row."""
+        return ForkedGuess(self.guesses[row], self.confidences[row], self.forks[row])
+
+    def grown(self, row: int) -> ForkedGuess:
+        """Return the guess of a row, longer by the best of the candidates after it."""
+        forks, best, told = self._grown
+        tokens, confidences = self.guesses[row], self.confidences[row]
+        return ForkedGuess([*tokens, best[row]], confidences + told[row : row + 1], forks[row])
+
     @cached_property
-    def grown(self) -> ForkBatch:
-        """The batch whose guesses are longer by the best of these candidates."""
-        forks, beyond = Forks.joined((self.forks, self.beyond), 1), self.beyond
-        return ForkBatch(lambda: forks, lambda: beyond)  # without a cycle of references
+    def _grown(self) -> tuple[Forks, list[int], bytes]:
+        """Forks with the candidates beyond, the best of these, and their confidences."""
+        beyond = self.beyond
+        forks = Forks.joined((self.forks, beyond), 1)
+        best: list[int] = beyond.candidates[:, 0, 0].tolist()
+        return forks, best, confidences_of(beyond.gaps[:, 0, 1])
 
     @cached_property
     def guesses(self) -> list[list[int]]:

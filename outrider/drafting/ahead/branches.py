@@ -114,5 +114,4 @@ def adopt(pool: BlockPool, block_table: MutableSequence[int], branch: DraftedBra
 
 def drop(pool: BlockPool, branches: Iterable[DraftedBranch]) -> None:
     """Free the pages of branches that did not come true."""
-    for branch in branches:
-        pool.release(branch.pages)
+    pool.release([page for branch in branches for page in branch.pages])

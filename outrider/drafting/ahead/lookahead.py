@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 
 from outrider.drafting.ahead.branches import DraftedBranch, adopt, drop
-from outrider.drafting.drafters import ForkBatch, Forks
+from outrider.drafting.drafters import ForkedGuess, Forks
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.types import common_prefix_len
 
@@ -29,10 +29,9 @@ class Lookahead:
         self.forks: Forks | None = None  # [len(guess), F], or not known
         self.confidences = b""  # of the guess; empty without candidates
 
-    def begin(self, batch: ForkBatch, row: int) -> None:
-        """Take the guess of a row of a batch."""
-        self.guess, self.confidences = batch.guesses[row], batch.confidences[row]
-        self.forks = batch.forks[row]
+    def begin(self, guess: ForkedGuess) -> None:
+        """Take a guess with candidates."""
+        self.guess, self.confidences, self.forks = guess
 
     @property
     def num_fed(self) -> int:
@@ -71,14 +70,14 @@ class Lookahead:
     ) -> int:
         """Follow the branch that `fresh` takes, as `follow` does."""
         adopt(pool, block_table, chosen)
-        place, batch, row = chosen.branch.accepted + 1, chosen.batch.grown, chosen.row
+        place, grown = chosen.branch.accepted + 1, chosen.batch.grown(chosen.row)
         if len(fresh) == place:  # as nearly always
-            self.begin(batch, row)
+            self.begin(grown)
             return place
         assert self.forks is not None
-        self.guess = [*self.guess[: place - 1], chosen.branch.token, *batch.guesses[row]]
-        self.forks = Forks.joined([self.forks[:place], batch.forks[row]])
-        self.confidences = self.confidences[:place] + batch.confidences[row]
+        self.guess = [*self.guess[: place - 1], chosen.branch.token, *grown.tokens]
+        self.forks = Forks.joined([self.forks[:place], grown.forks])
+        self.confidences = self.confidences[:place] + grown.confidences
         return self.follow(pool, block_table, fresh)
 
     def _cut(self, known: int) -> None:

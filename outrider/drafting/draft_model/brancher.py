@@ -79,7 +79,7 @@ class Brancher:
         self._ran(len(rows), len(drafted), num_tokens, seconds)
         self._draft_s.add_time(seconds)
         for i, (state, _) in enumerate(rows):
-            state.ahead.begin(batch, i)
+            state.ahead.begin(batch.row(i))
         return [state for state in states if state.ahead.branches]
 
     def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:

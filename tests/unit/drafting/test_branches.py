@@ -165,15 +165,16 @@ def check_rounds(bench: Bench) -> None:
         for each in drafted:
             text = bench.text(each.branch)
             session = bench.sessions[each.branch.trunk]
-            batch, grown = each.batch, each.batch.grown
+            batch, grown = each.batch, each.batch.grown(each.row)
             *tokens, end = guess = batch.guesses[each.row]
             assert tokens == bench.from_scratch(text, session.sampling)
             assert batch.forks.candidates[each.row, :, 0].tolist() == guess
             assert end == bench.from_scratch(text + tokens, session.sampling)[0]
             follow = bench.from_scratch([*text, *guess], session.sampling)
-            assert grown.guesses[each.row] == [*guess, follow[0]]
-            told = confidences_of(grown.forks.gaps[each.row, :, 1])
-            assert grown.confidences[each.row] == told
+            assert grown.tokens == [*guess, follow[0]]
+            assert grown.forks.candidates[:, 0].tolist() == grown.tokens
+            told = confidences_of(grown.forks.gaps[:, 1])
+            assert grown.confidences == told
             assert batch.confidences[each.row] == told[:-1]
         for i, session in enumerate(bench.sessions):
             mine = [each for each in drafted if each.branch.trunk == i]
