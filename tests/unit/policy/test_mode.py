@@ -1,4 +1,4 @@
-"""Never, on demand or ahead: the fastest mode is found, and trials of others lose little."""
+"""Drafts or none: the faster mode is found, and trials of the other lose little."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import pytest
 from outrider.policy.base import DraftMode, StepDone
 from outrider.policy.mode import MOST_LOST, ModeSelector
 
-MODES = tuple(DraftMode)
-OFF, ON_DEMAND, AHEAD = MODES
+MODES = OFF, AHEAD = DraftMode.OFF, DraftMode.AHEAD
 
 
-def steps_s(on_demand: float, ahead: float = 0.0) -> dict[DraftMode, float]:
-    """Seconds of a step by mode; `ahead` like `on_demand` by default."""
-    return {OFF: 0.010, ON_DEMAND: on_demand, AHEAD: ahead or on_demand}
+def steps_s(drafted: float, plain: float = 0.010) -> dict[DraftMode, float]:
+    """Seconds of a step by mode."""
+    return {OFF: plain, AHEAD: drafted}
 
 
 # With three tokens drafts pay, and do not; and pay even if few rows draft.
-FAST, SLOW, FEW = steps_s(0.025, 0.020), steps_s(0.05), steps_s(0.012)
+FAST, SLOW, FEW = steps_s(0.020), steps_s(0.05), steps_s(0.012)
 
 
 @dataclass
@@ -35,7 +34,6 @@ class Load:
     temperature: float = 0.0
     prompt_every: int = 0  # steps: then one has a newcomer's prompt
     fewer: int = 0  # rows in every second step
-    ahead_every: int = 1  # steps: one has a row whose proposer can run ahead
     comparable: bool = True
     draftable: float = 1.0  # share of rows that may have drafts
     answered: float = 1.0  # share of these that their proposer has heard of while it drafts
@@ -61,8 +59,7 @@ class Load:
             step = StepDone(rows, rows, tokens, self.now, drafted, self.comparable, draftable)
             step = replace(step, answered=round(draftable * self.answered * mode.drafts))
             step = replace(step, prompt_s=prompt_s, temperature=self.temperature)
-            ahead = self.ahead_every > 0 and self.steps % self.ahead_every == 0
-            step = replace(step, proposer_ids=frozenset(self.proposer), may_run_ahead=ahead)
+            step = replace(step, proposer_ids=frozenset(self.proposer))
             self.modes.step_done(step)
         return taken
 
@@ -73,9 +70,8 @@ class Load:
 
 @pytest.mark.parametrize("best", MODES)
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_trials_find_the_fastest_mode_and_lose_little_time(best: DraftMode, rows: int) -> None:
-    times = steps_s(0.034)
-    times[best] *= 0.75
+def test_trials_find_the_faster_mode_and_lose_little_time(best: DraftMode, rows: int) -> None:
+    times = steps_s(0.0255 if best.drafts else 0.034, 0.010 if best.drafts else 0.0075)
     load, steps = Load(rows, times), 50_000
     load.play(5000)
     assert load.incumbent is best
@@ -91,15 +87,15 @@ def test_trials_of_equal_modes_do_not_alternate() -> None:
     load, incumbents = Load(), [AHEAD]
     for i in range(20_000):
         luck = 1.0 + 0.02 * (-1) ** (i // 40)
-        load.play(1, step_s=steps_s(0.0202 * luck, 0.020 / luck))
+        load.play(1, step_s=steps_s(0.030 / luck, 0.0101 * luck))
         if load.incumbent is not incumbents[-1]:
             incumbents.append(load.incumbent)
     assert len(incumbents) <= 3
 
 
-DRAFTS = {ON_DEMAND, AHEAD}
-FASTER_AHEAD = {"step_s": steps_s(0.034, 0.022), "temperature": 0.0}
-FASTER_ON_DEMAND = {"step_s": steps_s(0.022, 0.034), "temperature": 1.0}
+DRAFTS = {AHEAD}
+PAYS = {"step_s": FAST, "temperature": 0.0}
+DOES_NOT = {"step_s": SLOW, "temperature": 1.0}
 SLOW_SAMPLED = {"rows": 32, "step_s": SLOW, "temperature": 1.0}
 
 
@@ -110,7 +106,7 @@ def arriving(rows: int, times: Mapping[DraftMode, float]) -> list[tuple[int, dic
 
 
 OTHER_TEXTS = [(20_000, SLOW_SAMPLED), (300, {"rows": 4, "step_s": FAST, "temperature": 0.0})]
-ALTERNATING = [(4000, FASTER_AHEAD), (4000, FASTER_ON_DEMAND)] * 2
+ALTERNATING = [(4000, PAYS), (4000, DOES_NOT)] * 2
 TWICE_AS_MANY = [*arriving(128, SLOW), *arriving(64, FAST)]
 # Phases are steps and what changes with them. In most of the last ones the modes are these.
 CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
@@ -127,13 +123,12 @@ CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
     "drafts that do not pay": (Load(), [(20_000, SLOW_SAMPLED)], 400, {OFF}),
     "other texts begin all sizes anew": (Load(), OTHER_TEXTS, (1000, {"rows": 32}), DRAFTS),
     "mixed texts are of one kind": (Load(8, SLOW, temperature=0.5), [2000], 400, {OFF}),
-    "texts come back": (Load(), ALTERNATING, (50, FASTER_AHEAD), {AHEAD}),
+    "texts come back": (Load(), ALTERNATING, (50, PAYS), DRAFTS),
     "a proposer's drafts do not pay": (Load(1, SLOW), [2000], 400, {OFF}),
     "another's are tried": (Load(1, SLOW), [2000, (1, {"proposer": "b"})], 10, DRAFTS),
     "not comparable": (Load(8, SLOW, comparable=False), [1000], 100, DRAFTS),
     "128 came one by one": (Load(1), arriving(128, SLOW), 400, {OFF}),
     "and did not end the drafts of 64": (Load(1), TWICE_AS_MANY, 400, DRAFTS),
-    "some run ahead": (Load(), [(3000, {"ahead_every": 3})], 400, {AHEAD}),
 }
 
 
@@ -171,10 +166,3 @@ def test_sizes_of_batch_have_their_own_modes_and_are_not_tried_again_soon() -> N
     assert drafting < 0.02 * 3000
     load.play(1, rows=1)
     assert load.modes.current.mode.drafts
-
-
-def test_ahead_and_on_demand_are_compared_only_if_somebody_runs_ahead() -> None:
-    load = Load(step_s=steps_s(0.020))
-    load.play(1000, ahead_every=0)
-    assert load.play(10_000)[ON_DEMAND] == 0
-    assert load.play(10_000, ahead_every=1)[ON_DEMAND] > 0
