@@ -22,14 +22,11 @@ def rate_without(rows: int) -> float:
     return TwoDevices(rows, 0.0, speculate=False).rate(2.0, after=1.0)
 
 
-def test_many_rows_draft_on_demand_and_few_ahead() -> None:
-    """Branches for 64 rows come too late for half of them, and delay the drafts of the others."""
+def test_rows_that_draft_ahead_stay_together_and_are_few_again_soon() -> None:
     world = TwoDevices(64, 0.0)
-    assert world.rate(4.0, after=3.5) > 1.12 * rate_without(64)
-    assert world.steps_on_demand > 0.5 * world.steps
-    world.set_rows(2)  # 8 would be as fast on demand, within 5 %
+    assert world.rate(4.0, after=3.5) > 1.4 * rate_without(64)
+    world.set_rows(2)
     assert world.rate(4.0, after=2.0) > 2.2 * rate_without(2)
-    assert world.steps_on_demand < 0.3 * world.steps, "the load has fallen"
 
 
 def test_greedy_texts_after_sampled_ones_have_drafts_within_seconds() -> None:
@@ -42,6 +39,8 @@ def test_greedy_texts_after_sampled_ones_have_drafts_within_seconds() -> None:
 # Worlds, and how many times the tokens of no drafts they have after so many seconds.
 WORTH: dict[str, tuple[Callable[[], TwoDevices], float, float]] = {
     "one row, ahead": (lambda: TwoDevices(1, 0.0), 0.0, 2.8),
+    "8 rows together, ahead": (lambda: TwoDevices(8, 0.0), 2.0, 2.6),
+    "32 rows together, ahead": (lambda: TwoDevices(32, 0.0), 2.0, 1.75),
     "halves stay": (lambda: TwoDevices(32, 1.0, max_branches=0), 2.0, 1.02),
     "one cohort": (lambda: OneDevice(32, 0.0, seed=2, ragged=True), 2.0, 1.35),
     "two joined": (lambda: OneDevice(32, 0.0, seed=2, **OFTEN), 2.0, 1.2),
@@ -66,7 +65,6 @@ def test_drafts_are_worth_so_many_times_none(
     stats = [commit.stats for commit in played.last.values() if commit.stats is not None]
     undrafted = sum(s.fallback_rounds for s in stats) / sum(s.rounds for s in stats)
     assert undrafted < 0.12 or not isinstance(played, OneDevice) or rows > 8
-    assert rows > 1 or played.steps_on_demand < 0.03 * played.steps
 
 
 @pytest.mark.parametrize("rows", [64, 128])

@@ -34,7 +34,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.step import Step
 from outrider.features import FeatureWindow
 from outrider.hello import make_hello
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import Policy
 from outrider.rpc.feature_codec import SessionMessage, response_to_bytes
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Commit, Request, StepEvents
@@ -336,7 +336,7 @@ class World(Network):
         super().__init__(self, rng, k, max_model_len=max_len, **served)
         self.requests, self.last = dict[int, Request](), dict[int, Commit]()
         self.committed: dict[int, list[int]] = {}
-        self.num_tokens = self.steps = self.steps_on_demand = 0  # since `rate` began
+        self.num_tokens = 0  # since `rate` began
         self._commands: list[Callable[[], object]] = []
         self._in_flight = False
         self.num_rows, self._most_rows = 0, config.max_num_seqs
@@ -364,7 +364,7 @@ class World(Network):
         """Tokens per second of so many, which begin after others."""
         if after:
             self.run(self.now + after)
-        self.num_tokens = self.steps = self.steps_on_demand = 0
+        self.num_tokens = 0
         self.run(self.now + seconds)
         return self.num_tokens / seconds
 
@@ -434,8 +434,6 @@ class World(Network):
             self._publish(events)
 
     def _collect(self) -> None:
-        self.steps += 1
-        self.steps_on_demand += self.policy.mode is DraftMode.ON_DEMAND
         self._in_flight = False
         self._work()
 
