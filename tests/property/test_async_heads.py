@@ -220,21 +220,21 @@ def test_drafts_behind_the_step_are_those_after_it_and_keep_the_text(
 
     monkeypatch.setattr(Engine, "post_block", noted)
     counted(monkeypatch, counts, CapturedLoops, "launch_after_verify")
-    counted(monkeypatch, counts, CapturedLoops, "run")
+    counted(monkeypatch, counts, CapturedLoops, "launch")
     counted(monkeypatch, counts, DecodeInputs, "take_device_drafts")
     requests = draw_requests(VOCAB)
     num_plain, plain = run(requests, None)
     num_late, late = run(requests, module(folder, method, width))
     assert late == plain
     assert num_late < 0.9 * num_plain, "drafts are often right"
-    assert counts["launch_after_verify"] > 4 * counts["run"] > 0, "all but those behind prompts"
+    assert counts["launch_after_verify"] > 4 * counts["launch"] > 0, "all but those behind prompts"
     assert (counts["take_device_drafts"] > 0.5 * num_late) == (width == 1)
     behind = dict(posted)
     posted.clear()
     counts.clear()
     monkeypatch.setattr(Engine, "verify_output", None)
     assert run(requests, module(folder, method, width)) == (num_late, plain)
-    assert counts["launch_after_verify"] == 0 < counts["run"]
+    assert counts["launch_after_verify"] == 0 < counts["launch"]
     assert posted == behind
 
 
