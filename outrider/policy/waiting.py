@@ -69,7 +69,7 @@ class Waiting:
         Delays measured in halves are of half the drafts: more cost less than as many again.
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
-        if not waiting or any(not d.proposer.own_device for d in waiting):
+        if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
         k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays

@@ -246,3 +246,20 @@ def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confi
         policy.measured.acceptance.observe([(d, chain_round(12, 0), nodes) for d, nodes in rounds])
     assert not policy.measured.acceptance.confident(both)
     assert max(policy.choose_counts(both)) <= 1
+
+
+@pytest.mark.parametrize("num_waiting", [0, 16])
+def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None:
+    """Drafts that take longer than a step, of which all are at hand, or as many are missed."""
+    policy = policy_after((row(), chain_round(4, 4)), step_s={32: 0.008, 160: 0.01}, num_rows=32)
+    policy.measured.draft_times(row()).observe(0.0, 0.03, 0.005, 4, alone=True)
+    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=True, own_device=True))
+    each: list[Any] = []
+    for i in range(32):
+        d = Drafting(offered, 4, runs_ahead=True, drafter="a", round=CurrentRound(deadline=0.1))
+        each.append(SimpleNamespace(drafting=d, draft=None if i < num_waiting else object()))
+    chosen = policy.choose_rows(each[num_waiting:], each[:num_waiting], 0, now=0.05)
+    assert len(chosen.rows) == 32
+    for one in each:
+        one.drafting.runs_ahead = False
+    assert num_waiting or len(policy.choose_rows(each, (), 0, now=0.05).rows) == 16
