@@ -92,9 +92,11 @@ class Waiting:
             gain += gained
             if gain - rate * (at - now) > most:
                 best, most = at, gain - rate * (at - now)
-        last = max([row.drafting.round.deadline for row in waiting], default=now)
-        wake_at = min(last, best) if rate else last
-        return Ready([], wake_at) if now < wake_at else Ready([*ready, *waiting], now)
+        deadlines = [row.drafting.round.deadline for row in waiting]
+        wake_at = best if rate else max(deadlines, default=now)
+        if now < wake_at:  # of a row that waits no longer nothing is expected: ask again then
+            return Ready([], min(wake_at, *deadlines))
+        return Ready([*ready, *waiting], now)
 
     def rate(self, waiting: Rows[Row], drafted: Rows[Row], num_others: int, k: int) -> float:
         """Return the tokens a second of all rows in a step at once.

@@ -263,3 +263,16 @@ def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None
     for one in each:
         one.drafting.runs_ahead = False
     assert num_waiting or len(policy.choose_rows(each, (), 0, now=0.05).rows) == 16
+
+
+def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
+    policy = policy_after(step_s={2: 0.008, 10: 0.009}, num_rows=2)
+    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=True))
+    rounds = [CurrentRound(deadline=0.005), CurrentRound(deadline=0.25)]
+    both: list[Any] = [
+        SimpleNamespace(drafting=Drafting(offered, 4, runs_ahead=True, round=each), draft=None)
+        for each in rounds
+    ]
+    found = policy.choose_rows([], both, 0, now=0.0)
+    assert (found.rows, found.wake_at) == ([], 0.005)
+    assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2
