@@ -69,7 +69,7 @@ class Waiting:
         Delays measured in halves are of half the drafts: more cost less than as many again.
         """
         waiting = [row.drafting for row in rows if row.drafting.waits]
-        if not waiting or any(not d.proposer.own_device for d in waiting):
+        if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
         k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
@@ -92,9 +92,11 @@ class Waiting:
             gain += gained
             if gain - rate * (at - now) > most:
                 best, most = at, gain - rate * (at - now)
-        last = max([row.drafting.round.deadline for row in waiting], default=now)
-        wake_at = min(last, best) if rate else last
-        return Ready([], wake_at) if now < wake_at else Ready([*ready, *waiting], now)
+        deadlines = [row.drafting.round.deadline for row in waiting]
+        wake_at = best if rate else max(deadlines, default=now)
+        if now < wake_at:  # of a row that waits no longer nothing is expected: ask again then
+            return Ready([], min(wake_at, *deadlines))
+        return Ready([*ready, *waiting], now)
 
     def rate(self, waiting: Rows[Row], drafted: Rows[Row], num_others: int, k: int) -> float:
         """Return the tokens a second of all rows in a step at once.

@@ -465,6 +465,30 @@ def test_draft_model_without_pages_drops_branches_for_newcomer() -> None:
     proposer.check_invariants()
 
 
+@pytest.mark.parametrize(("length", "got_some"), [(16, 2), (20, 1), (24, 0)])
+def test_draft_model_without_pages_for_branches_sends_no_draft_again(
+    length: int, got_some: int
+) -> None:
+    model = HashModel(num_pages=16)
+    proposer = DraftModelProposer(
+        model,
+        name="hash",
+        limits=ProposerLimits(max_branches=1),
+        fork_drafter=EagerForks(model),
+        clock=Clock(),
+    )
+    for session in (1, 2):
+        proposer.open(session, SessionStart([session] * length, GREEDY, 4, 60))
+    while proposer.draft([1, 2]).unfinished:
+        pass
+    for session in (1, 2):
+        proposer.commit(session, length, [5], 4)
+    assert len(proposer.draft([1, 2]).drafts) == 2
+    assert len(proposer.ahead([1, 2], NO_PACE).trees) == got_some
+    assert not proposer.ahead([1, 2], NO_PACE).trees, "or it would go on until the next commit"
+    proposer.check_invariants()
+
+
 def test_draft_model_newcomer_without_room_is_lost_unfed() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=2))

@@ -83,7 +83,7 @@ class Brancher:
         return [state for state in states if state.ahead.branches]
 
     def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
-        """Draft branches for those of `states` that they are worth it for; return these."""
+        """Draft branches for those of `states` that they are worth it for; return who got some."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
         if not branching:
@@ -99,7 +99,7 @@ class Brancher:
         drafted, _ = self._run(branching, branches, num_tokens)
         if drafted:
             self._ran(0, len(drafted), num_tokens, self._clock() - started)
-        return branching
+        return [state for state in branching if state.ahead.branches]  # no pages: none
 
     def _ran(self, num_drafts: int, num_branches: int, num_tokens: int, seconds: float) -> None:
         num_rows = num_drafts + num_branches

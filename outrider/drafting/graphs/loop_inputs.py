@@ -142,7 +142,7 @@ class LoopInputs:
         self._columns: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
 
     def fill(self, shape: LoopShape, fed: FedRows, copies: Sequence[tuple[int, int]] = ()) -> None:
-        """Write the rows and enqueue their copy to the device; no copy may be in progress."""
+        """Write the rows and enqueue their copy to the device, after the copy before has ended."""
         slices = fed.slices
         scratch_page, page_size = self._layout.scratch_page, self._layout.page_size
         no_page = array("i", [scratch_page])
@@ -168,6 +168,7 @@ class LoopInputs:
             ints.extend(no_page * (num_pages - len(pages)))
         ints.extend(no_page * (num_pages * (shape.rows - len(slices))))
         self._num_pages = num_pages
+        self._staging.await_copy()
         self._ints[: len(ints)] = ints
         self._staging.send("ints", len(ints))
 

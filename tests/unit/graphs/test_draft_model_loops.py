@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
+from outrider.drafting.graphs import loops
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
-from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape, make_shapes
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
+from outrider.engine.graphs.staging import Staging
 from outrider.engine.model.paged_model import PagedModel
 from outrider.params import SamplingParams
 from tests.support.models.by_tensors import by_tensors
@@ -207,6 +211,65 @@ def test_captured_forks_for_any_rows_equal_eager_forks(make: Callable[..., Recor
             assert found[i].candidates.tolist() == eager.candidates.tolist()
             assert again.candidates[i].tolist() == eager.candidates[:-1].tolist()
             torch.testing.assert_close(found[i].gaps, eager.gaps)
+
+
+class LateDevice:
+    """Does what is enqueued when somebody waits for it, and not before."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._work: list[Callable[[], object]] = []
+        send, go_further = Staging.send, LoopInputs.go_further
+
+        def go_further_later(inputs: LoopInputs, *args: Any) -> None:
+            def go(num_pages: int = inputs._num_pages) -> None:
+                inputs._num_pages = num_pages
+                go_further(inputs, *args)
+
+            self._work.append(go)
+
+        patch.setattr(Staging, "send", lambda *args: self._work.append(partial(send, *args)))
+        patch.setattr(Staging, "await_copy", lambda _: self.run())
+        patch.setattr(LoopInputs, "go_further", go_further_later)
+        patch.setattr(loops, "_send", self._fetch)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.run()
+        work()
+        return lambda: self._work.append(work)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        while self._work:
+            self._work.pop(0)()
+
+    def _fetch(self, drafted: Tensor) -> Callable[[], Any]:
+        on_host = torch.empty(drafted.shape, dtype=torch.int32)
+        self._work.append(lambda: on_host.copy_(drafted))
+
+        def fetch() -> Any:
+            self.run()
+            return on_host.numpy()
+
+        return fetch
+
+
+def test_forks_of_more_rows_than_a_loop_holds_overwrite_no_inputs_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next loop's inputs are written while the device may not have those of the one before."""
+    model, device = RecordableHashModel(num_pages=220), LateDevice(monkeypatch)
+    shapes = make_shapes(rows=(2,), query_lens=(1,), num_tokens=(2,), fanout=3)
+    drafter = DraftModelLoops(model, LoopCapture(shapes, device.capture, TORCH_SAMPLER))
+    rows = Rows(model, random.Random(4))
+    for _ in range(5):
+        rows.add(9, 9, 3)
+    draft_forks(model, FedRows(rows.slices, [SAMPLINGS[1]] * 5), 0, 1)  # feeds the texts
+    last = [row._replace(token_ids=row.token_ids[-1:], start=8) for row in rows.slices]
+    fed = FedRows(last, [SAMPLINGS[1]] * 5)
+    batch = drafter.forks(fed, 2, 3, beyond=True)
+    eager = draft_forks(model, fed, 3, 3)
+    found = Forks.joined((batch.forks, batch.beyond), 1)
+    assert found.candidates.tolist() == eager.candidates.tolist()
 
 
 def test_draft_model_proposer_with_captured_loops_drafts_the_same() -> None:

@@ -246,3 +246,33 @@ def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confi
         policy.measured.acceptance.observe([(d, chain_round(12, 0), nodes) for d, nodes in rounds])
     assert not policy.measured.acceptance.confident(both)
     assert max(policy.choose_counts(both)) <= 1
+
+
+@pytest.mark.parametrize("num_waiting", [0, 16])
+def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None:
+    """Drafts that take longer than a step, of which all are at hand, or as many are missed."""
+    policy = policy_after((row(), chain_round(4, 4)), step_s={32: 0.008, 160: 0.01}, num_rows=32)
+    policy.measured.draft_times(row()).observe(0.0, 0.03, 0.005, 4, alone=True)
+    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=True, own_device=True))
+    each: list[Any] = []
+    for i in range(32):
+        d = Drafting(offered, 4, runs_ahead=True, drafter="a", round=CurrentRound(deadline=0.1))
+        each.append(SimpleNamespace(drafting=d, draft=None if i < num_waiting else object()))
+    chosen = policy.choose_rows(each[num_waiting:], each[:num_waiting], 0, now=0.05)
+    assert len(chosen.rows) == 32
+    for one in each:
+        one.drafting.runs_ahead = False
+    assert num_waiting or len(policy.choose_rows(each, (), 0, now=0.05).rows) == 16
+
+
+def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
+    policy = policy_after(step_s={2: 0.008, 10: 0.009}, num_rows=2)
+    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=True))
+    rounds = [CurrentRound(deadline=0.005), CurrentRound(deadline=0.25)]
+    both: list[Any] = [
+        SimpleNamespace(drafting=Drafting(offered, 4, runs_ahead=True, round=each), draft=None)
+        for each in rounds
+    ]
+    found = policy.choose_rows([], both, 0, now=0.0)
+    assert (found.rows, found.wake_at) == ([], 0.005)
+    assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2

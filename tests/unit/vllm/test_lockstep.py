@@ -81,8 +81,11 @@ def test_ready_rows_without_drafts_make_a_step_wait_longer() -> None:
 
 def test_rows_that_all_wait_do_so_until_their_deadlines() -> None:
     waiting = [row(drafted=False, deadline=deadline) for deadline in (0.02, 0.03)]
-    got = policy(2, 0.05).choose_rows([], waiting, 0, 0.0)
-    assert (got.rows, got.wake_at) == ([], 0.03)
+    asked = policy(2, 0.05)
+    got = asked.choose_rows([], waiting, 0, 0.0)
+    assert (got.rows, got.wake_at) == ([], 0.02)
+    got = asked.choose_rows(waiting[:1], waiting[1:], 0, 0.02)
+    assert (got.rows, got.wake_at) == ([], 0.03), "its draft is worth the time"
 
 
 def test_overdue_drafts_are_awaited_no_longer_than_they_are_worth() -> None:
