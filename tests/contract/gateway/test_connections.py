@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import random
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -233,16 +234,36 @@ async def test_client_that_sends_no_more_is_answered(stream: bool) -> None:
     assert b"world" in answer
 
 
-async def test_client_that_goes_after_it_sends_no_more_is_cancelled() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_goes_after_it_sends_no_more_is_cancelled(stream: bool) -> None:
     script = Script(tokens("hello world"), hang_after=2)
-    async with running_gateway(script) as gateway:
-        async with connected(gateway) as (_, writer):
-            writer.write(completion())
+    async with running_gateway(script, request_timeout_s=10 * DEADLINE_S) as gateway:
+        async with connected(gateway) as (reader, writer):
+            writer.write(completion(stream=stream))
             await until(lambda: gateway.scorer.running == 1)
+            if stream:
+                await reader.readuntil(b"data: ")
             writer.write_eof()
             await asyncio.sleep(PATIENCE_S)
             assert gateway.scorer.running == 1
-        await until(lambda: gateway.scorer.cancelled == 1)
+        await until(lambda: gateway.scorer.cancelled == 1, DEADLINE_S)
+
+
+async def test_stream_to_a_client_that_sends_no_more_is_whole() -> None:
+    script = Script(tokens("hello world"), delay_s=PATIENCE_S, per_round=1)
+    async with (
+        running_gateway(script) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(completion(stream=True))
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write_eof()
+        body = await read_to_end(reader)
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"\r\n3\r\n:\n\n\r\n" in body
+    events = [json.loads(each) for each in re.findall(rb"(?<=\ndata: ){.*(?=\n\n)", body)]
+    assert "".join(each["choices"][0]["text"] for each in events) == "hello world"
+    assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
