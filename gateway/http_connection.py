@@ -113,6 +113,15 @@ class PatientProtocol(H11Protocol):
         self._held.ended = True
         return self._probe()
 
+    def shutdown(self) -> None:
+        """Wait for answers that are due alone, not for what clients still send."""
+        cycle = self.cycle
+        if self._held.lingers or cycle is None or cycle.response_complete:
+            self._held.ended = True
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._held.ended and not self._probe():

@@ -11,13 +11,14 @@ import random
 import re
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from grpc.aio import UnaryStreamCall
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from gateway.http_connection import PatientProtocol
+from outrider.rpc.deployment import Deployment
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import Running, running_gateway, tokens
 from tests.support.waiting import until
@@ -296,6 +297,35 @@ async def test_connection_whose_client_sends_on_for_ever_is_closed() -> None:
                 writer.write(b"x" * 1000)
                 await writer.drain()
                 await asyncio.sleep(PATIENCE_S / 10)
+
+
+UNREAD = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx"
+BROKEN = b"HEAD /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(HEALTH[:20], id="head in part"),
+        pytest.param(HEALTH + HEALTH[:20], id="second head in part"),
+        pytest.param(UNREAD, id="body in part"),
+        pytest.param(b"no request\n", id="refused"),
+        pytest.param(BROKEN, id="refused without an answer"),
+    ],
+)
+async def test_client_that_owes_a_part_does_not_hold_up_the_end(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PatientProtocol, "patience_s", 10 * DEADLINE_S)
+    now = asyncio.get_running_loop().time
+    async with AsyncExitStack() as client:
+        grace = Deployment(drain_grace_s=DEADLINE_S)
+        async with running_gateway(Script(tokens("abc")), deployment=grace) as gateway:
+            _, writer = await client.enter_async_context(connected(gateway))
+            writer.write(sent)
+            await asyncio.sleep(PATIENCE_S)
+            began = now()
+    assert now() - began < DEADLINE_S / 2
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
