@@ -43,6 +43,10 @@ class _Connection(h11.Connection):
                 raise h11.RemoteProtocolError("the body's chunks are too small")
         return event
 
+    def start_next_cycle(self) -> None:
+        super().start_next_cycle()
+        self._excess = 0
+
 
 class _Transport:
     """A transport whose `close` waits for the client's end if part of its request is unread.

@@ -351,3 +351,18 @@ async def test_body_in_chunks_is_read() -> None:
     ):
         writer.write(CHUNKED + body)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_tiny_chunks_of_a_connections_former_requests_are_not_counted() -> None:
+    text = json.dumps({"prompt": "x", "user": "y" * 1000}).encode()
+    body = b"".join(b"1\r\n%c\r\n" % each for each in text) + b"0\r\n\r\n"
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        for _ in range(3):
+            writer.write(CHUNKED + body)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert head.startswith(b"http/1.1 200 ")
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
