@@ -13,6 +13,7 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _BODY: Final = "outrider.http.response.piece"  # among the scope's extensions
+_STREAMED: Final = "outrider.http.response.streamed"  # among them once a piece was written
 _LINE_BEGUN: Final = re.compile(  # RFC 9112, section 3; no registered method has more letters
     rb"[-!#$%&'*+.^_`|~0-9A-Za-z]{0,32}(?: [\x21-\x7e]*(?: [HTP/0-9.]{0,8}\r?)?)?"
 )
@@ -21,6 +22,7 @@ _MAX_LOOKS: Final = 64
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FRAME_BYTES: Final = 16  # counted for a chunk's frame
 _MAX_EXCESS_BYTES: Final = 2**14
+_COMMENT: Final = b"3\r\n:\n\n\r\n"  # a chunk between two events, which clients pass over
 _PROBES_S: Final = 0.05, 1.0  # the first pause between two probes doubles to the second
 
 
@@ -40,6 +42,10 @@ class _Connection(h11.Connection):
             if self._excess > _MAX_EXCESS_BYTES:
                 raise h11.RemoteProtocolError("the body's chunks are too small")
         return event
+
+    def start_next_cycle(self) -> None:
+        super().start_next_cycle()
+        self._excess = 0
 
 
 class _Transport:
@@ -111,6 +117,15 @@ class PatientProtocol(H11Protocol):
         self._held.ended = True
         return self._probe()
 
+    def shutdown(self) -> None:
+        """Wait for answers that are due alone, not for what clients still send."""
+        cycle = self.cycle
+        if self._held.lingers or cycle is None or cycle.response_complete:
+            self._held.ended = True
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._held.ended and not self._probe():
@@ -119,13 +134,16 @@ class PatientProtocol(H11Protocol):
     def _probe(self, pause_s: float = _PROBES_S[0]) -> bool:
         """Write, as long as an answer is due, what tells only whether the client has gone.
 
-        An answer that has begun tells it by itself. HTTP/1.0 has nothing of the kind.
+        Events may be far between, so a stream needs it, too. HTTP/1.0 has nothing of the kind.
         """
         if self._probing is not None:
             self._probing.cancel()
         due = self._answer_due()
-        if due and not self.cycle.response_started:
-            self.transport.write(_CONTINUE)
+        if due:
+            if not self.cycle.response_started:
+                self.transport.write(_CONTINUE)
+            elif _STREAMED in self.cycle.scope["extensions"] and not self.flow.write_paused:
+                self.transport.write(_COMMENT)
             longer_s = min(2 * pause_s, _PROBES_S[1])
             self._probing = self.loop.call_later(pause_s, self._probe, longer_s)
         return due
@@ -205,7 +223,8 @@ def direct(scope: Scope, send: Send) -> Send:
     The layers of ASGI and h11 between take as long for a piece as all else that a gateway does for
     it. They get every other message, and the last piece.
     """
-    cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_BODY, lambda: None)()
+    extensions: dict[str, Any] = scope.get("extensions", {})
+    cycle: RequestResponseCycle | None = extensions.get(_BODY, lambda: None)()
     if cycle is None:
         return send
     flow, write = cycle.flow, cycle.transport.write
@@ -217,6 +236,7 @@ def direct(scope: Scope, send: Send) -> Send:
         if flow.write_paused and not cycle.disconnected:
             await flow.drain()
         if not cycle.disconnected:
+            extensions[_STREAMED] = {}
             write(b"%x\r\n%b\r\n" % (len(piece), piece))  # a chunk of RFC 9112, section 7.1
 
     return sending

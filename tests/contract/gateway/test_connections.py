@@ -8,15 +8,17 @@ import gc
 import json
 import logging
 import random
+import re
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from grpc.aio import UnaryStreamCall
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from gateway.http_connection import PatientProtocol
+from outrider.rpc.deployment import Deployment
 from tests.support.services.fake_scorer import Script
 from tests.support.services.gateway import Running, running_gateway, tokens
 from tests.support.waiting import until
@@ -233,16 +235,36 @@ async def test_client_that_sends_no_more_is_answered(stream: bool) -> None:
     assert b"world" in answer
 
 
-async def test_client_that_goes_after_it_sends_no_more_is_cancelled() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_goes_after_it_sends_no_more_is_cancelled(stream: bool) -> None:
     script = Script(tokens("hello world"), hang_after=2)
-    async with running_gateway(script) as gateway:
-        async with connected(gateway) as (_, writer):
-            writer.write(completion())
+    async with running_gateway(script, request_timeout_s=10 * DEADLINE_S) as gateway:
+        async with connected(gateway) as (reader, writer):
+            writer.write(completion(stream=stream))
             await until(lambda: gateway.scorer.running == 1)
+            if stream:
+                await reader.readuntil(b"data: ")
             writer.write_eof()
             await asyncio.sleep(PATIENCE_S)
             assert gateway.scorer.running == 1
-        await until(lambda: gateway.scorer.cancelled == 1)
+        await until(lambda: gateway.scorer.cancelled == 1, DEADLINE_S)
+
+
+async def test_stream_to_a_client_that_sends_no_more_is_whole() -> None:
+    script = Script(tokens("hello world"), delay_s=PATIENCE_S, per_round=1)
+    async with (
+        running_gateway(script) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(completion(stream=True))
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write_eof()
+        body = await read_to_end(reader)
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"\r\n3\r\n:\n\n\r\n" in body
+    events = [json.loads(each) for each in re.findall(rb"(?<=\ndata: ){.*(?=\n\n)", body)]
+    assert "".join(each["choices"][0]["text"] for each in events) == "hello world"
+    assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +299,35 @@ async def test_connection_whose_client_sends_on_for_ever_is_closed() -> None:
                 await asyncio.sleep(PATIENCE_S / 10)
 
 
+UNREAD = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx"
+BROKEN = b"HEAD /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(HEALTH[:20], id="head in part"),
+        pytest.param(HEALTH + HEALTH[:20], id="second head in part"),
+        pytest.param(UNREAD, id="body in part"),
+        pytest.param(b"no request\n", id="refused"),
+        pytest.param(BROKEN, id="refused without an answer"),
+    ],
+)
+async def test_client_that_owes_a_part_does_not_hold_up_the_end(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PatientProtocol, "patience_s", 10 * DEADLINE_S)
+    now = asyncio.get_running_loop().time
+    async with AsyncExitStack() as client:
+        grace = Deployment(drain_grace_s=DEADLINE_S)
+        async with running_gateway(Script(tokens("abc")), deployment=grace) as gateway:
+            _, writer = await client.enter_async_context(connected(gateway))
+            writer.write(sent)
+            await asyncio.sleep(PATIENCE_S)
+            began = now()
+    assert now() - began < DEADLINE_S / 2
+
+
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -300,3 +351,18 @@ async def test_body_in_chunks_is_read() -> None:
     ):
         writer.write(CHUNKED + body)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_tiny_chunks_of_a_connections_former_requests_are_not_counted() -> None:
+    text = json.dumps({"prompt": "x", "user": "y" * 1000}).encode()
+    body = b"".join(b"1\r\n%c\r\n" % each for each in text) + b"0\r\n\r\n"
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        for _ in range(3):
+            writer.write(CHUNKED + body)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert head.startswith(b"http/1.1 200 ")
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
