@@ -53,7 +53,8 @@ class ProposerMetrics:
         self._loops = Summary(
             prefix + "loop_seconds",
             "Time of one batch of drafts with candidates in the model, by its rows, padding "
-            "included, and the tokens of each.",
+            "included and rounded up to a power of two or three halves of one, and the tokens of "
+            "each.",
             shape,
             registry=registry,
         )
@@ -72,8 +73,14 @@ class ProposerMetrics:
         self.malformed = counter("malformed_messages", "Messages that were dropped.")
 
     def loop(self, run: LoopRun) -> None:
-        shape = self._pool, str(run.captured), str(run.tokens)
+        shape = self._pool, str(_rounded(run.captured)), str(run.tokens)
         self._loops.labels(*shape).observe(run.seconds)
         for kind, rows in (("draft", run.drafts), ("branch", run.branches)):
             if rows:
                 self._loop_rows.labels(*shape, kind).inc(rows)
+
+
+def _rounded(rows: int) -> int:
+    """Return at least `rows`, of which two bits count: else any number would be a series."""
+    unit = 1 << max(0, (rows - 1).bit_length() - 2)
+    return -(-rows // unit) * unit

@@ -122,7 +122,7 @@ def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return `logits` [n, m, vocab] with cut tokens at -inf; greedy rows cut nothing."""
     n, m, vocab_size = logits.shape
     places = batch.repeated(m, batch.position.repeat_interleave(m))
-    cut = cut_to_likeliest(logits.view(n * m, vocab_size), places).view(logits.shape)
+    cut = cut_to_likeliest(logits.reshape(n * m, vocab_size), places).view(logits.shape)
     return torch.where((batch.temperature == 0.0)[:, None, None], logits, cut)
 
 

@@ -115,3 +115,14 @@ def test_target_draws_of_several_rows_equal_each_alone() -> None:
         alone = TargetDraws.of([params], [7], CPU).likeliest(logits[i : i + 1], 2, 6)
         assert torch.equal(alone[0], together[0][i : i + 1])
         assert torch.equal(alone[1], together[1][i : i + 1])
+
+
+def test_target_draws_of_paths_with_the_same_logits_need_no_copy_of_these() -> None:
+    """So DSpark without a Markov head hands them over; parameters cut them as any others."""
+    torch.manual_seed(2)
+    logits = torch.randn(5, 1, 40).expand(-1, 3, -1)
+    draws = TargetDraws.of(PARAMS, [7] * 5, CPU)
+    for found, copied in zip(
+        draws.likeliest(logits, 1, 6), draws.likeliest(logits.contiguous(), 1, 6), strict=True
+    ):
+        assert torch.equal(found, copied)

@@ -8,8 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs, DraftTree
+from outrider.drafting.building.loops import _FORK_ROWS
 from outrider.drafting.copying.ngram import NgramProposer
-from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, SessionKey
+from outrider.drafting.proposer import NO_PACE, DraftRound, LoopRun, Pace, SessionKey
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.telemetry import configure
@@ -51,3 +52,15 @@ def test_cycle_with_too_many_drafts_for_a_message_sends_several(
     assert [block.session for block in blocks] == [*range(num_sessions)]
     assert max(each.ByteSize() for each in sent) < MAX_MESSAGE_BYTES / 2
     assert max(len(each.blocks.blocks) for each in sent) <= 2**14, "more are malformed"
+
+
+def test_loops_of_any_number_of_rows_are_few_series() -> None:
+    """A model that captures no loops runs any number of rows; the captured ones stay apart."""
+    registry = CollectorRegistry()
+    metrics = ProposerMetrics(registry)
+    for rows in range(1, 1025):
+        metrics.loop(LoopRun(0, rows, rows, 4, 0.01))
+    (seconds,) = [each for each in registry.collect() if each.name.endswith("loop_seconds")]
+    series = {int(each.labels["rows"]) for each in seconds.samples}
+    assert len(series) == 20
+    assert series >= {*_FORK_ROWS}
