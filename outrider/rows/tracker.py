@@ -311,8 +311,11 @@ class DraftTracker:
         What the rows' drafting tells of the step is filled in. `decoded` says that it processed no
         prompts.
         """
-        self.account.step(step.tokens, step.num_rows, decoded=decoded)
         draftable = [d for d in rows if d.offered.draftable] if self.may_draft else []
+        mode = self.policy.mode
+        if mode is DraftMode.AHEAD and draftable and not any(d.runs_ahead for d in draftable):
+            mode = DraftMode.ON_DEMAND  # no proposer of these can do more
+        self.account.step(step.tokens, step.num_rows, mode, decoded=decoded)
         ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
         self.policy.step_done(
             replace(

@@ -206,6 +206,23 @@ def test_rows_do_not_wait_for_a_row_whose_proposer_is_silent() -> None:
     assert max(s.wait_ms for s in stats[1::2]) > 250
 
 
+class Counted(Bench):
+    """Keeps the modes of its steps."""
+
+    def _publish(self, events: StepEvents) -> None:
+        if events.counts is not None:
+            self.modes = {*getattr(self, "modes", ()), events.counts.way}
+        super()._publish(events)
+
+
+@pytest.mark.parametrize(("branches", "mode"), [(0, "on demand"), (16, "ahead")])
+def test_steps_are_counted_by_what_their_proposers_can(branches: int, mode: str) -> None:
+    world = Counted(FixedPolicy(4), max_branches=branches)
+    world.ask()
+    assert mode in world.modes
+    assert world.modes <= {mode, "ahead", ""}  # the first ones have no proposer yet
+
+
 class Unasked(Bench):
     """Its proposer drafts although nobody asked it to."""
 
