@@ -213,6 +213,30 @@ def capacity() -> Dashboard:
                     ),
                 ),
                 Graph(
+                    "Seconds of a loop",
+                    "By the rows that the draft model ran for, padding included.",
+                    "s",
+                    (
+                        Series(
+                            total("outrider:proposer_loop_seconds_sum", "pool, rows", HERE)
+                            + " / "
+                            + total("outrider:proposer_loop_seconds_count", "pool, rows", HERE),
+                            "{{pool}} {{rows}} rows",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Rows of loops",
+                    "Drafts that are waited for, and branches ahead, without padding.",
+                    "cps",
+                    (
+                        Series(
+                            total("outrider:proposer_loop_rows_total", "pool, kind", HERE),
+                            "{{pool}} {{kind}}",
+                        ),
+                    ),
+                ),
+                Graph(
                     "Scorers connected",
                     "By proposer: 0 means that every scorer is away or refuses it.",
                     "short",
