@@ -65,6 +65,9 @@ class ProposerMetrics:
             (*shape, "kind"),
             registry=registry,
         )
+        for kind in ("draft", "branch"):  # there from the start, so that queries find them
+            self._loop_rows.labels(pool, "1", "1", kind)
+        self._loops.labels(pool, "1", "1")
         self.batch_size = histogram("cycle_sessions", "Sessions in one drafting cycle.", _SESSIONS)
         self.sessions = gauge("sessions", "Sessions held.")
         self.session_limit = gauge("session_limit", "Sessions that can be held at once.")
