@@ -89,26 +89,20 @@ class ModeTrials:
             self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
         if not self.on_trial:
             if self._due():
-                self._begin(self._other)
+                self._begin()
         elif (won := self._won(step.num_running)) is not None:
             self._end(won=won)
 
     def _due(self) -> bool:
-        """Return whether to try the other mode now, or whether it was faster than these drafts."""
-        mode, speeds = self._other, self._speeds
-        if mode.drafts or speeds[mode].rate <= WORTH * speeds[self.incumbent].rate:
-            return self._steps_left <= 0.0
-        return True
+        """Return whether to try the other mode: it is time, or no drafts were faster than these."""
+        plain, drafted = (self._speeds[mode].rate for mode in (DraftMode.OFF, self.incumbent))
+        return self._steps_left <= 0.0 or (self.incumbent.drafts and plain > WORTH * drafted)
 
-    @property
-    def _other(self) -> DraftMode:
-        return DraftMode.OFF if self.incumbent.drafts else DraftMode.AHEAD
-
-    def _begin(self, mode: DraftMode) -> None:
-        self.mode = mode
+    def _begin(self) -> None:
+        self.mode = DraftMode.OFF if self.incumbent.drafts else DraftMode.AHEAD
         self.catching_up = not self.incumbent.drafts
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
-        self._speeds[mode] = Speed(3.0 * self._trial_steps)
+        self._speeds[self.mode] = Speed(3.0 * self._trial_steps)
         self.settle()
 
     def _won(self, num_rows: int) -> bool | None:
