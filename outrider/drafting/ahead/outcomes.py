@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.averages import Average
-from outrider.drafting.ahead.branches import NUM_RANKS
 from outrider.drafting.cpu.compiled import compiled
 from outrider.drafting.drafters import Forks
 from outrider.types import common_prefix_len
@@ -42,7 +41,6 @@ from outrider.types import common_prefix_len
 _EDGES = np.array((0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10), np.float32)
 _KINDS = 4  # ranks 0, 1, 2, and beyond
 _BUCKETS = len(_EDGES) + 1
-_FIRST_CELLS = np.minimum(np.arange(NUM_RANKS), _KINDS - 1) * _BUCKETS  # by rank
 _KEPT = 0.998  # per round, of what was measured
 _PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
@@ -68,7 +66,7 @@ class Outcomes:
     def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the chances [n, F] of candidates with gaps [n, F], best first; they never rise."""
         chances = np.empty(gaps.shape)
-        _chances(gaps, _EDGES, self._true, self._seen, chances)
+        _chances(gaps, _EDGES, self._true.ravel(), self._seen.ravel(), chances)
         return chances
 
     @property
@@ -110,13 +108,26 @@ class Outcomes:
                 share[1] = 0.98 * share[1] + 1
         fading = np.where(self._seen > _PRIOR_WEIGHT, _KEPT ** len(self._noted), 1.0)
         self._noted.clear()
-        cells = _cells(np.concatenate(gaps)).ravel()
+        cells = _cells(np.concatenate(gaps), _EDGES).ravel()
         came = (np.concatenate(candidates) == np.array(tokens)[:, None]).ravel()
         size = _KINDS * _BUCKETS
         self._true *= fading
         self._true += np.bincount(cells, came, size).reshape(_KINDS, -1)
         self._seen *= fading
         self._seen += np.bincount(cells, minlength=size).reshape(_KINDS, -1)
+
+
+@compiled
+def _cells(gaps: NDArray[np.float32], edges: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the cells, by kind and bucket, in which candidates with gaps [n, F] are measured."""
+    num_ranks, cells = gaps.shape[1], np.empty(gaps.shape, np.int64)
+    for place in range(len(gaps)):
+        for rank in range(num_ranks):
+            gap, bucket = gaps[place, max(rank, min(1, num_ranks - 1))], 0
+            while bucket < len(edges) and edges[bucket] < gap:
+                bucket += 1
+            cells[place, rank] = min(rank, _KINDS - 1) * _BUCKETS + bucket
+    return cells
 
 
 @compiled
@@ -127,31 +138,20 @@ def _chances(
     seen: NDArray[np.float64],
     chances: NDArray[np.float64],
 ) -> None:
-    """Fill `chances` [n, F] by what was counted by kind and bucket."""
-    num_ranks, num_kinds = gaps.shape[1], len(true)
+    """Fill `chances` [n, F] by what was counted in each cell."""
+    cells = _cells(gaps, edges)
     for place in range(len(gaps)):
         row, total = chances[place], 0.0
-        for rank in range(num_ranks):
+        for rank in range(gaps.shape[1]):
             # A better rank is likelier; where few measurements say otherwise, they are noise.
             chance, i = 0.0, rank
             if np.isfinite(gaps[place, rank]):  # not what top_k, top_p or min_p cut
-                gap, bucket = gaps[place, max(rank, min(1, num_ranks - 1))], 0
-                while bucket < len(edges) and edges[bucket] < gap:
-                    bucket += 1
-                kind = min(rank, num_kinds - 1)
-                chance = true[kind, bucket] / seen[kind, bucket]
+                cell = cells[place, rank]
+                chance = true[cell] / seen[cell]
             while i > 0 and row[i - 1] < chance:
                 row[i] = row[i - 1]
                 i -= 1
             row[i] = chance
             total += chance
-        for rank in range(num_ranks):
+        for rank in range(gaps.shape[1]):
             row[rank] /= max(1.0, total)
-
-
-def _cells(gaps: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the cells in which candidates with gaps [n, F] are measured."""
-    buckets: NDArray[np.int64] = _EDGES.searchsorted(gaps)
-    buckets[:, 0] = buckets[:, min(1, gaps.shape[1] - 1)]
-    buckets += _FIRST_CELLS[: gaps.shape[1]]
-    return buckets
