@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from k8s.dashboards.panels import HERE, MODEL, Graph, Series, build, rate, total
+from k8s.dashboards.panels import HERE, MODEL, Graph, Series, build, mean, rate, total
 
 _STEP = "outrider:step_time_seconds"
 _FORWARD = f'{MODEL},part="forward"'
@@ -191,14 +191,7 @@ def capacity() -> Dashboard:
                     "Sessions in a cycle",
                     "Mean over drafting cycles, by pool.",
                     "short",
-                    (
-                        Series(
-                            total("outrider:proposer_cycle_sessions_sum", "pool", HERE)
-                            + " / "
-                            + total("outrider:proposer_cycle_sessions_count", "pool", HERE),
-                            "{{pool}}",
-                        ),
-                    ),
+                    (Series(mean("outrider:proposer_cycle_sessions", "pool", HERE), "{{pool}}"),),
                 ),
                 Graph(
                     "Time ahead",
@@ -218,9 +211,7 @@ def capacity() -> Dashboard:
                     "s",
                     (
                         Series(
-                            total("outrider:proposer_loop_seconds_sum", "pool, rows", HERE)
-                            + " / "
-                            + total("outrider:proposer_loop_seconds_count", "pool, rows", HERE),
+                            mean("outrider:proposer_loop_seconds", "pool, rows", HERE),
                             "{{pool}} {{rows}} rows",
                         ),
                     ),

@@ -99,6 +99,11 @@ def total(counter: str, by: str = "", matchers: str = MODEL) -> str:
     return f"sum{f' by ({by})' if by else ''} ({rate(counter, matchers)})"
 
 
+def mean(summary: str, by: str, matchers: str = MODEL) -> str:
+    """Return the mean of what a summary or histogram observed, grouped `by` labels."""
+    return f"{total(f'{summary}_sum', by, matchers)} / {total(f'{summary}_count', by, matchers)}"
+
+
 def quantiles(
     histogram: str, matchers: str = MODEL, *, exemplars: bool = False
 ) -> tuple[Series, ...]:
