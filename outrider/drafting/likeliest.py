@@ -84,6 +84,11 @@ class BiasedLogits:
     """Computes them: [n, m, vocab]."""
 
 
+def dense(logits: Tensor | BiasedLogits) -> Tensor:
+    """Return the logits [n, m, vocab] as a tensor."""
+    return logits.dense() if isinstance(logits, BiasedLogits) else logits
+
+
 def likeliest(
     logits: Tensor | BiasedLogits, batch: SamplingBatch | None, depth: int, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +98,7 @@ def likeliest(
     vocabulary is smaller. Scores are logits plus temperature times noise of the row's position plus
     `depth`; `batch` None: all rows are greedy. Tokens of score -inf have a probability of 0.
     """
-    scores = (logits.dense() if isinstance(logits, BiasedLogits) else logits).float()
+    scores = dense(logits).float()
     if batch is not None:
         noise = gumbel_noise(batch.seed, batch.position + depth, scores.shape[-1]).float()
         scores = scores + (batch.temperature[:, None] * noise)[:, None]

@@ -153,9 +153,8 @@ def _cached_capture(
         return nullcontext()
     width, max_rows = limits.tree_width, limits.max_sessions
     if isinstance(head, BlockHead):
-        deepest = min(limits.max_draft_tokens, head.max_depth)
         shapes = block_shapes(
-            max_rows=min(max_rows, head.max_rows(deepest, width)),
+            max_rows=min(max_rows, head.max_rows(limits.max_draft_tokens, width)),
             limits=(limits.max_draft_tokens, head.max_depth),
             width=width,
             num_slots=head.num_slots,

@@ -49,8 +49,7 @@ class BlockDrafter(CachedDrafter):
         self._loop_depths = sorted(
             {min(shape.num_tokens, head.max_depth) for shape in (capture.shapes if capture else ())}
         )
-        deepest = min(limits.max_draft_tokens, head.max_depth)
-        self._at_once = head.max_rows(deepest, limits.tree_width)
+        self._at_once = head.max_rows(limits.max_draft_tokens, limits.tree_width)
         super().__init__(head, pools, backend, limits, capture)
         if limits.tree_width == 1:  # a chain ends with the block; a tree may have more nodes
             self.max_draft_tokens = min(limits.max_draft_tokens, head.max_depth)

@@ -22,7 +22,7 @@ from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.graphs.beams import Beam
 from outrider.drafting.graphs.loops import DraftSampler
 from outrider.drafting.hidden_states.earlier_text import EarlierText
-from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, likeliest
+from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, dense, likeliest
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
@@ -113,8 +113,7 @@ class TargetDraws:
         if batch is None:
             return likeliest(logits, None, depth, count)
         if batch.any_sorted or batch.any_min_p:
-            dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
-            logits = _cut(dense.float(), batch)
+            logits = _cut(dense(logits).float(), batch)
         return self.sampler.likeliest(logits, batch, depth, count)
 
 
@@ -193,9 +192,9 @@ def guess_paths(
     for place in range(depth):
         states, logits = step(states, beam.tokens.flatten(), place)
         if texts is not None and before is not None:
-            dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
-            dense = dense.view(n, -1, dense.shape[-1])
-            logits = texts.raised(dense, before, beam.tokens, place)
+            logits = dense(logits)
+            by_path = logits.view(n, -1, logits.shape[-1])
+            logits = texts.raised(by_path, before, beam.tokens, place)
         found, log_probs = draws.likeliest(_by_row(logits, n), place, width)
         ends_with = beam.tokens.flatten()
         beam, new = draws.sampler.grow_beam(beam, found, log_probs, width, num_nodes)

@@ -46,8 +46,11 @@ class BlockHead(CachedHead):
         return self.num_slots(depth)
 
     def max_rows(self, depth: int, width: int) -> int:
-        """Return how many rows guess `width` tokens at `depth` places at once, to bound memory."""
-        return max_trees(max(depth, width), self.vocab_size)
+        """Return how many rows guess `width` tokens at `depth` places at once, to bound memory.
+
+        No row guesses deeper than `max_depth`.
+        """
+        return max_trees(max(min(depth, self.max_depth), width), self.vocab_size)
 
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int

@@ -27,7 +27,7 @@ from outrider.drafting.hidden_states.trees import (
     max_trees,
     trees_of_paths,
 )
-from outrider.drafting.likeliest import BiasedLogits
+from outrider.drafting.likeliest import BiasedLogits, dense
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.errors import ConfigError
@@ -73,7 +73,9 @@ class DSparkHead(DFlashHead):
 
     def max_rows(self, depth: int, width: int) -> int:
         # All places' logits are of known tokens, in the module's dtype and without noise.
-        of_places = max_trees(depth, self._num_known) * 8 // self.dtype.itemsize
+        of_places = (
+            max_trees(min(depth, self.max_depth), self._num_known) * 8 // self.dtype.itemsize
+        )
         return min(max_trees(width, self.vocab_size), of_places)
 
     def guess(
@@ -81,15 +83,15 @@ class DSparkHead(DFlashHead):
     ) -> Tensor:
         """Return what `guess_paths` does; of chains also log confidences: [n, 4, depth]."""
         normed, known = self._slots(states[:, :depth])
-        confident = width == 1 and self._confidence is not None
-        if confident and self._chains is not None and self._confidence is not None:
-            return self._chains.draw(normed, known, tokens, draws.batch, self._confidence)
+        confidence = self._confidence if width == 1 else None
+        if confidence is not None and self._chains is not None:
+            return self._chains.draw(normed, known, tokens, draws.batch, confidence)
 
         def step(paths: Tensor, last: Tensor, place: int) -> tuple[Tensor, Tensor | BiasedLogits]:
             return self._biased(paths, normed[:, place], known[:, place], last)
 
         found = guess_paths(step, self._no_tokens(normed), tokens, draws, depth, width)
-        if not confident:
+        if confidence is None:
             return found
         # Log probabilities would tell nothing more.
         before = torch.cat((tokens[:, None], found[:, 0, :-1]), dim=1)
@@ -125,8 +127,7 @@ class DSparkHead(DFlashHead):
         normed, known = self._slots(outputs[:, depth : depth + 1])
         path, logits = self._biased(paths[:, depth], normed[:, 0], known[:, 0], tokens)
         paths[:, depth + 1 : depth + 2] = path[:, None]
-        dense = logits.dense() if isinstance(logits, BiasedLogits) else logits
-        return states, dense[:, 0]
+        return states, dense(logits)[:, 0]
 
     def _no_tokens(self, outputs: Tensor) -> Tensor:
         """Return the state of paths without tokens: [n, width], the width perhaps 0."""
@@ -148,8 +149,8 @@ class DSparkHead(DFlashHead):
         """
         num_paths = len(tokens) // len(known)  # of a row
         if self._before is None:
-            dense = spread(known, self._target_ids, self.vocab_size)
-            return paths, dense[:, None].expand(-1, num_paths, -1)
+            spread_out = spread(known, self._target_ids, self.vocab_size)
+            return paths, spread_out[:, None].expand(-1, num_paths, -1)
         markov, ids, vocab_size = self._before, self._target_ids, self.vocab_size
         paths, table, rows = markov.advance(paths, tokens, normed)
 
