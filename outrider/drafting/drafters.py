@@ -151,8 +151,8 @@ class ForkBatch:
         return ForkBatch(lambda: forks.places(0, end), lambda: forks.places(end, end + 1))
 
     def wait(self) -> None:
-        """Wait for the forks."""
-        assert self.forks
+        """Wait for the forks, and keep them."""
+        _ = self.forks
 
     @cached_property
     def forks(self) -> Forks:
