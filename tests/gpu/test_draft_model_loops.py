@@ -22,6 +22,7 @@ from outrider.drafting.graphs.beams import Beam  # noqa: E402
 from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.graphs.loop_inputs import make_shapes  # noqa: E402
 from outrider.drafting.graphs.loops import (  # noqa: E402
+    DraftSampler,
     LoopCapture,
     triton_sampler,
 )
@@ -32,7 +33,6 @@ from outrider.engine.model.paged_model import PagedModel  # noqa: E402
 from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from tests.support.models.clear_llama import clear_llama  # noqa: E402
-from tests.support.models.torch_sampler import TORCH_SAMPLER  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +97,7 @@ def same_likeliest(
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("vocab_size", [4, 3000])
 def test_triton_likeliest_equal_torch(vocab_size: int, count: int, dtype: torch.dtype) -> None:
-    """Of paths that have rows of their own, of which the first has an impossible token."""
+    """Each path has a row of its own, and the first row has an impossible token."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randperm(len(SAMPLINGS) * 3 * vocab_size, generator=generator)
     logits = (logits.view(len(SAMPLINGS), 3, -1) / 40 % 7).float().to(DEVICE)  # no near ties
@@ -107,7 +107,7 @@ def test_triton_likeliest_equal_torch(vocab_size: int, count: int, dtype: torch.
     count = min(count, vocab_size)
     for depth in (0, 5):
         found = triton_sampler().likeliest(logits, batch, depth, count)
-        same_likeliest(found, TORCH_SAMPLER.likeliest(logits, batch, depth, count))
+        same_likeliest(found, DraftSampler().likeliest(logits, batch, depth, count))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,7 +122,7 @@ def test_triton_likeliest_of_biased_logits_equal_torch(
     rank: int,
     dtype: torch.dtype,
 ) -> None:
-    """Of a slot between others, of tokens that are every third."""
+    """The slot lies between others, and every third token is known."""
     generator = torch.Generator().manual_seed(rank)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -141,10 +141,10 @@ def test_triton_likeliest_of_biased_logits_equal_torch(
     biased = BiasedLogits(logits, ids, (table, before, weight), dense)
     for depth, count in ((0, 1), (3, 4)):
         found = triton_sampler().likeliest(biased, batch, depth, count)
-        same_likeliest(found, TORCH_SAMPLER.likeliest(biased, batch, depth, count))
+        same_likeliest(found, DraftSampler().likeliest(biased, batch, depth, count))
     every = BiasedLogits(logits, None, (table, before, weight), lambda: dense()[..., ids])
     found = triton_sampler().likeliest(every, batch, 1, 3)
-    same_likeliest(found, TORCH_SAMPLER.likeliest(every, batch, 1, 3))
+    same_likeliest(found, DraftSampler().likeliest(every, batch, 1, 3))
 
 
 @pytest.mark.parametrize(("num_paths", "count", "width"), [(1, 3, 5), (3, 3, 4), (4, 2, 8)])
@@ -161,7 +161,7 @@ def test_triton_beam_and_best_nodes_equal_torch(num_paths: int, count: int, widt
         nodes=torch.randint(-1, 40, (n, num_paths), generator=generator).to(DEVICE),
         sources=torch.zeros(n, num_paths, dtype=torch.int64, device=DEVICE),
     )
-    by_triton, by_torch = triton_sampler(), TORCH_SAMPLER
+    by_triton, by_torch = triton_sampler(), DraftSampler()
     grown, nodes = by_triton.grow_beam(beam, found, chances, width, 40)
     expected, expected_nodes = by_torch.grow_beam(beam, found, chances, width, 40)
     assert torch.equal(nodes, expected_nodes)

@@ -20,7 +20,7 @@ from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import AsyncLoop
 from outrider.drafting.graphs.loop_inputs import make_shapes
-from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -35,7 +35,6 @@ from outrider.policy.draft_times import DraftTimes
 from outrider.types import Request
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 from tests.support.services.drafting_scorer import (
     EDITED,
     SAMPLINGS,
@@ -56,7 +55,7 @@ class Drafting:
         self.rng = random.Random(seed)
         model = RecordableHashModel(num_pages=num_pages)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K, 6))
-        loops = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+        loops = DraftModelLoops(model, LoopCapture(shapes, rerun, DraftSampler()))
         self.proposer = DraftModelProposer(
             model, name="hash", limits=ProposerLimits(max_branches=0), chain_drafter=loops
         )
@@ -185,7 +184,7 @@ def draft_model() -> DraftModelProposer:
     """Nearly the target."""
     model = recordable_llama(num_pages=96, noise=0.02)
     shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-    loops = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+    loops = DraftModelLoops(model, LoopCapture(shapes, rerun, DraftSampler()))
     return DraftModelProposer(
         model, name="llama", limits=ProposerLimits(max_branches=0), chain_drafter=loops
     )

@@ -23,7 +23,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.building.loops import block_shapes, recurrent_shapes
 from outrider.drafting.drafters import AsyncLoop
-from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
+from outrider.drafting.graphs.loops import CapturedLoops, DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
@@ -48,7 +48,6 @@ from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.checkpoints.modules import LOADERS
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import rerun, tiny_llama_config
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 from tests.support.services.drafting_scorer import (
     DraftingScorer,
     DraftListener,
@@ -145,11 +144,11 @@ def module(folder: Path, method: str, width: int) -> CachedHeadProposer:
         assert head.capturable
         sizes = (K, head.max_depth)
         shapes = block_shapes(max_rows=4, limits=sizes, width=width, num_slots=head.num_slots)
-        capture = LoopCapture(shapes, rerun, TORCH_SAMPLER)
+        capture = LoopCapture(shapes, rerun, DraftSampler())
         drafter = BlockDrafter(head, pools, by_tensors, limits, capture)
     else:
         shapes = recurrent_shapes(max_rows=4, max_draft_tokens=K, width=width)
-        capture = LoopCapture(shapes, rerun, TORCH_SAMPLER)
+        capture = LoopCapture(shapes, rerun, DraftSampler())
         drafter = RecurrentDrafter(head, pools, by_tensors, limits, capture)
     return CachedHeadProposer(drafter, method=method, name=method)
 

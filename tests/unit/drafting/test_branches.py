@@ -24,7 +24,7 @@ from outrider.drafting.draft_model.loops import BranchingModel, DraftModelLoops,
 from outrider.drafting.drafters import DraftInput, FedRows, ForkDrafter
 from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.graphs.loop_inputs import make_shapes
-from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -39,7 +39,6 @@ from tests.support.models.recordable import (
     rerun,
     tiny_llama_config,
 )
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -149,7 +148,7 @@ def test_branches_in_captured_loops_equal_drafts_from_scratch(
     shapes = make_shapes(
         rows=(4, 16), query_lens=(1, 20), num_tokens=(captured_k,), fanout=2, cut=True
     )
-    drafter = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, rerun, DraftSampler()))
     check_rounds(Bench(model, 3, 2, random.Random(1), drafter))
 
 

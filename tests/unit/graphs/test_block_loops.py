@@ -12,7 +12,7 @@ import torch
 
 from outrider.drafting.building.loops import block_shapes
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.block import BlockHead
@@ -31,7 +31,6 @@ from tests.support.models.recordable import (
     rerun_strictly,
     run_each,
 )
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 from tests.unit.graphs.test_recurrent_loops import MAX_LEN, PAGE_SIZE, SAMPLINGS, Said
 
 CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def proposer_of(head: BlockHead, tree_width: int, capture: Capture | None) -> Ca
         ),
         None
         if capture is None
-        else LoopCapture(shapes, capture, TORCH_SAMPLER, precompile=run_each),
+        else LoopCapture(shapes, capture, DraftSampler(), precompile=run_each),
     )
     return CachedHeadProposer(drafter, method="dflash", name="tiny")
 
@@ -157,7 +156,7 @@ def test_block_loop_under_capture_and_its_launch_never_wait_for_device(
         KVPools(20, PAGE_SIZE, head.dtype, device),
         MetaAttention,
         ProposerLimits(max_model_len=MAX_LEN, max_draft_tokens=4, tree_width=tree_width),
-        LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER),
+        LoopCapture(shapes, rerun_strictly, DraftSampler()),
     )
     loop = launch_without_waiting(drafter, monkeypatch)
     assert loop is not None

@@ -19,7 +19,7 @@ from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
 from outrider.drafting.graphs import loops
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape, make_shapes
-from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
@@ -34,7 +34,6 @@ from tests.support.models.recordable import (
     rerun,
     run_each,
 )
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -63,7 +62,7 @@ def drafter_of(
         )
     ]
     # Every loop runs over zeros once, too.
-    capture = LoopCapture(shapes, rerun, TORCH_SAMPLER, precompile=run_each)
+    capture = LoopCapture(shapes, rerun, DraftSampler(), precompile=run_each)
     return DraftModelLoops(model, capture, forwards)
 
 
@@ -259,7 +258,7 @@ def test_forks_of_more_rows_than_a_loop_holds_overwrite_no_inputs_in_use(
     """The next loop's inputs are written while the device may not have those of the one before."""
     model, device = RecordableHashModel(num_pages=220), LateDevice(monkeypatch)
     shapes = make_shapes(rows=(2,), query_lens=(1,), num_tokens=(2,), fanout=3)
-    drafter = DraftModelLoops(model, LoopCapture(shapes, device.capture, TORCH_SAMPLER))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, device.capture, DraftSampler()))
     rows = Rows(model, random.Random(4))
     for _ in range(5):
         rows.add(9, 9, 3)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from outrider.drafting.building.loops import one_shot_shapes
-from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.one_shot import OneShotLoops
 from tests.support.checkpoints.one_shot_drafts import DEPTH, HEADS, drafts
 from tests.support.models.recordable import Counted, rerun_strictly
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])
@@ -22,7 +21,7 @@ def test_captured_one_shot_drafts_for_any_rows_equal_eager_drafts(
     head = HEADS[name](torch.float64, torch.device("cpu"))  # near ties are decided alike
     counted = Counted()
     shapes = one_shot_shapes(max_rows=4, max_depth=DEPTH)
-    capture = LoopCapture(shapes, counted, TORCH_SAMPLER)
+    capture = LoopCapture(shapes, counted, DraftSampler())
     expected = drafts(head, tree_width, None)
     assert drafts(head, tree_width, capture) == expected
     assert counted.repeated > 10
@@ -33,7 +32,7 @@ def test_captured_one_shot_drafts_for_any_rows_equal_eager_drafts(
 def test_one_shot_loop_under_capture_never_waits_for_device(name: str) -> None:
     head = HEADS[name](torch.float32, torch.device("meta"))
     shapes = one_shot_shapes(max_rows=2, max_depth=DEPTH)
-    OneShotLoops(head, LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER), 4)
+    OneShotLoops(head, LoopCapture(shapes, rerun_strictly, DraftSampler()), 4)
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 256])

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import recurrent_shapes
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import LoopCapture
+from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
@@ -35,7 +35,6 @@ from tests.support.models.recordable import (
     rerun_strictly,
     run_each,
 )
-from tests.support.models.torch_sampler import TORCH_SAMPLER
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
@@ -99,7 +98,7 @@ def proposer_of(
         # Every loop runs over zeros once, too.
         None
         if capture is None
-        else LoopCapture(shapes, capture, TORCH_SAMPLER, precompile=run_each),
+        else LoopCapture(shapes, capture, DraftSampler(), precompile=run_each),
     )
     return CachedHeadProposer(drafter, method="eagle", name="tiny")
 
@@ -191,7 +190,7 @@ def test_recurrent_loop_under_capture_and_its_launch_never_wait_for_device(
         KVPools(20, PAGE_SIZE, head.dtype, device),
         MetaAttention,
         ProposerLimits(max_model_len=MAX_LEN, max_draft_tokens=4, tree_width=tree_width),
-        LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER),
+        LoopCapture(shapes, rerun_strictly, DraftSampler()),
     )
     loop = launch_without_waiting(drafter, monkeypatch)
     assert loop is not None

@@ -118,7 +118,7 @@ def test_target_draws_of_several_rows_equal_each_alone() -> None:
 
 
 def test_target_draws_of_paths_with_the_same_logits_need_no_copy_of_these() -> None:
-    """So DSpark without a Markov head hands them over; parameters cut them as any others."""
+    """DSpark without a Markov head hands such logits over; parameters cut them as any others."""
     torch.manual_seed(2)
     logits = torch.randn(5, 1, 40).expand(-1, 3, -1)
     draws = TargetDraws.of(PARAMS, [7] * 5, CPU)
