@@ -47,6 +47,11 @@ class DraftOffer:
         """Return whether the proposer hears of every round by the step's events."""
         return self.proposer_id is not None and not self.colocated
 
+    @property
+    def hears_early(self) -> bool:
+        """Return whether the proposer can draft on tokens alone, before the step is counted."""
+        return self.reported_to and self.features is None
+
 
 NO_DRAFTS: Final = DraftOffer(None, 0)
 
@@ -131,6 +136,17 @@ class NewTokens(NamedTuple):
     token_ids: TokenIds
     num_draft_tokens: int  # that the next round asks for
     finished: bool
+
+
+class EarlyTokens(NamedTuple):
+    """Tokens of a step that proposers hear of before the next step is launched.
+
+    A launch takes the host a millisecond or more, in which they can draft already. `StepEvents`
+    have the same tokens later, with the rest.
+    """
+
+    rows: tuple[NewTokens, ...]
+    step_s: float  # that the step took
 
 
 class DeviceDrafts(NamedTuple):

@@ -17,6 +17,7 @@ import transformers
 from outrider import start_times
 from outrider.config import EngineConfig
 from outrider.device import device_id
+from outrider.draft_port import EarlyTokens
 from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
@@ -87,6 +88,10 @@ class ScorerCore:
             if hubs:  # a start that is given up stops an engine without a hub
                 loop.call_soon_threadsafe(hubs[0].on_events, events)
 
+        def on_early(early: EarlyTokens) -> None:
+            if hubs:
+                loop.call_soon_threadsafe(hubs[0].on_early, early)
+
         def find() -> Path:
             folder = resolve_model(options.model, "target")  # maybe a download
             # Read before the weights, so that a broken file is reported at once.
@@ -107,7 +112,7 @@ class ScorerCore:
         if options.engine == VLLM:
             engine = VllmEngine(find, options.for_vllm(), on_events)
         else:
-            engine = worker = EngineWorker(build, on_events, colocated)
+            engine = worker = EngineWorker(build, on_events, colocated, on_early)
         self._engine = engine
         with _naming_vllm():
             info = await asyncio.wrap_future(in_thread(lambda: engine.start(options.start_timeout)))

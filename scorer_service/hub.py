@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from outrider.draft_port import EarlyTokens
 from outrider.engine_port import ServedEngine
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
@@ -111,6 +112,17 @@ class Hub:
             return False
         return True
 
+    def on_early(self, early: EarlyTokens) -> None:
+        """Pass on to proposers what one engine step committed; `on_events` brings the rest."""
+        step_us = round(early.step_s * 1e6)
+        for row in early.rows:
+            session = self._sessions.get(row.session_id)
+            proposer = None if session is None else session.proposer
+            if session is None or proposer is None or len(session.committed) != row.base_len:
+                continue
+            session.committed += row.token_ids
+            self._tell(proposer, session, step_us)
+
     def on_events(self, events: StepEvents) -> None:
         """Pass on the results of one engine step."""
         timings = events.timings
@@ -174,7 +186,8 @@ class Hub:
             if session.num_speculative_tokens:
                 if session.proposer is not None:
                     self._count_round(session.proposer, session, 0)
-                session.committed.append(token)
+                if len(session.committed) == base_len:  # else heard early
+                    session.committed.append(token)
                 session.num_draft_tokens = num_draft_tokens
                 if session.proposer is not None:
                     self._tell(session.proposer, session, step_us)
@@ -190,7 +203,8 @@ class Hub:
         if proposer is not None:
             self._count_round(proposer, session, commit.kinds.count(TokenKind.ACCEPTED))
         if session.num_speculative_tokens:
-            session.committed += commit.token_ids
+            heard_early = len(session.committed) - commit.base_len
+            session.committed += commit.token_ids[heard_early:]
             session.num_draft_tokens = commit.num_draft_tokens
         if commit.stats is not None:
             session.stats = commit.stats

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.draft_port import NewTokens
+from outrider.draft_port import EarlyTokens, NewTokens
 from outrider.engine.sampling.logprobs import to_prompt_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
@@ -62,8 +62,6 @@ class Committed:
 
         `drafting` says that the next round may have drafts.
         """
-        new = [(r.seq, r.base_len, r.output, r.finish_reason is not None) for r in self.emitted]
-        new += [(s, len(s.token_ids) - 1, (s.token_ids[-1],), False) for s in self.plain]
         return [
             NewTokens(
                 seq.session_id,
@@ -72,8 +70,27 @@ class Committed:
                 seq.drafting.num_draft_tokens if drafting else 0,
                 finished,
             )
-            for seq, base_len, tokens, finished in new
+            for seq, base_len, tokens, finished in self._rows()
         ]
+
+    def early_tokens(self) -> EarlyTokens | None:
+        """Return the tokens of rows that go on with a proposer's drafts; None without such rows.
+
+        Proposers that read hidden states have the tokens with these.
+        """
+        rows = [
+            NewTokens(seq.session_id, base_len, tokens, seq.drafting.num_draft_tokens, finished)
+            for seq, base_len, tokens, finished in self._rows()
+            if not finished and seq.drafting.num_draft_tokens and seq.drafting.proposer.hears_early
+        ]
+        return EarlyTokens(tuple(rows), self.seconds) if rows else None
+
+    def _rows(self) -> list[tuple[Sequence, int, TokenIds, bool]]:
+        """Return each row's committed length before the step, its tokens, and whether it ended."""
+        rows: list[tuple[Sequence, int, TokenIds, bool]]
+        rows = [(r.seq, r.base_len, r.output, r.finish_reason is not None) for r in self.emitted]
+        rows += [(s, len(s.token_ids) - 1, (s.token_ids[-1],), False) for s in self.plain]
+        return rows
 
 
 def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Commit, ...], Grown]:

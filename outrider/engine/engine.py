@@ -12,6 +12,7 @@ from outrider.config import EngineConfig
 from outrider.draft_port import (
     DeviceDrafts,
     DraftOffer,
+    EarlyTokens,
     NewTokens,
     PostedBlock,
     VerifyOutput,
@@ -297,6 +298,11 @@ class Engine:
             return []
         # A draft is of use only after the step in flight, whose tokens will ask for it.
         return self._collected[0].new_tokens(drafting=self._in_flight is None)
+
+    @property
+    def early_tokens(self) -> EarlyTokens | None:
+        """Return what proposers are to hear of the last `collect` before the next launch."""
+        return None if self._collected is None else self._collected[0].early_tokens()
 
     @property
     def verify_output(self) -> VerifyOutput | None:

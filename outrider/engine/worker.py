@@ -16,6 +16,7 @@ from outrider.draft_port import (
     ColocatedEngine,
     ColocatedProposer,
     DraftOffer,
+    EarlyTokens,
     PostedBlock,
 )
 from outrider.engine.engine import Engine
@@ -65,9 +66,11 @@ class EngineWorker:
         build: Callable[[], Engine],
         on_events: Callable[[StepEvents], None],
         colocated: ColocatedProposer | None = None,
+        on_early: Callable[[EarlyTokens], None] = lambda _: None,
     ) -> None:
         self._build = build
         self._on_events = on_events
+        self._on_early = on_early
         self._colocated = colocated or _NoProposer()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._watchdog = Watchdog(self._thread)
@@ -233,18 +236,25 @@ class EngineWorker:
                     self._publish(engine, engine.finalize_step())
                     continue
                 if engine.in_flight:
-                    engine.collect()
+                    self._collect(engine)
                 self._colocated.draft_between_steps(engine)
                 engine.launch()
                 self._publish(engine, engine.finalize_step())  # of the step before
                 self._colocated.after_launch(engine)
                 if not engine.may_launch_ahead:
-                    engine.collect()  # without a step in flight, hidden states
+                    self._collect(engine)  # without a step in flight, hidden states
             except Exception as error:
                 log.exception("a step failed")
                 failure = InternalError(f"The engine failed: {type(error).__name__}.")
                 self._fail_all(engine, failure)
         self._fail_all(engine, UnavailableError("The engine stops."))
+
+    def _collect(self, engine: Engine) -> None:
+        """Wait for the step in flight, and let proposers draft while the next one is launched."""
+        engine.collect()
+        early = engine.early_tokens
+        if early is not None:
+            self._on_early(early)
 
     def _carry_out_commands(self, engine: Engine) -> bool:
         """Carry out what was queued; sleep first if nothing was, and no step could run.

@@ -89,8 +89,13 @@ class Outbox:
         self._grow(len(session.committed) + source_words + advised)
 
     def commit(self, session: Session, step_us: int) -> None:
-        """Send new commits of a session, unless it wants no draft and wanted none before."""
+        """Send new commits of a session, unless it wants no draft and wanted none before.
+
+        Without new tokens, another number of draft tokens goes with the next ones.
+        """
         length, k = self._sent[session.id]
+        if length == len(session.committed):
+            return
         if k or session.num_draft_tokens or len(session.committed) - length >= HELD_TOKENS:
             self._batch.step_us = step_us
             self._send_since(session, length)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import EarlyTokens
 from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -212,7 +213,10 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
     def on_events(events: StepEvents) -> None:
         loop.call_soon_threadsafe(hubs[0].on_events, events)
 
-    worker = EngineWorker(build, on_events, colocated)
+    def on_early(early: EarlyTokens) -> None:
+        loop.call_soon_threadsafe(hubs[0].on_early, early)
+
+    worker = EngineWorker(build, on_events, colocated, on_early)
     info = worker.start(10)
     served = ServedModel(
         scorer_id="scorer-0",

@@ -21,6 +21,8 @@ from outrider.draft_port import (
     ColocatingEngine,
     DraftingEngine,
     DraftOffer,
+    EarlyTokens,
+    NewTokens,
     PostedBlock,
 )
 from outrider.draft_tree import DraftTree
@@ -141,6 +143,7 @@ def running(
     policy: Policy | None = None,
     runner: Runner | None = None,
     inbox: Inbox | None = None,
+    on_early: Callable[[EarlyTokens], None] = lambda _: None,
 ) -> Iterator[tuple[EngineWorker, Inbox, Engine]]:
     inbox = inbox or Inbox()
     engines: list[Engine] = []
@@ -149,7 +152,7 @@ def running(
         engines.append(Engine(model, config, policy=policy, runner=runner))
         return engines[0]
 
-    worker = EngineWorker(build, inbox)
+    worker = EngineWorker(build, inbox, on_early=on_early)
     worker.start(BOUND_S)
     try:
         yield worker, inbox, engines[0]
@@ -560,6 +563,40 @@ def test_worker_with_blocks_posted_together_uses_one_step() -> None:
         worker.post_blocks(blocks)
         inbox.wait(lambda box: len(box.ended) == 8)
         assert len(inbox.steps[-1].commits) == 8
+
+
+def test_worker_tells_proposers_of_a_step_before_it_launches_the_next() -> None:
+    diary: list[str] = []
+    early: list[EarlyTokens] = []
+
+    def on_early(tokens: EarlyTokens) -> None:
+        diary.append("early")
+        early.append(tokens)
+
+    model, config = Gate(), CONFIG
+    policy = FixedPolicy(4, max_wait_s=3600)
+    with running(model, config, policy, Recorder(model, diary), on_early=on_early) as (
+        worker,
+        inbox,
+        _,
+    ):
+        drafted, alone = request(5, max_tokens=6), request(6, max_tokens=6)
+        truth = Sequential(model).output(drafted, 64, frozenset())[0]
+        with worker.between_same_steps():
+            worker.submit(drafted)
+            worker.submit(alone)
+            worker.set_drafting(5, DraftOffer("a", 4))
+            worker.post_blocks([draft(5, len(drafted.prompt_token_ids), truth[:3])])
+        inbox.wait(lambda box: 6 in box.ended)
+        worker.set_drafting(5, DraftOffer(None, 0))
+        inbox.wait(lambda box: 5 in box.ended)
+    assert diary[:4] == ["launch", "wait", "early", "launch"]
+    first = early[0]
+    assert first.step_s > 0
+    assert {row.session_id for each in early for row in each.rows} == {5}, "the other has none"
+    base = len(drafted.prompt_token_ids)
+    assert first.rows == (NewTokens(5, base, tuple(truth[:4]), 4, False),)
+    assert not any(row.finished for each in early for row in each.rows)
 
 
 def test_worker_when_proposer_leaves_releases_the_row() -> None:

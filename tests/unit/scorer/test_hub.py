@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 
 import pytest
 
+from outrider.draft_port import EarlyTokens, NewTokens
 from outrider.errors import (
     CapacityError,
     InternalError,
@@ -74,6 +75,33 @@ async def test_hub_with_events_of_one_step_sends_one_message() -> None:
     batch = await sent(proposer)
     assert [c.session for c in batch.closes] == [sessions[0].id]
     assert [c.session for c in batch.commits] == [sessions[1].id]
+
+
+async def test_hub_with_early_tokens_tells_the_proposer_once_and_the_client_later() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    drafted, plain, moved = sessions = [bench.submit() for _ in range(3)]
+    await sent(proposer)
+    rows = [NewTokens(drafted.id, 3, (5, 6), 3, False), NewTokens(plain.id, 3, (7,), 3, False)]
+    stale = [NewTokens(moved.id, 2, (3,), 3, False), NewTokens(99, 3, (8,), 3, False)]
+    bench.hub.on_early(EarlyTokens((*rows, *stale), 0.002))
+    batch = await sent(proposer)
+    assert batch.step_us == 2000
+    assert [(c.session, c.base_len, list(c.tokens)) for c in batch.commits] == [
+        (drafted.id, 3, [5, 6]),
+        (plain.id, 3, [7]),
+    ]
+    assert not any(session.mailbox.holds_commits for session in sessions)
+
+    grown = Grown((plain.id,), (3,), (7,), (3,))
+    told = (commit(drafted, 5, 6)._replace(base_len=3), commit(moved, 9))
+    bench.hub.on_events(StepEvents(told, (), TIMINGS, grown=grown))
+    assert [c.session for c in (await sent(proposer)).commits] == [moved.id]
+    assert [session.committed[3:] for session in sessions] == [[5, 6], [7], [9]]
+    assert [each.token_ids for each in await drafted.mailbox.take()] == [(5, 6)]
+    bench.step(commit(drafted, 1, finish=FinishReason.LENGTH), commit(plain, 2))
+    batch = await sent(proposer)
+    assert [(c.session, c.base_len, list(c.tokens)) for c in batch.commits] == [(plain.id, 4, [2])]
 
 
 async def test_hub_with_many_clients_tells_the_proposer_first() -> None:
