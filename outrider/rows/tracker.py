@@ -342,9 +342,8 @@ class DraftTracker:
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
         """Choose how rows come to their next drafts, and how long these are."""
         if rows:
-            on_demand = self.policy.mode is DraftMode.ON_DEMAND
             for d in rows:
-                d.runs_ahead = d.proposer.runs_ahead and not on_demand
+                d.runs_ahead = d.proposer.runs_ahead
             for d, count in zip(rows, self.policy.choose_counts(rows), strict=True):
                 d.num_draft_tokens = min(count, d.offered.max_draft_tokens)
 

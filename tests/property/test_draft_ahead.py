@@ -75,7 +75,7 @@ quietly: dict[str, Any] = {
 
 
 class Changing(FixedPolicy):
-    """Wants drafts ahead for a few steps, then on demand for a few, and so on.
+    """Wants drafts for a few steps, then none for a few, and so on.
 
     Rows go in two halves.
     """
@@ -88,7 +88,7 @@ class Changing(FixedPolicy):
 
     @property
     def mode(self) -> DraftMode:
-        return DraftMode.ON_DEMAND if self.steps // 3 % 2 else DraftMode.AHEAD
+        return DraftMode.OFF if self.steps // 3 % 2 else DraftMode.AHEAD
 
     def choose_rows(
         self, ready: list[Row], waiting: Sequence[Row], num_prefilling: int, now: float

@@ -83,7 +83,7 @@ class Cutting(AdaptivePolicy):
     """Without trials of other modes."""
 
     may_wait = True
-    mode = DraftMode.ON_DEMAND
+    mode = DraftMode.AHEAD
 
 
 class Whole(Cutting):
