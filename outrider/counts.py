@@ -13,6 +13,10 @@ waited; it did not come in time; what came was for another text; the proposer ha
 that waited for a proposer that drafts ahead is late or wrong. A round wants no draft while nobody
 would wait for one."""
 
+DRAFT_MODES: Final = ("none", "on demand", "ahead")
+"""How a step's rows come to drafts: not at all; each is made when the round before it has ended; or
+while that is verified, by the proposer of at least one row."""
+
 
 class Admission(NamedTuple):
     """A request that left the queue; its return after a preemption is not another."""
@@ -80,6 +84,6 @@ class StepCounts:
     plain_s: float = 0.0
     """Expected time of the same output in steps without drafts; 0 if unknown or the step also
     processed prompts."""
-    way: str = ""  # the draft mode: "none", "on demand" or "ahead"
+    way: str = ""  # of `DRAFT_MODES`: how the rows of a step come to drafts
     admissions: list[Admission] = field(default_factory=list)
     preemptions: int = 0

@@ -254,7 +254,6 @@ class StepEvents:
     """Sessions whose proposer missed several deadlines in a row, and is not waited for until its
     next useful block."""
     counts: StepCounts | None = None  # with timings
-    on_demand: bool = False  # with timings: proposers are not to run ahead
     features: FeatureBatch | None = None  # hidden states for proposers that asked
     grown: Grown = NONE_GROWN
 

@@ -53,17 +53,12 @@ class Routes:
         self.pace = PaceMeter()
         self.drafted: dict[SessionKey, None] = {}
         """Sessions that have a draft, past which nothing was drafted yet."""
-        self._on_demand: set[LinkId] = set()  # links whose scorer wants no drafts ahead
         self._paced = proposer.traits.runs_ahead  # otherwise nobody asks for the pace
 
     def apply(self, link: LinkId, batch: draft_pb2.SessionBatch, arrived: float) -> None:
         """Apply opens, then features, commits and closes, as draft.proto says."""
         step_s = batch.step_us * 1e-6
         self.pace.step(step_s)
-        if batch.on_demand:
-            self._on_demand.add(link)
-        else:
-            self._on_demand.discard(link)
         for opened in batch.opens:
             self._open(link, opened)
         for features in batch.features:
@@ -89,8 +84,7 @@ class Routes:
         """Note that the scorer has the draft of a session."""
         self.queue.answered(key)
         route = self._by_key[key]
-        if route.link not in self._on_demand:
-            self.drafted[key] = None
+        self.drafted[key] = None
         route.rounds += 1
 
     def handed_over(self, key: SessionKey, now: float) -> None:
@@ -121,7 +115,6 @@ class Routes:
         for route in [route for route in self._by_name.values() if route.link == link]:
             self._drop(route)
             self.queue.forget(route.key)
-        self._on_demand.discard(link)
 
     def _open(self, link: LinkId, opened: draft_pb2.Open) -> None:
         former = self._by_name.get((link, opened.session))

@@ -127,8 +127,6 @@ class Hub:
         """Pass on the results of one engine step."""
         timings = events.timings
         step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
-        if timings is not None:
-            self.registry.set_on_demand(on_demand=events.on_demand)
         if events.features is not None:
             self._send_features(events.features)
         sessions = self._sessions

@@ -13,9 +13,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.metrics_core import Metric
 
 from outrider.bounded import remember
-from outrider.counts import DRAFT_FATES, StepCounts, context_class_from, sum_rounds
+from outrider.counts import DRAFT_FATES, DRAFT_MODES, StepCounts, context_class_from, sum_rounds
 from outrider.features import FeatureBatch
-from outrider.policy.base import DraftMode
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
 
@@ -139,7 +138,7 @@ class ScorerMetrics:
             "chooses the mode, and now and then tries another.",
             "mode",
         )
-        self._steps = {mode.value: steps(mode.value) for mode in DraftMode}
+        self._steps = {mode: steps(mode) for mode in DRAFT_MODES}
         round_seconds = self._labelled(
             "round_seconds",
             "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from "

@@ -17,9 +17,6 @@ from scorer_service.round_spans import RoundSpans
 class SessionListener(Protocol):
     """Listener for events of a proposer's sessions. Used on the event loop."""
 
-    on_demand: bool
-    """Drafts are not to be made ahead."""
-
     @property
     def overflowed(self) -> bool:
         """Return whether too much waits to be read."""

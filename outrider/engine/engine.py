@@ -29,7 +29,7 @@ from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds, Verification, VerificationRule
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import Policy
 from outrider.rounds import USEFUL, BlockFate
 from outrider.rows.tracker import ArrivedBlock
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
@@ -204,7 +204,6 @@ class Engine:
         events, self._failed = self._failed, None
         if self._collected is not None:
             (committed, events), self._collected = self._collected, None
-            on_demand = self._policy.mode is DraftMode.ON_DEMAND
             told, grown = finalize_step(self._tracker, committed)
             events = replace(
                 events,
@@ -212,7 +211,6 @@ class Engine:
                 grown=grown,
                 failures=committed.failures,
                 counts=self._tracker.account.take(),
-                on_demand=on_demand,
             )
         self._note_launch()
         features = None if self.features is None else self.features.take()

@@ -180,7 +180,7 @@ class Scheduler:
         num_running, page_size = max(1, len(self.running)), self.config.page_size
         temperatures = [seq.temperature for seq in self.running]
         num_requests = min(len(self.by_session), self.config.max_num_seqs)
-        drafting = self.tracker.policy.mode_at(num_requests.bit_length()).drafts
+        drafting = self.tracker.policy.drafting_at(num_requests.bit_length())
         may_be_asked = self.tracker.may_draft and not drafting
         plain: list[Sequence] = []
         emitted: list[Emitted] = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
+from outrider.policy.base import Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
@@ -33,28 +33,28 @@ class AdaptivePolicy(Policy):
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
 
     @property
-    def mode(self) -> DraftMode:
-        return self._modes.current.mode if self.num_speculative_tokens else DraftMode.OFF
+    def drafting(self) -> bool:
+        return self._modes.current.drafting and self.num_speculative_tokens > 0
 
     @property
     def may_wait(self) -> bool:
-        return self.mode.drafts and not self._modes.current.catching_up
+        return self.drafting and not self._modes.current.catching_up
 
-    def mode_at(self, size: int) -> DraftMode:
-        return self._modes.mode_at(size) if self.num_speculative_tokens else DraftMode.OFF
+    def drafting_at(self, size: int) -> bool:
+        return self._modes.drafting_at(size) and self.num_speculative_tokens > 0
 
     @property
     def _unknown(self) -> bool:
         """True while the times and the acceptance of drafts are unknown, or outdated."""
         current = self._modes.current
         on_trial = current.on_trial and current.settling > 0.0
-        return self.mode.drafts and (on_trial or self._idle_steps >= self._try_after)
+        return self.drafting and (on_trial or self._idle_steps >= self._try_after)
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         limits = np.array([d.offered.max_draft_tokens for d in rows])
         depth = int(limits.max())
         if not (depth and self.may_wait):  # of drafts one token tells that they come
-            return [min(limit, int(self.mode.drafts)) for limit in limits.tolist()]
+            return [min(limit, int(self.drafting)) for limit in limits.tolist()]
         survivals = self.measured.acceptance.survivals(rows, depth)
         depths = np.arange(depth)
         survivals *= depths < limits[:, None]  # [rows, depth]

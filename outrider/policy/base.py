@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -11,18 +10,6 @@ from outrider.draft_tree import DraftTree
 from outrider.policy.measurements import Measurements
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.rounds import Counters
-
-
-class DraftMode(enum.Enum):
-    """The ways in which rows come to their drafts."""
-
-    OFF = "none"
-    ON_DEMAND = "on demand"  # each round's draft is made when the round before has ended
-    AHEAD = "ahead"  # and guessed while that is verified, by proposers that can
-
-    @property
-    def drafts(self) -> bool:
-        return self is not DraftMode.OFF
 
 
 class Row(Protocol):
@@ -75,23 +62,23 @@ class Policy:
         self.measured = Measurements()
 
     @property
-    def mode(self) -> DraftMode:
-        """The mode in which rows draft now; ahead only by proposers that can."""
-        return DraftMode.AHEAD if self.num_speculative_tokens else DraftMode.OFF
+    def drafting(self) -> bool:
+        """True if rows are to have drafts now."""
+        return self.num_speculative_tokens > 0
 
     @property
     def may_wait(self) -> bool:
         """True if rows may wait for drafts now."""
-        return self.mode.drafts
+        return self.drafting
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
         """Numbers of rows at which nothing is drafted at present, by their bit length."""
-        return frozenset([size for size in range(1, 17) if not self.mode_at(size).drafts])
+        return frozenset([size for size in range(1, 17) if not self.drafting_at(size)])
 
-    def mode_at(self, size: int) -> DraftMode:  # noqa: ARG002
-        """Return the mode of so many rows, by their bit length."""
-        return self.mode
+    def drafting_at(self, size: int) -> bool:  # noqa: ARG002
+        """Return whether so many rows are to have drafts, by their bit length."""
+        return self.drafting
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         """Return the draft tokens of each row's next round, of a tree all nodes.

@@ -12,7 +12,7 @@ import math
 
 from outrider.averages import OUTLIER, Average
 from outrider.bounded import remember
-from outrider.policy.base import DraftMode, StepDone
+from outrider.policy.base import StepDone
 from outrider.policy.row import SAMPLED_TEMPERATURE
 
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
@@ -36,13 +36,13 @@ class Speed:
 
 
 class ModeTrials:
-    """Compares modes for one size of batch, beginning with `incumbent`."""
+    """Compares drafting with not drafting for one size of batch, beginning with `incumbent`."""
 
-    def __init__(self, num_rows: int, incumbent: DraftMode) -> None:
-        self.mode = self.incumbent = incumbent  # now, and but for a trial
+    def __init__(self, num_rows: int, *, incumbent: bool) -> None:
+        self.drafting = self.incumbent = incumbent  # now, and but for a trial
         self.catching_up = False  # most rows' prompts were not yet processed by a proposer
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
-        self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in DraftMode}
+        self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
         self.settle()
@@ -50,23 +50,23 @@ class ModeTrials:
     @property
     def on_trial(self) -> bool:
         """True if the mode is not the incumbent."""
-        return self.mode is not self.incumbent
+        return self.drafting is not self.incumbent
 
     @property
     def compared(self) -> bool:
         """True if drafts are on trial, or were compared with none."""
-        return self.on_trial or self._speeds[DraftMode.OFF].rate > 0.0
+        return self.on_trial or self._speeds[False].rate > 0.0
 
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
         rounds = min(SETTLING_ROUNDS, self._trial_steps / 4)
-        self.settling = rounds if self.mode.drafts else rounds / 2
+        self.settling = rounds if self.drafting else rounds / 2
 
     def observe(self, step: StepDone, seconds: float) -> None:
         """Take in a step, and the time since the step before."""
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
-        tokens, drafts = step.tokens / step.num_running, self.mode.drafts
-        current, best = self._speeds[self.mode], self._speeds[self.incumbent]
+        tokens, drafting = step.tokens / step.num_running, self.drafting
+        current, best = self._speeds[drafting], self._speeds[self.incumbent]
         if current.seconds.mean:  # a machine may pause
             seconds = min(seconds, OUTLIER * current.seconds.mean)
         if self.on_trial and best.rate:
@@ -78,7 +78,7 @@ class ModeTrials:
             # Settling ends in any case, though no proposer catches up, or nothing is drafted.
             if self.catching_up:
                 rounds = SETTLING_ROUNDS / MOST_STEPS / 4
-            elif drafts:
+            elif drafting:
                 rounds = max(drafted, rounds / SETTLING_ROUNDS)
             self.settling -= rounds
             return
@@ -86,7 +86,7 @@ class ModeTrials:
             current.tokens.add(tokens / rounds, rounds)
             current.seconds.add(seconds / rounds, rounds)
             # While the incumbent drafts, steps without any draft bring no trial nearer.
-            self._steps_left -= rounds if self.on_trial or drafted or not drafts else 0.0
+            self._steps_left -= rounds if self.on_trial or drafted or not drafting else 0.0
         if not self.on_trial:
             if self._due():
                 self._begin()
@@ -95,31 +95,30 @@ class ModeTrials:
 
     def _due(self) -> bool:
         """Return whether to try the other mode: it is time, or no drafts were faster than these."""
-        plain, drafted = (self._speeds[mode].rate for mode in (DraftMode.OFF, self.incumbent))
-        return self._steps_left <= 0.0 or (self.incumbent.drafts and plain > WORTH * drafted)
+        plain, drafted = (self._speeds[mode].rate for mode in (False, self.incumbent))
+        return self._steps_left <= 0.0 or (self.incumbent and plain > WORTH * drafted)
 
     def _begin(self) -> None:
-        self.mode = DraftMode.OFF if self.incumbent.drafts else DraftMode.AHEAD
-        self.catching_up = not self.incumbent.drafts
+        self.drafting = self.catching_up = not self.incumbent
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
-        self._speeds[self.mode] = Speed(3.0 * self._trial_steps)
+        self._speeds[self.drafting] = Speed(3.0 * self._trial_steps)
         self.settle()
 
     def _won(self, num_rows: int) -> bool | None:
         """Return whether the trial was won; None while it goes on."""
-        tried, best = self._speeds[self.mode], self._speeds[self.incumbent]
+        tried, best = self._speeds[self.drafting], self._speeds[self.incumbent]
         if self._steps_left > 0.0:
             compared = num_rows * (self._trial_steps - self._steps_left)  # rounds of one row
             luck = 2.0 / math.sqrt(max(1.0, compared))
             return False if tried.rate < (1.0 - luck) * best.rate else None
-        return tried.rate > best.rate * (WORTH if self.mode.drafts else 1.0)
+        return tried.rate > best.rate * (WORTH if self.drafting else 1.0)
 
     def _end(self, *, won: bool) -> None:
         self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
         if won:
             self._steps_left = float(self._trial_steps)
-            self.incumbent = self.mode
-        self.mode = self.incumbent
+            self.incumbent = self.drafting
+        self.drafting = self.incumbent
         self.settle()
 
 
@@ -139,7 +138,7 @@ class ModeSelector:
     def _restart(self) -> None:
         """Forget every trial: drafts' costs were other proposers'."""
         self._size, self._sampled = 1, False
-        self.current = ModeTrials(1, DraftMode.AHEAD)
+        self.current = ModeTrials(1, incumbent=True)
         self._known = {(1, False): self.current}
 
     def step_done(self, step: StepDone) -> None:
@@ -163,17 +162,17 @@ class ModeSelector:
         if (size, sampled) == (self._size, self._sampled):
             return False
         if (size, sampled) not in self._known:
-            incumbent = self.current.incumbent if size == self._size else self.mode_at(size)
-            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent)
+            incumbent = self.current.incumbent if size == self._size else self.drafting_at(size)
+            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent=incumbent)
         self.current = self._known[size, sampled]
         self.current.settle()
         self._size, self._sampled = size, sampled
         return True
 
-    def mode_at(self, size: int) -> DraftMode:
-        """Return the mode of a number of rows, by its bit length."""
+    def drafting_at(self, size: int) -> bool:
+        """Return whether a number of rows has drafts, by its bit length."""
         if abs(size - self._size) <= 1:
-            return self.current.mode  # it stays the same if only a few rows come or go
+            return self.current.drafting  # it stays the same if only a few rows come or go
         if known := self._known.get((size, self._sampled)):
             return known.incumbent
-        return DraftMode.OFF if 1 << size > MANY_ROWS else self.current.incumbent
+        return 1 << size <= MANY_ROWS and self.current.incumbent

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts, context_class
-from outrider.policy.base import DraftMode, Policy, Row
+from outrider.policy.base import Policy, Row
 from outrider.rounds import Counters, Round
 
 
@@ -103,11 +103,11 @@ class DraftAccount:
             counters.score_s += verified_s
             counts.score_s += verified_s
 
-    def step(self, tokens: int, num_rows: int, mode: DraftMode, *, decoded: bool) -> None:
+    def step(self, tokens: int, num_rows: int, way: str, *, decoded: bool) -> None:
         """Count a step's output, and where it only decoded, the time it takes without drafts."""
         counts, policy = self.counts, self._policy
         counts.output_tokens += tokens
-        counts.way = mode.value
+        counts.way = way
         if decoded:
             plain_s = policy.measured.steps.estimate(num_rows)
             counts.plain_s += plain_s * counts.output_tokens / num_rows

@@ -17,7 +17,7 @@ from outrider.draft_port import DraftOffer
 from outrider.draft_tree import DraftTree
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.policy.base import DraftMode, Policy, R, Ready, Row, StepDone
+from outrider.policy.base import Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.row import (
     SAMPLED_TEMPERATURE,
@@ -164,7 +164,7 @@ class DraftTracker:
             return self.policy.choose_rows([*ready_rows, *rows], (), num_prefilling, now)
         ready: list[R] = [*ready_rows]
         waiting: list[R] = []
-        may_wait, drafting = self.policy.may_wait, self.policy.mode.drafts
+        may_wait, drafting = self.policy.may_wait, self.policy.drafting
         for row in rows:
             if rests(row, drafting=drafting):
                 if row.drafting.offered.limit:
@@ -212,7 +212,7 @@ class DraftTracker:
         if not self.may_draft:
             self.account.launched_at_rest(chain(undrafted, (row for row, _ in rows)))
             return []
-        drafting, opened, learning = self.policy.mode.drafts, [], []
+        drafting, opened, learning = self.policy.drafting, [], []
         resting: list[R] = []
         for row, drafted in chain(zip(undrafted, repeat(0)), rows):
             if not drafted and rests(row, drafting=drafting):
@@ -279,7 +279,7 @@ class DraftTracker:
     def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
         """Note a row's commit; `wrong` says that its draft fell off the committed path."""
         d, awaited = row.drafting, row.drafting.awaited
-        if not (round_.drafted or wrong) and rests(row, drafting=self.policy.mode.drafts):
+        if not (round_.drafted or wrong) and rests(row, drafting=self.policy.drafting):
             d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
             return
         resumes = d.round.looked_at is None or not awaited.asked  # no draft was to come before
@@ -295,7 +295,7 @@ class DraftTracker:
 
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
         """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
-        drafting = self.policy.mode.drafts
+        drafting = self.policy.drafting
         for row in rows if self.may_draft else ():
             if rests(row, drafting=drafting):
                 if row.drafting.offered.limit:
@@ -312,10 +312,10 @@ class DraftTracker:
         prompts.
         """
         draftable = [d for d in rows if d.offered.draftable] if self.may_draft else []
-        mode = self.policy.mode
-        if mode is DraftMode.AHEAD and draftable and not any(d.runs_ahead for d in draftable):
-            mode = DraftMode.ON_DEMAND  # no proposer of these can do more
-        self.account.step(step.tokens, step.num_rows, mode, decoded=decoded)
+        way = "none"
+        if draftable and self.policy.drafting:
+            way = "ahead" if any(d.runs_ahead for d in draftable) else "on demand"
+        self.account.step(step.tokens, step.num_rows, way, decoded=decoded)
         ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
         self.policy.step_done(
             replace(
@@ -342,9 +342,8 @@ class DraftTracker:
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
         """Choose how rows come to their next drafts, and how long these are."""
         if rows:
-            on_demand = self.policy.mode is DraftMode.ON_DEMAND
             for d in rows:
-                d.runs_ahead = d.proposer.runs_ahead and not on_demand
+                d.runs_ahead = d.proposer.runs_ahead
             for d, count in zip(rows, self.policy.choose_counts(rows), strict=True):
                 d.num_draft_tokens = min(count, d.offered.max_draft_tokens)
 

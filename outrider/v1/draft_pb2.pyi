@@ -122,20 +122,18 @@ class DataConnected(_message.Message):
     def __init__(self, used: _Optional[bool] = ...) -> None: ...
 
 class SessionBatch(_message.Message):
-    __slots__ = ("opens", "commits", "closes", "step_us", "features", "on_demand")
+    __slots__ = ("opens", "commits", "closes", "step_us", "features")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
-    ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[Open]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     closes: _containers.RepeatedCompositeFieldContainer[Close]
     step_us: int
     features: _containers.RepeatedCompositeFieldContainer[Features]
-    on_demand: bool
-    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ..., on_demand: _Optional[bool] = ...) -> None: ...
+    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("session", "epoch", "start", "rows")

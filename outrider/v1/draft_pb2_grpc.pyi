@@ -21,8 +21,7 @@ The proposer dials ScorerService.Draft and the conversation goes:
      repeated or wrong: they cost speed, never a token. A proposer that runs ahead
      sends a second Block while its first is verified: the same draft with branches
      for the outcomes. If the Commit lies on it, the scorer goes on from there at
-     once, and only the branches of the next round are to be sent. While the scorer
-     says on_demand it sends the first Block only.
+     once, and only the branches of the next round are to be sent.
      Features   states of the target's forward, for methods that asked for them in
                 Hello: those of every computed committed position, in order from 0,
                 without gaps; in a SessionBatch before the Commit they belong to.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
-from outrider.policy.base import DraftMode, StepDone
+from outrider.policy.base import StepDone
 from outrider.rounds import USEFUL, BlockFate, Round
 from outrider.rows.tracker import ArrivedBlock, DraftTracker
 from outrider.types import Commit, StepEvents, StepTimings
@@ -90,7 +90,7 @@ class Accounting:
         opened = tracker.launched(launched, step.began) if launched else []
         if step.timings is None:
             return None
-        policy, steps = tracker.policy, tracker.policy.measured.steps
+        steps = tracker.policy.measured.steps
         num_rows = len(step.emitted) + step.num_prefilling
         num_tokens, seconds = step.timings.num_tokens, step.timings.forward_ms * 1e-3
         prompts = step.ran.prompts({each.row.name for each in step.emitted if each.first})
@@ -116,7 +116,6 @@ class Accounting:
             step.timings,
             set_aside=tuple([row.session_id for row in opened]),
             counts=tracker.account.take(),
-            on_demand=policy.mode is DraftMode.ON_DEMAND,
         )
         step.timings, step.emitted = None, []
         return events

@@ -19,7 +19,6 @@ from typing import Final
 
 from outrider.draft_port import HiddenStateControl, NoHiddenStates
 from outrider.draft_tree import DraftTree
-from outrider.policy.base import DraftMode
 from outrider.rounds import chain_round, token_kinds
 from outrider.rows.tracker import DraftTracker
 from outrider.step_times import StepSizes
@@ -227,13 +226,10 @@ class DraftHost(Inbox):
         forward_ms = (now - step.began) * 1e3
         step.ran, num_tokens = step.running, sum(step.running.tokens.values())
         step.timings = StepTimings(0.0, forward_ms, 0.0, 0.0, 0.0, len(step.emitted), num_tokens)
-        on_demand = self.tracker.policy.mode is DraftMode.ON_DEMAND
         features = None
         if self._states is not None:
             features = self._states.collect(self._by_session, names, step.rows)
-        self._untold = StepEvents(
-            tuple(commits), (), step.timings, features=features, on_demand=on_demand
-        )
+        self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""

@@ -52,7 +52,6 @@ class _Link:
         self._registry = registry
         self._engine = engine
         self._proposer = proposer
-        self.on_demand = True  # always
 
     # On the event loop
 

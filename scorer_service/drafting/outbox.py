@@ -38,7 +38,6 @@ class Outbox:
         """Committed length and number of draft tokens of the last message, by open session."""
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
-        self.on_demand = False
         self._features: list[FeatureRows] = []
         self._size = 0
         self._prompts: deque[FeatureRows] = deque()
@@ -138,7 +137,6 @@ class Outbox:
         prompts = bool(self._prompts) and (prompts_next or not self._size)
         self._prompts_next = not prompts
         message = self._take_prompts() if prompts else self._take_batch()
-        message.batch.on_demand = self.on_demand
         if not self._size and not self._prompts:
             self._wake.clear()
         return message

@@ -123,11 +123,6 @@ class ProposerRegistry:
             if proposer.outbox.overflowed:
                 self.detach(proposer, overflow_error(self.limits))
 
-    def set_on_demand(self, *, on_demand: bool) -> None:
-        """Tell proposers, with their next message, whether to refrain from drafting ahead."""
-        for proposer in self._proposers.values():
-            proposer.outbox.on_demand = on_demand
-
     def on_goodbye(self, proposer: AttachedProposer) -> None:
         """Move the sessions of a proposer that drains."""
         proposer.draining = True

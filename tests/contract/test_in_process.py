@@ -26,7 +26,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
-from outrider.policy.base import DraftMode, FixedPolicy
+from outrider.policy.base import FixedPolicy
 from outrider.policy.row import Drafting
 from outrider.v1 import common_pb2
 from tests.support.models.features import CAPTURED, SIZE, RowReader, selection
@@ -161,8 +161,8 @@ class Switched(FixedPolicy):
     on = False
 
     @property
-    def mode(self) -> DraftMode:
-        return DraftMode.AHEAD if self.on else DraftMode.OFF
+    def drafting(self) -> bool:
+        return self.on
 
     def choose_counts(self, rows: Sequence[Drafting]) -> list[int]:
         return [self.on * count for count in super().choose_counts(rows)]

@@ -221,31 +221,6 @@ async def test_proposer_stream_with_branches_sends_a_draft_only_where_they_miss(
         assert (draft.base_len, list(draft.token_ids)) == (14, [6, 8])
 
 
-async def test_proposer_stream_on_demand_makes_no_branches(scorer: DraftScorer) -> None:
-    """By the scorer that says so; another's sessions go on as before."""
-    address = await scorer.start()
-    other = DraftScorer()
-    async with running(ahead_config(address, await other.start())):
-        stream, theirs = await scorer.attached(), await other.attached()
-        prefix = [5, 5, 6, 8, 5, 6, 7, 9, 5, 6]
-        stream.send(opens=[open_(1, prefix, k=2)], on_demand=True)
-        theirs.send(opens=[open_(1, prefix, k=2)])
-        for each, lengths in ((stream, (2,)), (theirs, (2, 5))):
-            blocks = [await each.next_block() for _ in lengths]
-            assert tuple(len(block.token_ids) for block in blocks) == lengths
-            await each.silence()
-        stream.send(commits=[commit(1, 10, [7], k=2)], on_demand=True)
-        draft = await stream.next_block()
-        assert (draft.base_len, list(draft.token_ids)) == (11, [9, 5])
-        await stream.silence()
-        stream.send(commits=[commit(1, 11, [9], k=2)])
-        draft, tree = await stream.next_block(), await stream.next_block()
-        assert (draft.base_len, list(draft.token_ids)) == (12, [5, 6])
-        assert tree.base_len == 12
-        assert len(tree.token_ids) > 2
-    await other.stop()
-
-
 async def test_proposer_stream_with_several_methods_names_each_blocks_method(
     scorer: DraftScorer,
 ) -> None:

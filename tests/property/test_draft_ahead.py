@@ -17,7 +17,7 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, FixedPolicy, Ready, StepDone
+from outrider.policy.base import FixedPolicy, Ready, StepDone
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, Sequential
 from tests.support.simulators.simulation import (
@@ -75,7 +75,7 @@ quietly: dict[str, Any] = {
 
 
 class Changing(FixedPolicy):
-    """Wants drafts ahead for a few steps, then on demand for a few, and so on.
+    """Wants drafts for a few steps, then none for a few, and so on.
 
     Rows go in two halves.
     """
@@ -87,8 +87,8 @@ class Changing(FixedPolicy):
         super().step_done(step)
 
     @property
-    def mode(self) -> DraftMode:
-        return DraftMode.ON_DEMAND if self.steps // 3 % 2 else DraftMode.AHEAD
+    def drafting(self) -> bool:
+        return self.steps // 3 % 2 == 0
 
     def choose_rows(
         self, ready: list[Row], waiting: Sequence[Row], num_prefilling: int, now: float

@@ -39,10 +39,9 @@ class Conversation:
         commits: list[draft_pb2.Commit] | None = None,
         closes: list[draft_pb2.Close] | None = None,
         features: list[draft_pb2.Features] | None = None,
-        on_demand: bool = False,
     ) -> None:
         batch = draft_pb2.SessionBatch(
-            opens=opens, commits=commits, closes=closes, features=features, on_demand=on_demand
+            opens=opens, commits=commits, closes=closes, features=features
         )
         self._outgoing.put_nowait(batch)
 

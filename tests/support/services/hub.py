@@ -130,12 +130,9 @@ class Bench:
         set_aside: tuple[int, ...] = (),
         features: tuple[FeatureRows, ...] = (),
         failures: tuple[Failure, ...] = (),
-        on_demand: bool = False,
     ) -> None:
         batch = FeatureBatch(features, 0.001) if features else None
-        self.hub.on_events(
-            StepEvents(commits, failures, TIMINGS, set_aside, features=batch, on_demand=on_demand)
-        )
+        self.hub.on_events(StepEvents(commits, failures, TIMINGS, set_aside, features=batch))
 
 
 def commit(

@@ -25,7 +25,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import DraftMode, Policy
+from outrider.policy.base import Policy
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
@@ -83,7 +83,7 @@ class Cutting(AdaptivePolicy):
     """Without trials of other modes."""
 
     may_wait = True
-    mode = DraftMode.ON_DEMAND
+    drafting = True
 
 
 class Whole(Cutting):

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from outrider.policy.base import DraftMode, StepDone
+from outrider.policy.base import StepDone
 from outrider.policy.mode import MOST_LOST, ModeSelector
 
-MODES = OFF, AHEAD = DraftMode.OFF, DraftMode.AHEAD
+MODES = OFF, ON = False, True
 
 
-def steps_s(drafted: float, plain: float = 0.010) -> dict[DraftMode, float]:
+def steps_s(drafted: float, plain: float = 0.010) -> dict[bool, float]:
     """Seconds of a step by mode."""
-    return {OFF: plain, AHEAD: drafted}
+    return {OFF: plain, ON: drafted}
 
 
 # With three tokens drafts pay, and do not; and pay even if few rows draft.
@@ -29,7 +29,7 @@ class Load:
     """Steps of `rows` whose drafts bring three tokens."""
 
     rows: int = 8
-    step_s: Mapping[DraftMode, float] = field(default_factory=lambda: FAST)
+    step_s: Mapping[bool, float] = field(default_factory=lambda: FAST)
     tokens: float = 3.0  # of a row in a step with drafts
     temperature: float = 0.0
     prompt_every: int = 0  # steps: then one has a newcomer's prompt
@@ -42,49 +42,49 @@ class Load:
     now: float = 0.0
     steps: int = 0
 
-    def play(self, steps: int, **changes: Any) -> dict[DraftMode, int]:
+    def play(self, steps: int, **changes: Any) -> dict[bool, int]:
         """Make `changes` and play so many steps; return how many were in each mode."""
         for name, value in changes.items():
             setattr(self, name, value)
         taken = dict.fromkeys(MODES, 0)
         for _ in range(steps):
-            mode, rows = self.modes.current.mode, self.rows - self.steps % 2 * self.fewer
+            mode, rows = self.modes.current.drafting, self.rows - self.steps % 2 * self.fewer
             taken[mode] += 1
             self.steps += 1
             prompt_s = 0.03 * (bool(self.prompt_every) and self.steps % self.prompt_every == 0)
             self.now += self.step_s[mode] + prompt_s
             draftable = round(rows * self.draftable)
-            drafted = draftable * (mode.drafts and self.answered == 1.0)
+            drafted = draftable * (mode and self.answered == 1.0)
             tokens = rows + round(drafted * (self.tokens - 1.0))
             step = StepDone(rows, rows, tokens, self.now, drafted, self.comparable, draftable)
-            step = replace(step, answered=round(draftable * self.answered * mode.drafts))
+            step = replace(step, answered=round(draftable * self.answered * mode))
             step = replace(step, prompt_s=prompt_s, temperature=self.temperature)
             step = replace(step, proposer_ids=frozenset(self.proposer))
             self.modes.step_done(step)
         return taken
 
     @property
-    def incumbent(self) -> DraftMode:
+    def incumbent(self) -> bool:
         return self.modes.current.incumbent
 
 
 @pytest.mark.parametrize("best", MODES)
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_trials_find_the_faster_mode_and_lose_little_time(best: DraftMode, rows: int) -> None:
-    times = steps_s(0.0255 if best.drafts else 0.034, 0.010 if best.drafts else 0.0075)
+def test_trials_find_the_faster_mode_and_lose_little_time(best: bool, rows: int) -> None:
+    times = steps_s(0.0255 if best else 0.034, 0.010 if best else 0.0075)
     load, steps = Load(rows, times), 50_000
     load.play(5000)
     assert load.incumbent is best
     taken = load.play(steps)
-    token_s = {mode: times[mode] / (3 if mode.drafts else 1) for mode in MODES}
+    token_s = {mode: times[mode] / (3 if mode else 1) for mode in MODES}
     lost_s = sum([n * times[m] * (1 - token_s[best] / token_s[m]) for m, n in taken.items()])
     assert min(taken.values()) > 0
-    allowed = 1.2 if best.drafts else 1.3  # rows come back from a trial without their drafts
+    allowed = 1.2 if best else 1.3  # rows come back from a trial without their drafts
     assert lost_s < allowed * MOST_LOST * steps * times[best]
 
 
 def test_trials_of_equal_modes_do_not_alternate() -> None:
-    load, incumbents = Load(), [AHEAD]
+    load, incumbents = Load(), [ON]
     for i in range(20_000):
         luck = 1.0 + 0.02 * (-1) ** (i // 40)
         load.play(1, step_s=steps_s(0.030 / luck, 0.0101 * luck))
@@ -93,13 +93,13 @@ def test_trials_of_equal_modes_do_not_alternate() -> None:
     assert len(incumbents) <= 3
 
 
-DRAFTS = {AHEAD}
+DRAFTS = {ON}
 PAYS = {"step_s": FAST, "temperature": 0.0}
 DOES_NOT = {"step_s": SLOW, "temperature": 1.0}
 SLOW_SAMPLED = {"rows": 32, "step_s": SLOW, "temperature": 1.0}
 
 
-def arriving(rows: int, times: Mapping[DraftMode, float]) -> list[tuple[int, dict[str, Any]]]:
+def arriving(rows: int, times: Mapping[bool, float]) -> list[tuple[int, dict[str, Any]]]:
     """Phases of a load of `rows` that come one after the other."""
     early = [(2, {"rows": rows * part // 8, "step_s": times}) for part in (1, 4, 6)]
     return [*early, (3000, {"rows": rows})]
@@ -109,7 +109,7 @@ OTHER_TEXTS = [(20_000, SLOW_SAMPLED), (300, {"rows": 4, "step_s": FAST, "temper
 ALTERNATING = [(4000, PAYS), (4000, DOES_NOT)] * 2
 TWICE_AS_MANY = [*arriving(128, SLOW), *arriving(64, FAST)]
 # Phases are steps and what changes with them. In most of the last ones the modes are these.
-CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
+CASES: dict[str, tuple[Load, list[Any], Any, set[bool]]] = {
     "no tokens gained": (Load(100, steps_s(0.0099), tokens=1.0), [2000], 8000, {OFF}),
     "next to none": (Load(100, steps_s(0.0099), tokens=1.01), [2000], 8000, {OFF}),
     "beside prompts": (Load(8, prompt_every=2), [3000], 12_000, DRAFTS),
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Load, list[Any], Any, set[DraftMode]]] = {
 
 @pytest.mark.parametrize(("load", "phases", "last", "modes"), CASES.values(), ids=list(CASES))
 def test_mode_follows_rows_texts_prompts_and_proposers(
-    load: Load, phases: list[Any], last: Any, modes: set[DraftMode]
+    load: Load, phases: list[Any], last: Any, modes: set[bool]
 ) -> None:
     """Newcomers' prompts do not count as time of a mode, even if every step has one."""
     for phase in (*phases, last):
@@ -158,11 +158,11 @@ def test_sizes_of_batch_have_their_own_modes_and_are_not_tried_again_soon() -> N
     load.play(3000)
     load.play(3000, rows=64, step_s=SLOW)
     assert load.incumbent is OFF
-    assert not load.modes.mode_at((64).bit_length()).drafts
-    assert load.modes.mode_at(1).drafts
+    assert not load.modes.drafting_at((64).bit_length())
+    assert load.modes.drafting_at(1)
     for _ in range(10):
         load.play(20, rows=8)
         drafting += 300 - load.play(300, rows=64)[OFF]
     assert drafting < 0.02 * 3000
     load.play(1, rows=1)
-    assert load.modes.current.mode.drafts
+    assert load.modes.current.drafting

@@ -149,22 +149,6 @@ async def test_hub_with_several_steps_delivers_each_before_the_next() -> None:
             await last.mailbox.take()
 
 
-async def test_hub_messages_after_any_step_say_whether_drafts_are_on_demand() -> None:
-    bench = Bench()
-    proposer = bench.attach("a")
-    session = bench.submit()
-    assert not (await sent(proposer)).on_demand
-    bench.step(commit(session, 5), on_demand=True)
-    assert (await sent(proposer)).on_demand
-    bench.hub.on_events(StepEvents((), (), None))  # of no step
-    bench.submit()
-    opened = await sent(proposer)
-    assert opened.opens
-    assert opened.on_demand
-    bench.step(commit(session, 5))
-    assert not (await sent(proposer)).on_demand
-
-
 async def test_check_hello_with_too_many_methods_refuses_at_once() -> None:
     with pytest.raises(InvalidRequestError, match="at most"):
         Bench().attach("a", method="ngram", methods=["ngram"] * 100)
