@@ -102,8 +102,8 @@ class Runner:
         self._forwards = forwards
 
     def launch(self, step: Step) -> Pending:
-        """Enqueue the step; on a CPU, `wait` does the work."""
-        launched = EagerStep(self, step)
+        """Enqueue the step; on a CPU, `wait` does the work. Trees on the device are read first."""
+        launched = EagerStep(self, step.with_trees_read())
         if self.model.device.type != "cpu":
             launched.run()
         return launched
@@ -207,7 +207,8 @@ def _drafts(step: Step, rows: Sequence[ScheduledRow], device: torch.device) -> T
     drafts = padded([row.draft for row in rows], width, -1).to(device, non_blocking=True)
     if step.device_drafts is not None:
         firsts = [i * width for i in range(len(rows))]
-        fill_in_drafts(step.device_drafts, rows, firsts, drafts.view(-1))
+        tokens = step.device_drafts.nodes.tokens
+        fill_in_drafts(step.device_drafts, tokens, rows, firsts, drafts.view(-1))
     return drafts
 
 

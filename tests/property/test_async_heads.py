@@ -101,6 +101,8 @@ def _modules() -> Mapping[str, tuple[eagle.Tensors, Mapping[str, Any]]]:
 
 
 METHODS = ("eagle3", "dflash", "dspark", "peagle")
+TREES_ON_DEVICE = ("eagle3", "dspark")
+"""Of the others the host makes trees of the candidates at each place."""
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +229,8 @@ def test_drafts_behind_the_step_are_those_after_it_and_keep_the_text(
     assert late == plain
     assert num_late < 0.9 * num_plain, "drafts are often right"
     assert counts["launch_after_verify"] > 4 * counts["launch"] > 0, "all but those behind prompts"
-    assert (counts["take_device_drafts"] > 0.5 * num_late) == (width == 1)
+    on_device = width == 1 or method in TREES_ON_DEVICE
+    assert (counts["take_device_drafts"] > 0.5 * num_late) == on_device
     behind = dict(posted)
     posted.clear()
     counts.clear()

@@ -96,6 +96,7 @@ class DecodeGraphs:
             return self._runner.launch(step)
         captured = self._buckets[bucket]
         eager_sampling = self._inputs.fill(step, bucket)
+        known = step.with_trees_read() if eager_sampling else step
         self._places.reverse()
         place = self._places[0]
         place.events[0].record()
@@ -110,7 +111,7 @@ class DecodeGraphs:
         place.events[1].record()
         verified, logprobs = captured.verified, None
         if eager_sampling:
-            verified, logprobs = self._runner.verify(step, self._real_logits(step, bucket))
+            verified, logprobs = self._runner.verify(known, self._real_logits(step, bucket))
         number = verified.numel()
         place.outputs[:number].view(verified.shape).copy_(verified, non_blocking=True)
         on_host = place.array[:number].reshape(verified.shape)
@@ -148,7 +149,7 @@ class DecodeGraphs:
         slices = [row.slice for row in step.others if row.slice.parents]
         if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
             return None  # some nodes lie where a bucket has no slots
-        trees = bool(slices)
+        trees = bool(slices) or step.device_trees is not None
         return self._buckets.find(
             lambda b: (
                 b.query_len >= longest
@@ -167,6 +168,8 @@ class DecodeGraphs:
 
         @torch.inference_mode()
         def work() -> None:
+            if bucket.trees:
+                self._inputs.place_nodes(bucket)
             logits = self._model.logits(batch, self._logits[: bucket.tokens])
             self._choose_and_verify(logits, verify_batch, verified)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.staging import PageLayout, Staging
-from outrider.engine.graphs.tree_inputs import TreeViews
+from outrider.engine.graphs.tree_inputs import TreeViews, place_nodes
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sequence import Sequence
@@ -143,9 +143,9 @@ class DecodeInputs:
         self._table_width = -(-self._max_seq_len // layout.page_size)
         trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "tree_starts": (torch.int32, (rows,)),
-            "visible": (torch.int64, (tokens,)),
             "parents": (torch.int64, (rows * query_len,)),
         }
+        self._visible = torch.zeros(tokens, dtype=torch.int64, device=layout.device)
         self._staging = Staging(
             {
                 "input_ids": (torch.int64, (tokens,)),
@@ -191,7 +191,7 @@ class DecodeInputs:
         device = self._layout.device
         trees = None
         if bucket.trees:
-            trees = TreeMask(column("tree_starts")[:rows], column("visible")[:tokens])
+            trees = TreeMask(column("tree_starts")[:rows], self._visible[:tokens])
         return PackedBatch(
             input_ids=column("input_ids")[:tokens],
             positions=column("positions")[:tokens],
@@ -211,6 +211,17 @@ class DecodeInputs:
         """Return the parents of a bucket's nodes: a device view, int64 [rows, query_len - 1]."""
         parents = self._staging.device("parents")[: bucket.rows * bucket.query_len]
         return parents.view(bucket.rows, -1)[:, :-1]
+
+    def place_nodes(self, bucket: Bucket) -> None:
+        """Enqueue what follows from the parents of a bucket of trees: positions and the mask.
+
+        May be captured.
+        """
+        batch = self.batch(bucket)
+        assert batch.trees is not None
+        positions = place_nodes(self.parents(bucket), batch.trees, batch.cu_seqlens_q)
+        longest = self._layout.max_model_len - 1
+        batch.positions.copy_(positions.clamp(max=longest))
 
     def verify_batch(self, bucket: Bucket) -> VerifyBatch:
         """Return what a bucket's verification reads: views of the device's buffer."""
@@ -279,7 +290,7 @@ class DecodeInputs:
             to.slots[~real] = layout.scratch_page * layout.page_size
         if to.trees is not None:
             parts = enumerate(slices, len(singles))
-            to.trees.fill(parts, to.cu_seqlens, to.seq_lens, to.positions)
+            to.trees.fill(parts, first)
         return any(self._eager[:num_rows])
 
     def _take_tables(self, step: Step, tables: list[Rows[int]], bucket: Bucket) -> None:
@@ -311,7 +322,11 @@ class DecodeInputs:
     ) -> None:
         """Enqueue, behind the copy, what replaces rows' drafts by those on the device."""
         firsts = [start + 1 for start in self.row_starts(bucket)[: len(rows)]]
-        fill_in_drafts(late, rows, firsts, self._staging.device("input_ids"))
+        tokens, parents = late.nodes.tokens, late.nodes.parents
+        fill_in_drafts(late, tokens, rows, firsts, self._staging.device("input_ids"))
+        if parents is not None:
+            firsts = [*range(0, len(rows) * bucket.query_len, bucket.query_len)]
+            fill_in_drafts(late, parents, rows, firsts, self._staging.device("parents"))
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""
@@ -335,11 +350,7 @@ class DecodeInputs:
         trees = None
         if bucket.trees:
             parents = self._staging.array("parents")[: rows * bucket.query_len]
-            trees = TreeViews(
-                self._staging.array("tree_starts")[:rows],
-                by_token("visible"),
-                parents.reshape(rows, -1),
-            )
+            trees = TreeViews(self._staging.array("tree_starts")[:rows], parents.reshape(rows, -1))
         self._views[bucket] = views = _BucketViews(
             input_ids=by_token("input_ids"),
             positions=by_token("positions"),

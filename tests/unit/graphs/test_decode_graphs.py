@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.draft_port import DeviceDrafts
+from outrider.draft_port import DeviceDrafts, DeviceNodes
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -394,7 +394,8 @@ def test_decode_inputs_take_device_drafts_of_any_lengths(bucket: Bucket) -> None
     fill(inputs, rows, bucket)
     inputs.send(bucket)
     lengths = {row.seq.session_id: len(row.draft) for row in rows}
-    inputs.take_device_drafts(DeviceDrafts(late, {3: 4, 1: 2, 0: 0}, lengths), rows, bucket)
+    drafts = DeviceDrafts(DeviceNodes(late), {3: 4, 1: 2, 0: 0}, lengths)
+    inputs.take_device_drafts(drafts, rows, bucket)
     starts, held = inputs.row_starts(bucket), inputs.batch(bucket).input_ids.tolist()
     wanted = ([116, 117], [], [100, 101, 102, 103])
     assert [
