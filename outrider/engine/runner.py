@@ -102,8 +102,8 @@ class Runner:
         self._forwards = forwards
 
     def launch(self, step: Step) -> Pending:
-        """Enqueue the step; on a CPU, `wait` does the work. Trees on the device are read first."""
-        launched = EagerStep(self, step.with_trees_read())
+        """Enqueue the step; on a CPU, `wait` does the work."""
+        launched = EagerStep(self, step)
         if self.model.device.type != "cpu":
             launched.run()
         return launched
@@ -246,11 +246,14 @@ def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
 
 
 class EagerStep:
-    """A step on the device's current stream, which runs once it is waited for at the latest."""
+    """A step on the device's current stream, which runs once it is waited for at the latest.
+
+    Its trees are read from the device at once.
+    """
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self._runner = runner
-        self._step = step
+        self._step = step.with_trees_read()
         self._events = make_events(runner.model.device, 3)
         self.verified: Tensor | None = None  # until it has run
 
