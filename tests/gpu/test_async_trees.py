@@ -26,10 +26,12 @@ from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.cuda.sampling import choose_and_verify
+from outrider.engine.cuda.trees import place_nodes, walk_nodes
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.tree_inputs import TreeWork
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
@@ -125,6 +127,7 @@ def run(
         [*make_buckets(4, (1, K + 1)), *(Bucket(K + 1, n, True) for n in (1, 2, 4))],
         capture=CudaGraphs(),
         choose_and_verify=choose_and_verify,
+        trees=TreeWork(place_nodes, walk_nodes),
     )
     config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=200)
     streams = HiddenStateStreams(model.pools.features, max_ahead_bytes=MAX_AHEAD_BYTES)

@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.staging import PageLayout, Staging
-from outrider.engine.graphs.tree_inputs import TreeViews, place_nodes
+from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sequence import Sequence
@@ -211,17 +211,6 @@ class DecodeInputs:
         """Return the parents of a bucket's nodes: a device view, int64 [rows, query_len - 1]."""
         parents = self._staging.device("parents")[: bucket.rows * bucket.query_len]
         return parents.view(bucket.rows, -1)[:, :-1]
-
-    def place_nodes(self, bucket: Bucket) -> None:
-        """Enqueue what follows from the parents of a bucket of trees: positions and the mask.
-
-        May be captured.
-        """
-        batch = self.batch(bucket)
-        assert batch.trees is not None
-        positions = place_nodes(self.parents(bucket), batch.trees, batch.cu_seqlens_q)
-        longest = self._layout.max_model_len - 1
-        batch.positions.copy_(positions.clamp(max=longest))
 
     def verify_batch(self, bucket: Bucket) -> VerifyBatch:
         """Return what a bucket's verification reads: views of the device's buffer."""

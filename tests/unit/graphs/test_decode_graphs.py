@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts, DeviceNodes
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
+from outrider.engine.graphs.capture import Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.engine.graphs.staging import PageLayout
@@ -287,6 +288,23 @@ def test_decode_graphs_trial_times_cover_every_bucket(model: PagedModel) -> None
         (bucket.rows, bucket.tokens) for bucket in buckets
     )
     assert all(seconds > 0 for _, _, seconds in times)
+
+
+def test_decode_graphs_work_may_run_over_inputs_of_other_buckets(model: PagedModel) -> None:
+    """Kernels are compiled so."""
+    works: list[Work] = []
+
+    def note(work: Work) -> Work:
+        works.append(work)
+        return work
+
+    buckets = make_buckets(7, (1, K + 1), (K + 1, 9))
+    DecodeGraphs(model, buckets, capture=note, choose_and_verify=choose_and_verify)
+    before = [model.pools.layer(i).keys[:, : NUM_PAGES * PAGE_SIZE].clone() for i in range(3)]
+    for work in works:
+        work()
+    for i, keys in enumerate(before):
+        assert torch.equal(model.pools.layer(i).keys[:, : NUM_PAGES * PAGE_SIZE], keys)
 
 
 def test_decode_graphs_when_no_bucket_fits_run_eagerly(model: PagedModel) -> None:
