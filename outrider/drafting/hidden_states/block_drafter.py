@@ -24,7 +24,7 @@ from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.trees import Guess, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, nodes_on_device
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.pools import KVPools
@@ -132,7 +132,7 @@ class BlockDrafter(CachedDrafter):
             return DeviceNodes(self.head.chains(output)[:, :count])
         if not self.head.follows_paths:  # the host chooses nodes among products of candidates
             return None
-        return DeviceNodes(output[:, 0, :count], output[:, 1, :count], self.head.max_depth)
+        return nodes_on_device(output, count, self.head.max_depth)
 
     def _depth(self, num_tokens: int) -> int:
         return min(num_tokens, self.head.max_depth)

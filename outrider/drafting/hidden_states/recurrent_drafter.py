@@ -28,7 +28,7 @@ from outrider.drafting.hidden_states.grow_trees import (
     read_trees,
 )
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
-from outrider.drafting.hidden_states.trees import Guess, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, nodes_on_device
 
 
 class RecurrentDrafter(CachedDrafter):
@@ -71,7 +71,7 @@ class RecurrentDrafter(CachedDrafter):
 
     def _nodes(self, output: Tensor, count: int) -> DeviceNodes:
         if self.limits.tree_width > 1:
-            return DeviceNodes(output[:, 0, :count], output[:, 1, :count])
+            return nodes_on_device(output, count)
         return DeviceNodes(output[:, :count])
 
     def _read(self, output: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
