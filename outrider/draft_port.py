@@ -149,11 +149,23 @@ class EarlyTokens(NamedTuple):
     step_s: float  # that the step took
 
 
-class DeviceDrafts(NamedTuple):
-    """Draft tokens that the device has when a step begins, and the host only later."""
+class DeviceNodes(NamedTuple):
+    """Drafts on the device, of which the first nodes are a draft, too.
 
-    tokens: Tensor  # int32 [at least sessions, at least draft tokens]
-    places: Mapping[int, int]  # row of `tokens` by session
+    Trees have the same number of nodes each. Where a draft has fewer, the others are copies of its
+    first one, which no walk reaches.
+    """
+
+    tokens: Tensor  # int32 [rows, nodes]
+    parents: Tensor | None = None  # int32 [rows, nodes], as in a `DraftTree`; None: chains
+    max_depth: int | None = None  # nodes of a path, if it may not have all
+
+
+class DeviceDrafts(NamedTuple):
+    """Drafts that the device has when a step begins, and the host only later."""
+
+    nodes: DeviceNodes
+    places: Mapping[int, int]  # row of `nodes` by session
     lengths: Mapping[int, int]  # draft tokens by session
 
 

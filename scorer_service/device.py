@@ -13,11 +13,13 @@ import torch
 from outrider import start_times
 from outrider.engine.cuda.compile import compile_once
 from outrider.engine.cuda.sampling import choose_and_verify, sample
+from outrider.engine.cuda.trees import place_nodes, walk_nodes
 from outrider.engine.graphs.capture import CudaGraphs, Work, replay_seconds
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
+from outrider.engine.graphs.tree_inputs import TreeWork
 from outrider.engine.model.memory_budget import (
     DeviceMemory,
     MemoryBudget,
@@ -34,6 +36,7 @@ from outrider.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SECONDS_PER_LINE = 2.0  # of progress
+_TREES = TreeWork(place_nodes, walk_nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,14 @@ def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], No
     if prefill := limits.prefill_buckets(model):
         PrefillGraphs(model, prefill[-1:], capture=note)  # all sizes have the same kernels
     verifier = limits.verifier(model.device)
-    DecodeGraphs(model, limits.buckets(), capture=note, choose_and_verify=verifier, sample=sample)
+    DecodeGraphs(
+        model,
+        limits.buckets(),
+        capture=note,
+        choose_and_verify=verifier,
+        sample=sample,
+        trees=_TREES,
+    )
     eager = largest_of(model, limits.max_num_seqs, limits.max_num_batched_tokens)
     sizes = (model.vocab_size, model.dtype, model.kv_bytes_per_page, model.max_model_len)
     with start_times.phase("compiling"):
@@ -172,6 +182,7 @@ def _capture(
             capture=capture,
             choose_and_verify=verifier,
             sample=sample,
+            trees=_TREES,
             forwards=forwards,
             on_captured=on_captured,
         )

@@ -105,16 +105,16 @@ class AsyncDrafts(Generic[S, D]):
         None unless it has all but those states that get no draft now in any case.
         """
         launched = self._launched
-        if launched is None or launched.loop.tokens is None:
+        if launched is None or (nodes := launched.loop.nodes) is None:
             return None
-        most, places, lengths = launched.loop.tokens.shape[1], {}, {}
+        most, places, lengths = nodes.tokens.shape[1], {}, {}
         for state in states:
             if (place := self._place(launched, state)) is not None:
                 places[state.key] = place
                 lengths[state.key] = min(most, state.follower.wanted)
             elif state.follower.wanted and not gets_none(state):
                 return None
-        return DeviceDrafts(launched.loop.tokens, places, lengths) if places else None
+        return DeviceDrafts(nodes, places, lengths) if places else None
 
     def take(self, states: Sequence[S]) -> dict[S, D]:
         """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.drafting.confidence import by_row, confidences_of
 from outrider.engine.batch import RowSlice
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -228,8 +229,8 @@ D = TypeVar("D", covariant=True)
 class AsyncLoop(Generic[D]):
     """Drafts in progress."""
 
-    tokens: Tensor | None
-    """Chains for work enqueued behind: int32 [at least rows, at least wanted]; None of trees."""
+    nodes: DeviceNodes | None
+    """The drafts for work enqueued behind; None: only the host will have them."""
     wait: Callable[[Sequence[int]], list[D]]
     """Returns the drafts on the host, given how many tokens each row wants; to be called once."""
 

@@ -20,7 +20,13 @@ from outrider.draft_port import (
 from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.in_flight import InFlight, StepClock, hold_places, may_stay_on_device
+from outrider.engine.in_flight import (
+    InFlight,
+    StepClock,
+    clear_places,
+    hold_places,
+    may_stay_on_device,
+)
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -114,6 +120,8 @@ class Engine:
             self._count_blocks()  # the delay of drafts on demand decides who waits for the others
         drafts, self._device_drafts = self._device_drafts, None
         step = self._scheduler.schedule(began)
+        if drafts is not None:
+            clear_places(drafts, self._scheduler.by_session)
         if step is None:
             self._clock.nothing_ready()
             return False

@@ -11,6 +11,7 @@ from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
 from outrider.engine.tree_mask import depths
+from outrider.params import VerificationRule
 from outrider.types import StepTimings
 
 
@@ -46,10 +47,13 @@ class InFlight:
         for place, row in enumerate(with_logits):
             wanted = row.seq.drafting.num_draft_tokens
             if wanted and row.seq.constraint is None:
-                parents = row.slice.parents
-                most = 1 + max(depths(parents)) if parents else len(row.draft)
-                session, is_tree = row.seq.session_id, bool(parents)
-                rows.append(VerifyingRow(session, place, most, wanted, is_tree))
+                parents, most = row.slice.parents, len(row.draft)
+                if self.step.device_trees is not None:
+                    most = min(most, self.step.device_trees.max_depth or most)
+                elif parents:
+                    most = 1 + max(depths(parents))
+                is_tree = bool(row.draft and (parents or self.step.device_trees))
+                rows.append(VerifyingRow(row.seq.session_id, place, most, wanted, is_tree))
         return VerifyOutput(rows, self.pending.verified)
 
 
@@ -114,17 +118,29 @@ def may_stay_on_device(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) 
     """Return whether `drafts` are for rows that lack just these, and no other has a draft."""
     drafted = [sequences.get(session) for session in drafts.lengths]
     others = [seq for session, seq in sequences.items() if session not in drafts.lengths]
+    chains = drafts.nodes.parents is None
     return all(seq.draft is None for seq in others) and all(
         seq is not None
         and seq.admitted
         and seq.num_computed == len(seq.token_ids) - 1
         and not seq.needs_eager_sampling  # by drafts that the host has
+        and (chains or seq.request.verification_rule is VerificationRule.COUPLED)
         for seq in drafted
     )
 
 
 def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None:
-    """Give each row a draft of as many tokens, which the device replaces."""
+    """Give each row a chain of as many tokens until the step is scheduled.
+
+    The device replaces it. No path of a tree of n nodes is longer than a chain of n.
+    """
     for session, num_tokens in drafts.lengths.items():
         seq = sequences[session]
         seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
+
+
+def clear_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None:
+    """Take from each row what it held for `drafts`, which may be posted with fewer nodes."""
+    for session in drafts.lengths:
+        if session in sequences:
+            sequences[session].draft = None

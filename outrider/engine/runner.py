@@ -207,7 +207,8 @@ def _drafts(step: Step, rows: Sequence[ScheduledRow], device: torch.device) -> T
     drafts = padded([row.draft for row in rows], width, -1).to(device, non_blocking=True)
     if step.device_drafts is not None:
         firsts = [i * width for i in range(len(rows))]
-        fill_in_drafts(step.device_drafts, rows, firsts, drafts.view(-1))
+        tokens = step.device_drafts.nodes.tokens
+        fill_in_drafts(step.device_drafts, tokens, rows, firsts, drafts.view(-1))
     return drafts
 
 
@@ -245,11 +246,14 @@ def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
 
 
 class EagerStep:
-    """A step on the device's current stream, which runs once it is waited for at the latest."""
+    """A step on the device's current stream, which runs once it is waited for at the latest.
+
+    Its trees are read from the device at once.
+    """
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self._runner = runner
-        self._step = step
+        self._step = step.with_trees_read()
         self._events = make_events(runner.model.device, 3)
         self.verified: Tensor | None = None  # until it has run
 

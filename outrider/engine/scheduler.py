@@ -32,7 +32,7 @@ from outrider.engine.step import (
     choose_draft,
 )
 from outrider.policy.base import Policy, Ready
-from outrider.rounds import UNDRAFTED
+from outrider.rounds import UNDRAFTED, chain_round
 from outrider.rows.tracker import DraftTracker
 from outrider.types import Failure, Request, VerifiedDraft
 
@@ -221,7 +221,10 @@ class Scheduler:
             if choices:
                 proposer_id, method = seq.drafting.proposer_id or "", seq.draft_method
                 chosen = tuple(choices[: accepted + 1])
-                round_ = row.round(chosen) if row.draft else UNDRAFTED
+                known = row if step.device_drafts is None else row.posted
+                round_ = UNDRAFTED
+                if row.draft:
+                    round_ = known.round(chosen) if known else chain_round(len(row.draft), accepted)
                 if seq.constraint is not None:
                     chosen = chosen[: seq.constraint.end]
                 output, finish_reason = seq.trim(chosen)
@@ -236,8 +239,8 @@ class Scheduler:
                     self.tracker.withhold(seq)
                 self.tracker.round_done(seq, round_, wrong, now)
                 draft = None
-                if seq.request.draft_trees and row.draft and step.device_drafts is None:
-                    draft = VerifiedDraft(base_len, row.draft, tuple(row.slice.parents))
+                if seq.request.draft_trees and row.draft and known:
+                    draft = VerifiedDraft(base_len, known.draft, tuple(known.slice.parents))
                 about = (proposer_id, method, finish_reason, logprobs, draft)
                 emitted.append(Emitted(seq, base_len, output, round_, *about))
             seq.num_computed = computed

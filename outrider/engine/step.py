@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.draft_port import DeviceDrafts
+from outrider.draft_port import DeviceDrafts, DeviceNodes
 from outrider.draft_tree import DraftProbs, DraftTree, chain_parents
 from outrider.drafted_nodes import DraftNodes
 from outrider.engine.batch import RowSlice
@@ -88,6 +88,16 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
             return self.slice
         return self.slice._replace(num_logits=self.slice.num_logits + self.num_prompt_logits)
 
+    @property
+    def posted(self) -> ScheduledRow | None:
+        """Return the row with the draft that it held places for; None if nobody posted that."""
+        draft = self.seq.draft
+        if draft is None or draft.base_len != len(self.seq.token_ids):
+            return None
+        verified = draft.at_most(len(self.draft))
+        parents = () if verified.is_chain else verified.parents
+        return self._replace(draft=verified.token_ids, slice=self.slice._replace(parents=parents))
+
     def round(self, output: TokenIds) -> Round:
         """Return the round in which verification gave `output`, whose last token is not a draft."""
         drafted, accepted, parents = len(self.draft), len(output) - 1, self.slice.parents
@@ -95,7 +105,8 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
             return chain_round(drafted, accepted)
         tree = DraftTree(0, self.draft, tuple(parents))
         node = tree.descend(output[:-1])
-        assert node is not None, "accepted, but never drafted"
+        if node is None:  # a device orders nodes otherwise than the host if scores are NaN
+            return chain_round(drafted, accepted)
         return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node), node)
 
 
@@ -119,20 +130,21 @@ class DrawnTokens(NamedTuple):
 
 
 def fill_in_drafts(
-    late: DeviceDrafts, rows: Rows[ScheduledRow], firsts: Rows[int], to: Tensor
+    late: DeviceDrafts, numbers: Tensor, rows: Rows[ScheduledRow], firsts: Rows[int], to: Tensor
 ) -> None:
-    """Enqueue the copy of drafts on the device to `to` [n], each from its place in `firsts` on.
+    """Enqueue the copy of `numbers`, tokens or parents of drafts on the device, to `to` [n].
 
-    What is there of rows that have no such draft stays.
+    Each draft's begin at its place in `firsts`. What is there of rows that have no such draft
+    stays.
     """
-    sessions, steps = [row.seq.session_id for row in rows], np.arange(late.tokens.shape[1])
+    sessions, steps = [row.seq.session_id for row in rows], np.arange(numbers.shape[1])
     drafted = zip(sessions, rows, strict=True)
     lengths = [len(row.draft) if session in late.places else 0 for session, row in drafted]
     starts = [late.places.get(session, 0) * len(steps) for session in sessions]
     real = steps < np.array(lengths)[:, None]  # [rows, tokens of a draft]
     places = [(np.array(first)[:, None] + steps)[real] for first in (starts, firsts)]
     source, target = torch.from_numpy(np.stack(places)).to(to.device, non_blocking=True)
-    to.index_copy_(0, target, late.tokens.flatten().index_select(0, source).to(to.dtype))
+    to.index_copy_(0, target, numbers.flatten().index_select(0, source).to(to.dtype))
 
 
 class SingleRows:
@@ -215,7 +227,33 @@ class Step:
             self.drawn.fill_in(input_ids, [end - 1 for end in ends])
         if self.device_drafts is not None:
             firsts = [end - len(row.draft) for end, row in zip(ends, self.rows, strict=True)]
-            fill_in_drafts(self.device_drafts, self.rows, firsts, input_ids)
+            tokens = self.device_drafts.nodes.tokens
+            fill_in_drafts(self.device_drafts, tokens, self.rows, firsts, input_ids)
+
+    @property
+    def device_trees(self) -> DeviceNodes | None:
+        """Return the trees among the device's drafts; None if there are none, or chains."""
+        if self.device_drafts is None or self.device_drafts.nodes.parents is None:
+            return None
+        return self.device_drafts.nodes
+
+    def with_trees_read(self) -> Step:
+        """Return the step with its trees on the host, for which this waits if they are not."""
+        drafts, nodes = self.device_drafts, self.device_trees
+        if drafts is None or nodes is None or nodes.parents is None:
+            return self
+        trees = torch.stack((nodes.tokens, nodes.parents), dim=1).tolist()
+        others: list[ScheduledRow] = []
+        for row in self.others:
+            size = len(row.draft)
+            if size and row.seq.session_id in drafts.places:
+                tree = trees[drafts.places[row.seq.session_id]]
+                draft, parents = (tuple(each[:size]) for each in tree)
+                token_ids = (*row.slice.token_ids[:-size], *draft)
+                part = row.slice._replace(token_ids=token_ids, parents=parents)
+                row = row._replace(slice=part, draft=draft)
+            others.append(row)
+        return replace(self, others=tuple(others), device_drafts=None)
 
 
 @dataclass(frozen=True, slots=True)

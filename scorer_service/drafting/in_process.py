@@ -250,7 +250,7 @@ class InProcessProposer:
             return False
         places = {self._sessions[key].id: place for key, place in drafts.places.items()}
         lengths = {self._sessions[key].id: length for key, length in drafts.lengths.items()}
-        return engine.schedule_with_device_drafts(DeviceDrafts(drafts.tokens, places, lengths))
+        return engine.schedule_with_device_drafts(DeviceDrafts(drafts.nodes, places, lengths))
 
     def _launch_after_verify(self, engine: ColocatedEngine) -> None:
         """Launch the drafts that the step in flight will ask for behind it on the device."""

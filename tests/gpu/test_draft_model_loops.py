@@ -173,7 +173,9 @@ def test_triton_beam_and_best_nodes_equal_torch(num_paths: int, count: int, widt
     beam, levels, total = Beam.roots(found[:, 0, 0]), [], 0
     for _ in range(4):
         shape = (n, beam.tokens.shape[1], count)
-        chances = -torch.rand(shape, generator=generator).to(DEVICE)
+        chances = -torch.rand(shape, generator=generator)
+        chances[1, :, 1:] = -torch.inf
+        chances = chances.to(DEVICE)
         found = torch.randint(1000, shape, generator=generator).to(DEVICE)
         beam, nodes = by_triton.grow_beam(beam, found, chances, width, total)
         levels.append(nodes)
@@ -184,6 +186,10 @@ def test_triton_beam_and_best_nodes_equal_torch(num_paths: int, count: int, widt
         assert torch.equal(best, by_torch.best_nodes(tree, num_nodes))
         for parents in best[:, 1].tolist():
             assert all(parent < place for place, parent in enumerate(parents))
+        never = best[:, 2].view(torch.float32) == -torch.inf
+        assert never[1].any() == (num_nodes > 1)
+        copies = best[:, :2, :1].expand_as(best[:, :2])[never[:, None].expand(-1, 2, -1)]
+        assert torch.equal(best[:, :2][never[:, None].expand(-1, 2, -1)], copies)
 
 
 def llama() -> PagedModel:

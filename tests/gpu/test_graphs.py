@@ -21,12 +21,14 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.sampling import choose_and_verify
+from outrider.engine.cuda.trees import place_nodes, walk_nodes
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
+from outrider.engine.graphs.tree_inputs import TreeWork
 from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
 from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory
 from outrider.engine.model.paged_model import PagedModel
@@ -70,6 +72,7 @@ def graph_runner(model: PagedModel, max_num_seqs: int) -> DecodeGraphs:
         [*make_buckets(max_num_seqs, (1, K + 1), (K + 1,)), *ragged],
         capture=record,
         choose_and_verify=choose_and_verify,
+        trees=TreeWork(place_nodes, walk_nodes),
         forwards=forwards,
     )
 

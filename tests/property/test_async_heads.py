@@ -101,6 +101,8 @@ def _modules() -> Mapping[str, tuple[eagle.Tensors, Mapping[str, Any]]]:
 
 
 METHODS = ("eagle3", "dflash", "dspark", "peagle")
+TREES_ON_DEVICE = ("eagle3", "dspark")
+"""Of the others the host makes trees of the candidates at each place."""
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +127,10 @@ def _target_weights() -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_llama_config(vocab_size=VOCAB)).double()
 
 
-def target(features: FeatureSpec | None) -> PagedModel:
+def target(features: FeatureSpec | None, num_pages: int) -> PagedModel:
     model = build_paged_model(
         _target_weights(),
-        ModelOptions(page_size=PAGE_SIZE, num_pages=PAGES, features=features, self_test=False),
+        ModelOptions(page_size=PAGE_SIZE, num_pages=num_pages, features=features, self_test=False),
     )
     model._backend = by_tensors
     return model
@@ -179,14 +181,17 @@ def run(
     requests: Sequence[Request],
     method: CachedHeadProposer | None,
     aborts: Aborts = lambda _: None,
+    num_pages: int = PAGES,
 ) -> tuple[int, dict[int, list[int]]]:
     """Return the number of steps, and the texts."""
     features = None if method is None else method.traits.features
-    model = target(features)
+    model = target(features, num_pages)
     streams = None
     if model.pools.features is not None:
         streams = HiddenStateStreams(model.pools.features, max_ahead_bytes=MAX_AHEAD_BYTES)
-    config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=100)
+    config = EngineConfig(
+        page_size=PAGE_SIZE, num_pages=num_pages, max_num_seqs=4, max_model_len=100
+    )
     policy = FixedPolicy(K if method is not None else 0, max_wait_s=0.0)
     engine = Engine(model, config, policy=policy, runner=captured(model), features=streams)
     return Scorer(engine, method, aborts).run(requests)
@@ -227,7 +232,8 @@ def test_drafts_behind_the_step_are_those_after_it_and_keep_the_text(
     assert late == plain
     assert num_late < 0.9 * num_plain, "drafts are often right"
     assert counts["launch_after_verify"] > 4 * counts["launch"] > 0, "all but those behind prompts"
-    assert (counts["take_device_drafts"] > 0.5 * num_late) == (width == 1)
+    on_device = width == 1 or method in TREES_ON_DEVICE
+    assert (counts["take_device_drafts"] > 0.5 * num_late) == on_device
     behind = dict(posted)
     posted.clear()
     counts.clear()

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, ForkBatch, Forks
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
@@ -110,7 +111,7 @@ class DraftModelLoops:
     ) -> AsyncLoop[Chain] | None:
         """Implement `AsyncDrafter`."""
         return self._loops.launch_after_verify(
-            rows, verify_output, read_chains, lambda chains: chains
+            rows, verify_output, read_chains, lambda chains, count: DeviceNodes(chains[:, :count])
         )
 
     def captured_rows(self, num_rows: int) -> int:

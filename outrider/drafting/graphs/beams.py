@@ -49,11 +49,15 @@ def best_nodes(nodes: Tensor, count: int) -> Tensor:
     """Return the `count` nodes of highest score, best first, of int32 [n, 3, any]: the same.
 
     Parents are places among them. Of equal scores the first, so that a parent comes before its
-    children, which must not score higher.
+    children, which must not score higher. Nodes of score -inf become copies of the first one.
     """
     tokens, parents, bits = nodes.unbind(1)
     best = bits.view(torch.float32).sort(dim=1, descending=True, stable=True).indices[:, :count]
     above = parents.gather(1, best)
     places = (best[:, None] == above[:, :, None]).to(torch.int32).argmax(dim=2)
     places = torch.where(above < 0, -1, places).to(torch.int32)
-    return torch.stack((tokens.gather(1, best), places, bits.gather(1, best)), dim=1)
+    chosen = torch.stack((tokens.gather(1, best), places), dim=1)
+    bits = bits.gather(1, best)
+    never = bits.view(torch.float32) == -torch.inf
+    chosen = torch.where(never[:, None], chosen[:, :, :1], chosen)
+    return torch.cat((chosen, bits[:, None]), dim=1)

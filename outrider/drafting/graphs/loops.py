@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, features_of
 from outrider.drafting.graphs.beams import Beam, best_nodes, grow_beam
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
@@ -204,11 +205,11 @@ class CapturedLoops:
         rows: Sequence[DraftInput],
         verify_output: Tensor,
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        chains: Callable[[Tensor], Tensor] | None,
+        nodes: Callable[[Tensor, int], DeviceNodes | None],
     ) -> AsyncLoop[Draft] | None:
         """Implement `AsyncDrafter`, with `read` as of `drafts`.
 
-        `chains` picks the chains from a loop's output; None: the drafts are trees.
+        `nodes` returns the drafts of so many tokens in a loop's output; None: the host makes them.
         """
         fed, num_tokens = FedRows.of(rows), max([row.wanted for row in rows])
         shape = self.find(fed, num_tokens, 0)
@@ -220,8 +221,8 @@ class CapturedLoops:
             self._inputs.fill(shape, fed)
             self._inputs.follow(shape, fed.slices, verify_output)
             fetch = self._launch(shape, len(rows))
-        tokens = None if chains is None else chains(self._drafted[shape])[:, :num_tokens]
-        return AsyncLoop(tokens, lambda wanted: read(fetch(), wanted))
+            drafted = self._drafted[shape]
+        return AsyncLoop(nodes(drafted, num_tokens), lambda wanted: read(fetch(), wanted))
 
     def _launch(self, shape: LoopShape, count: int) -> Fetch:
         """Enqueue the loop over its inputs, and the copy of `count` rows of its output."""

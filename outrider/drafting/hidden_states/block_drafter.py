@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopShape
@@ -23,7 +24,7 @@ from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.guesses import guess_chains
 from outrider.drafting.hidden_states.heads.block import BlockHead
-from outrider.drafting.hidden_states.trees import Guess, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, nodes_on_device
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.pools import KVPools
@@ -126,8 +127,12 @@ class BlockDrafter(CachedDrafter):
         rows = zip(chains, self.head.confidences(output), wanted, strict=True)
         return [Guess.chain(tokens[:n], confidences[:n]) for tokens, confidences, n in rows]
 
-    def _chains(self, output: Tensor) -> Tensor:
-        return self.head.chains(output)
+    def _nodes(self, output: Tensor, count: int) -> DeviceNodes | None:
+        if self.limits.tree_width == 1:
+            return DeviceNodes(self.head.chains(output)[:, :count])
+        if not self.head.follows_paths:  # the host chooses nodes among products of candidates
+            return None
+        return nodes_on_device(output, count, self.head.max_depth)
 
     def _depth(self, num_tokens: int) -> int:
         return min(num_tokens, self.head.max_depth)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.drafters import AsyncLoop, DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
@@ -73,8 +74,7 @@ class CachedDrafter:
         """Implement `AsyncDrafter`, by captured loops only."""
         if self._loops is None:
             return None
-        chains = self._chains if self.limits.tree_width == 1 else None
-        return self._loops.launch_after_verify(rows, verify_output, self._read, chains)
+        return self._loops.launch_after_verify(rows, verify_output, self._read, self._nodes)
 
     @property
     def follows_text(self) -> bool:
@@ -105,9 +105,9 @@ class CachedDrafter:
         """Return the drafts of a loop's output, of so many tokens at most."""
         raise NotImplementedError
 
-    def _chains(self, output: Tensor) -> Tensor:
-        """Return the tokens of a loop's output of chains: int32 [rows, tokens]."""
-        return output
+    def _nodes(self, output: Tensor, count: int) -> DeviceNodes | None:
+        """Return the drafts of `count` tokens in a loop's output; None if the host makes them."""
+        raise NotImplementedError
 
     def _eager(self, rows: Sequence[DraftInput]) -> list[Guess]:
         """Do as `drafts` without a loop."""

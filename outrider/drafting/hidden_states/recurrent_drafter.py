@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.drafters import DraftInput, features_of
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, sample_chains
@@ -27,7 +28,7 @@ from outrider.drafting.hidden_states.grow_trees import (
     read_trees,
 )
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
-from outrider.drafting.hidden_states.trees import Guess, TargetDraws
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, nodes_on_device
 
 
 class RecurrentDrafter(CachedDrafter):
@@ -67,6 +68,11 @@ class RecurrentDrafter(CachedDrafter):
             draws = TargetDraws(rows.sampling, self._sampler)
             return grow_trees(forward, batches, draws, shape.width, shape.num_tokens)
         return chain_loop(forward.forward, batches, shape.num_tokens, self._sampler.choose)
+
+    def _nodes(self, output: Tensor, count: int) -> DeviceNodes:
+        if self.limits.tree_width > 1:
+            return nodes_on_device(output, count)
+        return DeviceNodes(output[:, :count])
 
     def _read(self, output: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
         if self.limits.tree_width > 1:

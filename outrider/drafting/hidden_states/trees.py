@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftTree, chain_parents
 from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.graphs.beams import Beam
@@ -232,6 +233,12 @@ def _guess_chains(
 def _by_row(logits: Tensor | BiasedLogits, n: int) -> Tensor | BiasedLogits:
     """Return the logits of paths of n rows as `likeliest` takes them."""
     return logits if isinstance(logits, BiasedLogits) else logits.view(n, -1, logits.shape[-1])
+
+
+def nodes_on_device(nodes: Tensor, count: int, max_depth: int | None = None) -> DeviceNodes:
+    """Return the first `count` of what `best_nodes` left on a device; one node each is a chain."""
+    tokens, parents = nodes[:, 0, :count], nodes[:, 1, :count]
+    return DeviceNodes(tokens, None if count == 1 else parents, max_depth)
 
 
 def trees_of_places(guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Guess]:

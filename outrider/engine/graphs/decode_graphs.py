@@ -23,11 +23,11 @@ from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import CapturableModel, Capture, Work
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
+from outrider.engine.graphs.tree_inputs import BY_TORCH, TreeWork
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
 from outrider.engine.sampling.coupled import Sample, sample
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 from outrider.engine.step import Step, StepResult
-from outrider.engine.tree_walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class DecodeGraphs:
         capture: Capture,
         choose_and_verify: ChooseAndVerify,
         sample: Sample = sample,
+        trees: TreeWork = BY_TORCH,
         forwards: Forwards | None = None,
         on_captured: Callable[[], None] = lambda: None,
     ) -> None:
@@ -72,6 +73,7 @@ class DecodeGraphs:
         self._model = model
         self._runner = Runner(model, sample=sample, forwards=forwards)
         self._choose_and_verify = choose_and_verify
+        self._trees = trees
         layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, device)
         self._inputs = DecodeInputs(buckets, layout)
         self._logits = torch.empty(tokens, model.vocab_size, dtype=model.dtype, device=device)
@@ -96,6 +98,7 @@ class DecodeGraphs:
             return self._runner.launch(step)
         captured = self._buckets[bucket]
         eager_sampling = self._inputs.fill(step, bucket)
+        known = step.with_trees_read() if eager_sampling else step
         self._places.reverse()
         place = self._places[0]
         place.events[0].record()
@@ -110,7 +113,7 @@ class DecodeGraphs:
         place.events[1].record()
         verified, logprobs = captured.verified, None
         if eager_sampling:
-            verified, logprobs = self._runner.verify(step, self._real_logits(step, bucket))
+            verified, logprobs = self._runner.verify(known, self._real_logits(step, bucket))
         number = verified.numel()
         place.outputs[:number].view(verified.shape).copy_(verified, non_blocking=True)
         on_host = place.array[:number].reshape(verified.shape)
@@ -148,7 +151,7 @@ class DecodeGraphs:
         slices = [row.slice for row in step.others if row.slice.parents]
         if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
             return None  # some nodes lie where a bucket has no slots
-        trees = bool(slices)
+        trees = bool(slices) or step.device_trees is not None
         return self._buckets.find(
             lambda b: (
                 b.query_len >= longest
@@ -162,35 +165,28 @@ class DecodeGraphs:
         self._inputs.fill(Step((), 0), bucket)
         self._inputs.send(bucket)
         batch, verify_batch = self._inputs.batch(bucket), self._inputs.verify_batch(bucket)
+        parents = self._inputs.parents(bucket) if bucket.trees else None
         shape = (bucket.rows, 1 + bucket.query_len)
         verified = self._verified[: math.prod(shape)].view(shape)
 
         @torch.inference_mode()
         def work() -> None:
+            if parents is not None and batch.trees is not None:
+                placed = (batch.trees, batch.cu_seqlens_q, batch.positions)
+                self._trees.place_nodes(parents, *placed, self._model.max_model_len - 1)
             logits = self._model.logits(batch, self._logits[: bucket.tokens])
             self._choose_and_verify(logits, verify_batch, verified)
 
         inputs = (batch, verify_batch)
         captured = capture(work)
-        if not bucket.trees:
+        if parents is None:
             return _CapturedStep(inputs, verified, captured, None)
-        parents, width = self._inputs.parents(bucket), bucket.query_len
         scratch_slot = self._model.scratch_page * self._model.page_size
 
         @torch.inference_mode()
         def walk_trees() -> None:
-            nodes = torch.arange(width - 1, device=parents.device)
-            real = nodes < verify_batch.draft_lens[:, None]
-            tokens, slots = (
-                verify_batch.by_row(values, width)[:, 1:]
-                for values in (verify_batch.input_ids, batch.slot_mapping)
-            )
-            drafts = torch.where(real, tokens, -1)
-            slots = torch.where(real, slots, scratch_slot)  # those behind a row are another's
-            choices = verified[:, 1:].long()
-            walked = walk(drafts, parents, choices, slots, width - 1)
-            verified.copy_(walked.tokens)
-            self._model.move_slots(walked.source, walked.target)
+            walked = (parents, verify_batch, batch.slot_mapping, scratch_slot, verified)
+            self._model.move_slots(*self._trees.walk_nodes(*walked))
 
         return _CapturedStep(inputs, verified, captured, capture(walk_trees))
 

@@ -143,9 +143,9 @@ class DecodeInputs:
         self._table_width = -(-self._max_seq_len // layout.page_size)
         trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "tree_starts": (torch.int32, (rows,)),
-            "visible": (torch.int64, (tokens,)),
             "parents": (torch.int64, (rows * query_len,)),
         }
+        self._visible = torch.zeros(tokens, dtype=torch.int64, device=layout.device)
         self._staging = Staging(
             {
                 "input_ids": (torch.int64, (tokens,)),
@@ -191,7 +191,7 @@ class DecodeInputs:
         device = self._layout.device
         trees = None
         if bucket.trees:
-            trees = TreeMask(column("tree_starts")[:rows], column("visible")[:tokens])
+            trees = TreeMask(column("tree_starts")[:rows], self._visible[:tokens])
         return PackedBatch(
             input_ids=column("input_ids")[:tokens],
             positions=column("positions")[:tokens],
@@ -279,7 +279,7 @@ class DecodeInputs:
             to.slots[~real] = layout.scratch_page * layout.page_size
         if to.trees is not None:
             parts = enumerate(slices, len(singles))
-            to.trees.fill(parts, to.cu_seqlens, to.seq_lens, to.positions)
+            to.trees.fill(parts, first)
         return any(self._eager[:num_rows])
 
     def _take_tables(self, step: Step, tables: list[Rows[int]], bucket: Bucket) -> None:
@@ -311,7 +311,11 @@ class DecodeInputs:
     ) -> None:
         """Enqueue, behind the copy, what replaces rows' drafts by those on the device."""
         firsts = [start + 1 for start in self.row_starts(bucket)[: len(rows)]]
-        fill_in_drafts(late, rows, firsts, self._staging.device("input_ids"))
+        tokens, parents = late.nodes.tokens, late.nodes.parents
+        fill_in_drafts(late, tokens, rows, firsts, self._staging.device("input_ids"))
+        if parents is not None:
+            firsts = [*range(0, len(rows) * bucket.query_len, bucket.query_len)]
+            fill_in_drafts(late, parents, rows, firsts, self._staging.device("parents"))
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""
@@ -335,11 +339,7 @@ class DecodeInputs:
         trees = None
         if bucket.trees:
             parents = self._staging.array("parents")[: rows * bucket.query_len]
-            trees = TreeViews(
-                self._staging.array("tree_starts")[:rows],
-                by_token("visible"),
-                parents.reshape(rows, -1),
-            )
+            trees = TreeViews(self._staging.array("tree_starts")[:rows], parents.reshape(rows, -1))
         self._views[bucket] = views = _BucketViews(
             input_ids=by_token("input_ids"),
             positions=by_token("positions"),

@@ -90,11 +90,14 @@ class DraftingScorer:
         for request in islice(later, 3):
             self.begin(request)
         steps = 0
-        while self.step():
-            steps += 1
-            if steps % 8 == 0 and (request := next(later, None)) is not None:
-                self.begin(request)
-        return steps, self.texts
+        while True:
+            going = self.step()
+            steps += going
+            if not going or steps % 8 == 0:
+                if (request := next(later, None)) is not None:
+                    self.begin(request)
+                elif not going:
+                    return steps, self.texts
 
 
 EDITED = SamplingParams(temperature=0.0, repetition_penalty=1.3)  # drawn apart

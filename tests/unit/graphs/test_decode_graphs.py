@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.draft_port import DeviceDrafts
+from outrider.draft_port import DeviceDrafts, DeviceNodes
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
+from outrider.engine.graphs.capture import Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
 from outrider.engine.graphs.staging import PageLayout
@@ -289,6 +290,23 @@ def test_decode_graphs_trial_times_cover_every_bucket(model: PagedModel) -> None
     assert all(seconds > 0 for _, _, seconds in times)
 
 
+def test_decode_graphs_work_may_run_over_inputs_of_other_buckets(model: PagedModel) -> None:
+    """Kernels are compiled so."""
+    works: list[Work] = []
+
+    def note(work: Work) -> Work:
+        works.append(work)
+        return work
+
+    buckets = make_buckets(7, (1, K + 1), (K + 1, 9))
+    DecodeGraphs(model, buckets, capture=note, choose_and_verify=choose_and_verify)
+    before = [model.pools.layer(i).keys[:, : NUM_PAGES * PAGE_SIZE].clone() for i in range(3)]
+    for work in works:
+        work()
+    for i, keys in enumerate(before):
+        assert torch.equal(model.pools.layer(i).keys[:, : NUM_PAGES * PAGE_SIZE], keys)
+
+
 def test_decode_graphs_when_no_bucket_fits_run_eagerly(model: PagedModel) -> None:
     graphs = DecodeGraphs(
         model, make_buckets(2, (1, 3)), capture=rerun, choose_and_verify=choose_and_verify
@@ -394,7 +412,8 @@ def test_decode_inputs_take_device_drafts_of_any_lengths(bucket: Bucket) -> None
     fill(inputs, rows, bucket)
     inputs.send(bucket)
     lengths = {row.seq.session_id: len(row.draft) for row in rows}
-    inputs.take_device_drafts(DeviceDrafts(late, {3: 4, 1: 2, 0: 0}, lengths), rows, bucket)
+    drafts = DeviceDrafts(DeviceNodes(late), {3: 4, 1: 2, 0: 0}, lengths)
+    inputs.take_device_drafts(drafts, rows, bucket)
     starts, held = inputs.row_starts(bucket), inputs.batch(bucket).input_ids.tolist()
     wanted = ([116, 117], [], [100, 101, 102, 103])
     assert [

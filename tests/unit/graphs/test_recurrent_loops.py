@@ -194,7 +194,9 @@ def test_recurrent_loop_under_capture_and_its_launch_never_wait_for_device(
     )
     loop = launch_without_waiting(drafter, monkeypatch)
     assert loop is not None
-    assert tree_width > 1 or (loop.tokens is not None and loop.tokens.shape == (2, 3))
+    assert loop.nodes is not None
+    assert loop.nodes.tokens.shape == (2, 3)
+    assert (loop.nodes.parents is None) == (tree_width == 1)
 
 
 @pytest.mark.parametrize("width", [1, 8])

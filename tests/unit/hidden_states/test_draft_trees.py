@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes, best_products
+from outrider.drafting.graphs import beams
+from outrider.drafting.hidden_states.trees import (
+    Nodes,
+    TargetDraws,
+    best_nodes,
+    best_products,
+    nodes_on_device,
+)
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import SamplingParams
 
@@ -76,6 +83,16 @@ def test_best_nodes_of_explored_tree_have_highest_scores(seed: int, num_nodes: i
     for token, parent in zip(chosen, new_parents, strict=True):
         assert parents[token] == (chosen[parent] if parent >= 0 else -1)
         assert parent < chosen.index(token)
+    nodes = torch.from_numpy(np.stack((tokens, parents, scores.view(np.int32)))).int()
+    ids, above, _ = beams.best_nodes(nodes[None], num_nodes)[0].tolist()
+    size = len(chosen)
+    assert (ids[:size], above[:size]) == (chosen, new_parents)
+    assert {*zip(ids[size:], above[size:], strict=True)} <= {(ids[0], -1)}, "copies of the first"
+    device_nodes = nodes_on_device(beams.best_nodes(nodes[None], 12), num_nodes)
+    assert device_nodes.tokens[0].tolist() == ids
+    chain = device_nodes.parents is None
+    assert chain == (num_nodes == 1), "which small buckets hold"
+    assert chain or device_nodes.parents[0].tolist() == above
     for token, log_prob in zip(chosen, log_probs, strict=True):
         assert log_prob == scores[token] - (scores[parents[token]] if parents[token] >= 0 else 0.0)
 

@@ -61,7 +61,10 @@ def best_nodes_kernel(
     PLACES: tl.constexpr,  # at least COUNT
     NODES: tl.constexpr,  # at least total
 ):
-    """Choose the nodes of highest score, best first; no child scores higher than its parent."""
+    """Choose the nodes of highest score, best first; no child scores higher than its parent.
+
+    Nodes of score -inf become copies of the first one.
+    """
     row = tl.program_id(0).to(tl.int64)
     nodes_ptr += row * 3 * total
     node, place = tl.arange(0, NODES), tl.arange(0, PLACES)
@@ -74,10 +77,13 @@ def best_nodes_kernel(
         chosen = tl.where(place == i, at, chosen)
         ranked = tl.where(ranked == first, _LOWEST, ranked)
     real = place < COUNT
-    at = nodes_ptr + chosen
+    score = tl.load(nodes_ptr + chosen + 2 * total, mask=real, other=0)
+    never = score.to(tl.float32, bitcast=True) == -float("inf")
+    best = tl.sum(tl.where(place == 0, chosen, 0), axis=0)
+    at = nodes_ptr + tl.where(never, best, chosen)
     parent = tl.load(at + total, mask=real, other=-1)
     above = tl.sum(tl.where(parent[:, None] == chosen[None, :], place[None, :], 0), axis=1)
     out = best_ptr + row * 3 * COUNT + place
     tl.store(out, tl.load(at, mask=real, other=0), mask=real)
     tl.store(out + COUNT, tl.where(parent < 0, -1, above), mask=real)
-    tl.store(out + 2 * COUNT, tl.load(at + 2 * total, mask=real, other=0), mask=real)
+    tl.store(out + 2 * COUNT, score, mask=real)
