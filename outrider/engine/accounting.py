@@ -10,7 +10,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.draft_port import NewTokens
+from outrider.draft_port import GrownText
 from outrider.engine.sampling.logprobs import to_prompt_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
@@ -57,22 +57,19 @@ class Committed:
     seconds: float  # from the step's launch to its result
     now: float  # of the result
 
-    def new_tokens(self, *, drafting: bool) -> list[NewTokens]:
-        """Return the tokens as a proposer on the engine's thread hears of them.
+    def grown_texts(self, *, drafting: bool) -> list[GrownText]:
+        """Return the texts that a proposer on the engine's thread is to hear of.
 
         `drafting` says that the next round may have drafts.
         """
-        new = [(r.seq, r.base_len, r.output, r.finish_reason is not None) for r in self.emitted]
-        new += [(s, len(s.token_ids) - 1, (s.token_ids[-1],), False) for s in self.plain]
+        rows = [(row.seq, row.finish_reason is not None) for row in self.emitted]
+        if not drafting:
+            return [GrownText(seq.session_id, seq.token_ids, 0, True) for seq, end in rows if end]
+        rows += [(seq, False) for seq in self.plain]
         return [
-            NewTokens(
-                seq.session_id,
-                base_len,
-                tokens,
-                seq.drafting.num_draft_tokens if drafting else 0,
-                finished,
-            )
-            for seq, base_len, tokens, finished in new
+            GrownText(seq.session_id, seq.token_ids, asked, end)
+            for seq, end in rows
+            if (asked := seq.drafting.num_draft_tokens) or end
         ]
 
 

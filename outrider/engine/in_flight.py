@@ -48,8 +48,8 @@ class InFlight:
             if wanted and row.seq.constraint is None:
                 parents = row.slice.parents
                 most = 1 + max(depths(parents)) if parents else len(row.draft)
-                session, is_tree = row.seq.session_id, bool(parents)
-                rows.append(VerifyingRow(session, place, most, wanted, is_tree))
+                session, length = row.seq.session_id, len(row.seq.token_ids)
+                rows.append(VerifyingRow(session, length, place, most, wanted, bool(parents)))
         return VerifyOutput(rows, self.pending.verified)
 
 

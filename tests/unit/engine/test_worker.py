@@ -518,7 +518,7 @@ def test_worker_when_assigned_satisfies_the_drafting_protocols() -> None:
         inside: ColocatedEngine = engine
         assert outside.drafting
         assert colocating.features is outside.features
-        assert inside.new_tokens == []
+        assert inside.grown_texts == []
 
 
 def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
