@@ -41,7 +41,8 @@ _TIMES: Final = {
 }
 _COUNTS: Final = (
     *(("answered", 0), ("requests_per_s", 1), ("goodput_per_s", 1), ("good", 3)),
-    *(("messages_per_s", 0), ("tokens_per_s", 0), ("slowest_to_median", 2)),
+    *(("messages_per_s", 0), ("tokens_per_s", 0), ("steady_tokens_per_s", 0)),
+    ("slowest_to_median", 2),
     *(("most_open", 0), ("lag_ms", 1), ("generator_cores", 2)),
 )
 

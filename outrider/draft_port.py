@@ -128,14 +128,21 @@ class ColocatingEngine(DraftingEngine, Protocol):
         """
 
 
+class GrownText(NamedTuple):
+    """A session that a step committed tokens to, and that asks for a draft or has ended."""
+
+    session_id: int
+    text: Sequence[int]  # all committed tokens, and the engine's own: it grows
+    num_draft_tokens: int  # that the next round asks for
+    finished: bool
+
+
 class NewTokens(NamedTuple):
-    """Tokens that a step committed to one session."""
+    """Tokens that a step committed to a session that goes on."""
 
     session_id: int
     base_len: int  # committed tokens before them
-    token_ids: TokenIds
-    num_draft_tokens: int  # that the next round asks for
-    finished: bool
+    token_ids: Sequence[int]
 
 
 class EarlyTokens(NamedTuple):
@@ -173,6 +180,7 @@ class VerifyingRow(NamedTuple):
     """A row of the step in flight whose next draft may be launched behind the step."""
 
     session_id: int
+    length: int  # committed tokens
     place: int  # row of `VerifyOutput.tokens`
     max_accepted: int  # draft tokens
     num_draft_tokens: int  # that the next round asks for
@@ -218,8 +226,12 @@ class ColocatedEngine(Protocol):
     def features(self) -> ThreadHiddenStates | None: ...
 
     @property
-    def new_tokens(self) -> Sequence[NewTokens]:
-        """Return what the step that ended last committed."""
+    def grown_texts(self) -> Sequence[GrownText]:
+        """Return texts that grew with the step that ended last; see `GrownText`."""
+
+    def asks(self, session_id: int) -> bool:
+        """Tell whether a session's next round is to have a draft; False if it is unknown."""
+        ...
 
     @property
     def verify_output(self) -> VerifyOutput | None:

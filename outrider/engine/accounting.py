@@ -10,7 +10,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.draft_port import EarlyTokens, NewTokens
+from outrider.draft_port import EarlyTokens, GrownText, NewTokens
 from outrider.engine.sampling.logprobs import to_prompt_logprobs
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
@@ -57,20 +57,19 @@ class Committed:
     seconds: float  # from the step's launch to its result
     now: float  # of the result
 
-    def new_tokens(self, *, drafting: bool) -> list[NewTokens]:
-        """Return the tokens as a proposer on the engine's thread hears of them.
+    def grown_texts(self, *, drafting: bool) -> list[GrownText]:
+        """Return the texts that a proposer on the engine's thread is to hear of.
 
         `drafting` says that the next round may have drafts.
         """
+        rows = [(row.seq, row.finish_reason is not None) for row in self.emitted]
+        if not drafting:
+            return [GrownText(seq.session_id, seq.token_ids, 0, True) for seq, end in rows if end]
+        rows += [(seq, False) for seq in self.plain]
         return [
-            NewTokens(
-                seq.session_id,
-                base_len,
-                tokens,
-                seq.drafting.num_draft_tokens if drafting else 0,
-                finished,
-            )
-            for seq, base_len, tokens, finished in self._rows()
+            GrownText(seq.session_id, seq.token_ids, asked, end)
+            for seq, end in rows
+            if (asked := seq.drafting.num_draft_tokens) or end
         ]
 
     def early_tokens(self) -> EarlyTokens | None:
@@ -79,18 +78,15 @@ class Committed:
         Proposers that read hidden states have the tokens with these.
         """
         rows = [
-            NewTokens(seq.session_id, base_len, tokens, seq.drafting.num_draft_tokens, finished)
-            for seq, base_len, tokens, finished in self._rows()
-            if not finished and seq.drafting.num_draft_tokens and seq.drafting.proposer.hears_early
+            (row.seq, row.base_len, row.output) for row in self.emitted if not row.finish_reason
         ]
-        return EarlyTokens(tuple(rows), self.seconds) if rows else None
-
-    def _rows(self) -> list[tuple[Sequence, int, TokenIds, bool]]:
-        """Return each row's committed length before the step, its tokens, and whether it ended."""
-        rows: list[tuple[Sequence, int, TokenIds, bool]]
-        rows = [(r.seq, r.base_len, r.output, r.finish_reason is not None) for r in self.emitted]
-        rows += [(s, len(s.token_ids) - 1, (s.token_ids[-1],), False) for s in self.plain]
-        return rows
+        rows += [(seq, len(seq.token_ids) - 1, (seq.token_ids[-1],)) for seq in self.plain]
+        heard = [
+            NewTokens(seq.session_id, base_len, tokens)
+            for seq, base_len, tokens in rows
+            if seq.drafting.num_draft_tokens and seq.drafting.proposer.hears_early
+        ]
+        return EarlyTokens(tuple(heard), self.seconds) if heard else None
 
 
 def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Commit, ...], Grown]:

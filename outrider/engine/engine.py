@@ -13,7 +13,7 @@ from outrider.draft_port import (
     DeviceDrafts,
     DraftOffer,
     EarlyTokens,
-    NewTokens,
+    GrownText,
     PostedBlock,
     VerifyOutput,
 )
@@ -298,12 +298,17 @@ class Engine:
     # For a proposer on the engine's thread.
 
     @property
-    def new_tokens(self) -> list[NewTokens]:
-        """Return what the last `collect` committed, until `finalize_step` counts it."""
+    def grown_texts(self) -> list[GrownText]:
+        """Return texts that the last `collect` added to, until `finalize_step` counts them."""
         if self._collected is None:
             return []
         # A draft is of use only after the step in flight, whose tokens will ask for it.
-        return self._collected[0].new_tokens(drafting=self._in_flight is None)
+        return self._collected[0].grown_texts(drafting=self._in_flight is None)
+
+    def asks(self, session_id: int) -> bool:
+        """Tell whether a session's next round is to have a draft; False if it is unknown."""
+        seq = self._scheduler.by_session.get(session_id)
+        return seq is not None and seq.drafting.num_draft_tokens > 0
 
     @property
     def early_tokens(self) -> EarlyTokens | None:

@@ -53,7 +53,8 @@ class InFlight:
                 elif parents:
                     most = 1 + max(depths(parents))
                 is_tree = bool(row.draft and (parents or self.step.device_trees))
-                rows.append(VerifyingRow(row.seq.session_id, place, most, wanted, is_tree))
+                session, length = row.seq.session_id, len(row.seq.token_ids)
+                rows.append(VerifyingRow(session, length, place, most, wanted, is_tree))
         return VerifyOutput(rows, self.pending.verified)
 
 

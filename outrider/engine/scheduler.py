@@ -122,7 +122,10 @@ class Scheduler:
         """
         if step.has_drafts:
             return None
+        drafting = self._drafting
         for seq in self.running if self.tracker.may_draft else ():
+            if seq.drafting.num_draft_tokens and not drafting:
+                self.tracker.withhold(seq)
             if seq.draft is not None or seq.drafting.num_draft_tokens:
                 return None
         others = [row for row in step.others if row.seq.admitted]
@@ -179,8 +182,7 @@ class Scheduler:
             self.tracker.policy.measured.steps.observe_step(step.num_rows, step.num_tokens, seconds)
         num_running, page_size = max(1, len(self.running)), self.config.page_size
         temperatures = [seq.temperature for seq in self.running]
-        num_requests = min(len(self.by_session), self.config.max_num_seqs)
-        drafting = self.tracker.policy.drafting_at(num_requests.bit_length())
+        drafting = self._drafting
         may_be_asked = self.tracker.may_draft and not drafting
         plain: list[Sequence] = []
         emitted: list[Emitted] = []
@@ -263,6 +265,12 @@ class Scheduler:
             seconds=seconds,
             now=now,
         )
+
+    @property
+    def _drafting(self) -> bool:
+        """Tell whether drafts are made with as many requests as there are now."""
+        num_requests = min(len(self.by_session), self.config.max_num_seqs)
+        return self.tracker.policy.drafting_at(num_requests.bit_length())
 
     def _decodes(self, step: Step) -> bool:
         """Whether no row has more tokens than a round's."""

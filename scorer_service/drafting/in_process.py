@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, cast
 
 import torch
 
 from outrider import start_times
-from outrider.draft_port import ColocatedEngine, DeviceDrafts, NewTokens, PostedBlock
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
 from outrider.drafting.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import (
@@ -29,6 +29,7 @@ from outrider.drafting.proposer import (
 )
 from outrider.features import FeatureRows
 from outrider.hello import make_hello
+from outrider.methods import COPYING_METHODS
 from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
 from scorer_service.drafting.in_process_flags import naming_flag
@@ -36,7 +37,6 @@ from scorer_service.drafting.in_process_flags import naming_flag
 POOL: Final = "in-process"
 _MAX_FAILURES: Final = 3  # of the method, until it is given up
 _FORGIVEN: Final = 64  # rounds of drafts without a failure, after which earlier ones do not count
-_MOST_KEPT: Final = 16  # tokens of a session that wants no draft, until the method hears of them
 _log = logging.getLogger(__name__)
 
 
@@ -55,8 +55,10 @@ class DraftListener(Protocol):
 class _Session:
     id: int
     epoch: int
+    start: SessionStart  # without a text
+    num_given: int  # tokens of the text that came with the request
+    told: int = 0  # tokens of the text that the method knows; 0: it does not know the session
     drafted: bool = False
-    kept: list[int] = field(default_factory=list)  # latest tokens, not yet told to the method
 
 
 class InProcessProposer:
@@ -88,6 +90,7 @@ class InProcessProposer:
         self._queue = DraftQueue(self._proposer)
         traits = self._proposer.traits
         self._methods = traits.methods or (traits.method,)
+        self._copies = not COPYING_METHODS.isdisjoint(self._methods)
 
     def put_projection(self, engine: ColocatedEngine) -> None:
         """Give the engine the projection that the method asks for."""
@@ -116,20 +119,20 @@ class InProcessProposer:
     ) -> None:
         """Open a session whose text is the engine's: `start` has none.
 
-        `num_given` tokens of the text came with the request. A model drafts only from the next
-        commit on: it would process the prompt before the target does, and a burst's first requests
-        would keep all others waiting, in vain where so many are not drafted for.
+        `num_given` tokens of the text came with the request. A model hears of it when a commit asks
+        for the first draft: it would process the prompt before the target does, and a burst's first
+        requests would keep all others waiting, in vain where so many are not drafted for. A method
+        that copies learns from every text.
         """
-        tokens = engine.committed(session)
-        if tokens is None or self._listener is None:
+        text = engine.committed(session)
+        if text is None or self._listener is None:
             return
-        if self._proposer.traits.model:
-            start = replace(start, num_draft_tokens=0)
         self._keys[session] = key = self._queue.new_key()
-        self._sessions[key] = _Session(session, epoch)
-        written = len(tokens) - num_given
-        with self._containing_failures():
-            self._queue.open(key, replace(start, prefix=tokens, num_output_tokens=written))
+        self._sessions[key] = opened = _Session(session, epoch, start, num_given)
+        if self._copies:
+            with self._containing_failures():
+                asked = 0 if self._proposer.traits.model else start.num_draft_tokens
+                self._tell(key, opened, text, asked)
 
     def close(self, session: int) -> None:
         """Close a session, if it is known."""
@@ -148,10 +151,9 @@ class InProcessProposer:
         self._on_device = False
         own_rows = self._take_features(engine)
         with self._containing_failures():
+            self._hear(engine)
             for rows in own_rows:
-                self._queue.features(self._keys[rows.session_id], rows.start, rows.rows)
-            for new in engine.new_tokens:
-                self._commit(new)
+                self._pass_on(engine, rows)
             self._on_device = self._leave_on_device(engine)
             if self._queue.wanting and not self._on_device:
                 self._draft(engine, self._clock())
@@ -184,20 +186,44 @@ class InProcessProposer:
                 self._listener.failed()
                 self._listener = None
 
-    def _commit(self, new: NewTokens) -> None:
-        """Tell the method of a step's tokens; of a session without drafts, of many at once."""
-        key = self._keys.get(new.session_id)
+    def _hear(self, engine: ColocatedEngine) -> None:
+        """Tell the method of texts that ask for a draft, ask no more, or have ended.
+
+        A text that never asked has ended without a word to a model.
+        """
+        for session_id, text, asked, finished in engine.grown_texts:
+            key = self._keys.get(session_id)
+            if key is None:
+                continue
+            session = self._sessions[key]
+            if session.told or not finished:
+                self._tell(key, session, text, asked)
+            if finished:
+                self.close(session_id)
+        for key in [*self._queue.wanting]:
+            session = self._sessions[key]
+            if not engine.asks(session.id):
+                self._queue.commit(key, session.told, (), 0)
+
+    def _tell(self, key: SessionKey, session: _Session, text: Sequence[int], asked: int) -> None:
+        """Tell the method what it does not know of a text, which asks for so many draft tokens."""
+        told, session.told = session.told, len(text)
+        if told:
+            self._queue.commit(key, told, text[told:], asked)
+            return
+        written = len(text) - session.num_given
+        start = replace(session.start, num_draft_tokens=asked, num_output_tokens=written)
+        self._queue.open(key, replace(start, prefix=tuple(text)))
+
+    def _pass_on(self, engine: ColocatedEngine, rows: FeatureRows) -> None:
+        """Give the method hidden states of a text that goes on."""
+        key = self._keys.get(rows.session_id)
         if key is None:
             return
         session = self._sessions[key]
-        session.kept += new.token_ids
-        asks = new.num_draft_tokens or key in self._queue.wanting
-        if asks or new.finished or len(session.kept) >= _MOST_KEPT:
-            kept, session.kept = session.kept, []
-            base_len = new.base_len + len(new.token_ids) - len(kept)
-            self._queue.commit(key, base_len, kept, new.num_draft_tokens)
-        if new.finished:
-            self.close(new.session_id)
+        if not session.told:  # its prompt is not through yet
+            self._tell(key, session, engine.committed(session.id) or (), 0)
+        self._queue.features(key, rows.start, rows.rows)
 
     def _take_features(self, engine: ColocatedEngine) -> list[FeatureRows]:
         """Return the hidden states of own sessions; those for other proposers stay."""
@@ -259,8 +285,8 @@ class InProcessProposer:
             return
         rows: list[AsyncRow] = []
         reads = self._proposer.traits.features is not None
-        for session_id, place, max_accepted, wanted, is_tree in verify_output.rows:
-            if (key := self._keys.get(session_id)) is None or self._sessions[key].kept:
+        for session_id, length, place, max_accepted, wanted, is_tree in verify_output.rows:
+            if (key := self._keys.get(session_id)) is None or self._sessions[key].told < length:
                 continue  # the method is behind the text
             states = None
             if reads and engine.features is not None:

@@ -21,6 +21,7 @@ from outrider.drafting.proposer import (
     Proposer,
     ProposerLimits,
     SessionKey,
+    SessionStart,
 )
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -168,17 +169,30 @@ class Switched(FixedPolicy):
         return [self.on * count for count in super().choose_counts(rows)]
 
 
-async def test_draft_model_computes_nothing_before_the_policy_drafts(
+async def test_draft_model_hears_of_no_text_before_the_policy_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = Kept(draft_model)
+    opened: list[int] = []
+
+    def noted(model: PacedModel) -> DraftModelProposer:
+        method = draft_model(model)
+        open_ = method.open
+
+        def told(session: SessionKey, start: SessionStart) -> None:
+            opened.append(len(start.prefix))
+            open_(session, start)
+
+        method.open = told  # type: ignore[method-assign]
+        return method
+
+    kept = Kept(noted)
     async with running_scorer(in_process=kept, policy=Switched, pause_s=0.002) as scorer:
         assert isinstance(kept.method, DraftModelProposer)
         model = kept.method._model
         assert isinstance(model, HashModel)
         plain = await generate_all(scorer)
         assert all(each.aux_info.drafted == 0 for each in plain)
-        assert model.forwards == 0
+        assert (model.forwards, opened) == (0, [])
         call = scorer.stub.Generate(generate_request(PROMPTS[2], max_tokens=100))
         tokens = list((await call.read()).token_ids)
         monkeypatch.setattr(Switched, "on", True)
@@ -188,9 +202,11 @@ async def test_draft_model_computes_nothing_before_the_policy_drafts(
         assert tokens == scorer.model.greedy_text(PROMPTS[2], 100)
         assert last.aux_info.accepted > 50
         assert model.forwards > 0
+        assert len(opened) == 1
+        assert opened[0] > len(PROMPTS[2]), "with what it missed"
 
 
-async def test_method_without_drafts_hears_of_many_tokens_at_once_and_misses_none() -> None:
+async def test_method_without_drafts_hears_of_a_text_when_it_ends_and_misses_none() -> None:
     heard: list[tuple[int, int]] = []
 
     class Heard(NgramProposer):
@@ -204,10 +220,7 @@ async def test_method_without_drafts_hears_of_many_tokens_at_once_and_misses_non
     async with running_scorer(in_process=kept, policy=Switched) as scorer:
         output = await scorer.generate(PROMPTS[2], max_tokens=50)
         assert len(output.token_ids) == 50
-    ends = [base_len + count for base_len, count in heard]
-    assert [base_len for base_len, _ in heard] == [len(PROMPTS[2]), *ends[:-1]]
-    assert ends[-1] == len(PROMPTS[2]) + 50
-    assert len(heard) <= 5
+    assert heard == [(len(PROMPTS[2]), 50)]
 
 
 async def test_draft_model_processes_no_prompt_before_the_target() -> None:

@@ -206,6 +206,8 @@ class Driver:
     async def _finish(self, begun: float) -> float:
         """Wait for what is under way as long as one request may take; return all seconds."""
         self._again = lambda _: None
+        self._tally.closed_at = now()
+        self._tally.open_s = self._tally.closed_at - begun
         if self._under_way:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.timeout_s + _CONNECT_S):

@@ -81,6 +81,9 @@ class Tally:
     failures: Counter[str] = field(default_factory=Counter)
     messages: int = 0
     tokens: int = 0
+    closed_at: float = math.inf  # then no request began any more
+    open_s: float = 0.0  # time until then
+    steady_tokens: float = 0.0  # that had come by then, as if each stream's came evenly
     good: int = 0
     most_open: int = 0
     lag_s: float = 0.0
@@ -94,6 +97,8 @@ class Tally:
         if stream.first is None:
             self.failures["no text"] += 1
             return
+        came = (self.closed_at - stream.first) / (stream.last - stream.first or 1e-9)
+        self.steady_tokens += tokens * max(0.0, min(1.0, came))
         ttft, tpot = stream.first - stream.due, 0.0
         if tokens > 1:
             tpot = (stream.last - stream.first) / (tokens - 1)
@@ -122,6 +127,7 @@ class Tally:
             "messages": self.messages,
             "messages_per_s": self.messages / seconds,
             "tokens_per_s": self.tokens / seconds,
+            "steady_tokens_per_s": self.steady_tokens / (self.open_s or seconds),
             "ttft_ms": _quantiles(self.ttft),
             "inter_token_ms": {
                 name: _ms(self.gaps.quantile(part)) for name, part in _QUANTILES.items()

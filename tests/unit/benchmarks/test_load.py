@@ -163,6 +163,23 @@ async def test_closed_loop_keeps_connections_and_number_in_flight():
     assert (len(tally.ttft), most, len(writers), tally.most_open) == (40, 8, 8, 8)
 
 
+async def test_steady_rate_leaves_out_the_end_of_a_load():
+    """The last answer takes as long as all before it, with one request in flight of two."""
+    tally = new_tally()
+    first, text, *rest = (chunk(event) for event in EVENTS)
+
+    async def answer(writer, number):
+        writer.write(CHUNKED + first + text)
+        await asyncio.sleep(0.9 if number == 8 else 0.1)
+        writer.write(b"".join(rest) + b"0\r\n\r\n")
+
+    async with server(answer) as url:
+        seconds = await driver(url, tally, requests=9).closed_loop(2)
+    rates = tally.numbers(seconds)
+    assert rates["tokens_per_s"] < 0.6 * rates["steady_tokens_per_s"]
+    assert rates["steady_tokens_per_s"] < 9 * 7 / 0.4
+
+
 async def test_open_loop_slow_server_is_sent_all_and_waits_count():
     tally = new_tally()
 

@@ -24,6 +24,7 @@ from outrider.params import (
     TokenIds,
     VerificationRule,
 )
+from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, StepDone
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import BlockFate
@@ -35,6 +36,7 @@ from outrider.types import (
     StepEvents,
     TokenKind,
 )
+from tests.support.models.at_once import AtOnce
 from tests.support.models.hash_model import HashModel, Sequential
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -103,6 +105,20 @@ def test_tokens_without_drafts_of_a_colocated_proposer_are_reported_as_asked_for
     assert commits[-1].kinds == (*[TokenKind.PLAIN] * 3, *[TokenKind.ACCEPTED] * 2, TokenKind.BONUS)
     commits += run(e)[1]
     assert [token for commit in commits for token in commit.token_ids] == text[3:]
+
+
+def test_drafts_that_the_first_of_many_asked_for_hold_up_no_step_behind() -> None:
+    """While it was alone drafts paid; its prompt has several steps, and others have come."""
+    config = EngineConfig(4, 64, 40, 8, 64)
+    model = HashModel(32, config.page_size, config.num_pages, 64)
+    e = Engine(model, config, policy=AdaptivePolicy(4), runner=AtOnce(model))
+    submit(e, 1, 20)
+    e.set_drafting(1, DraftOffer("a", 4, colocated=True))
+    e.launch()
+    assert not e.launch_ahead(), "the next round may be drafted for"
+    for session in range(2, 40):
+        submit(e, session, 3)
+    assert e.launch_ahead(), "with so many nobody drafts"
 
 
 def test_row_that_gets_a_proposer_reports_what_it_held_and_then_each_round() -> None:

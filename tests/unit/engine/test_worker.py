@@ -521,7 +521,7 @@ def test_worker_when_assigned_satisfies_the_drafting_protocols() -> None:
         inside: ColocatedEngine = engine
         assert outside.drafting
         assert colocating.features is outside.features
-        assert inside.new_tokens == []
+        assert inside.grown_texts == []
 
 
 def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
@@ -595,8 +595,7 @@ def test_worker_tells_proposers_of_a_step_before_it_launches_the_next() -> None:
     assert first.step_s > 0
     assert {row.session_id for each in early for row in each.rows} == {5}, "the other has none"
     base = len(drafted.prompt_token_ids)
-    assert first.rows == (NewTokens(5, base, tuple(truth[:4]), 4, False),)
-    assert not any(row.finished for each in early for row in each.rows)
+    assert first.rows == (NewTokens(5, base, tuple(truth[:4])),)
 
 
 def test_worker_when_proposer_leaves_releases_the_row() -> None:

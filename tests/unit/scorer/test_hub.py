@@ -82,8 +82,8 @@ async def test_hub_with_early_tokens_tells_the_proposer_once_and_the_client_late
     proposer = bench.attach("a")
     drafted, plain, moved = sessions = [bench.submit() for _ in range(3)]
     await sent(proposer)
-    rows = [NewTokens(drafted.id, 3, (5, 6), 3, False), NewTokens(plain.id, 3, (7,), 3, False)]
-    stale = [NewTokens(moved.id, 2, (3,), 3, False), NewTokens(99, 3, (8,), 3, False)]
+    rows = [NewTokens(drafted.id, 3, (5, 6)), NewTokens(plain.id, 3, (7,))]
+    stale = [NewTokens(moved.id, 2, (3,)), NewTokens(99, 3, (8,))]
     bench.hub.on_early(EarlyTokens((*rows, *stale), 0.002))
     batch = await sent(proposer)
     assert batch.step_us == 2000
