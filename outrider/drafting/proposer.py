@@ -29,6 +29,7 @@ class Pace:
     step_s: float = 0.0  # the scorer's step
     network_s: float = 0.0  # the way to the scorer and back
     spent_s: float = 0.0  # since the last commits came
+    host_s: float = 0.0  # of the proposer's host beside the loop, to choose and send branches
 
 
 NO_PACE: Final = Pace()
