@@ -116,10 +116,12 @@ class Cycle:
 
     def draft(self) -> None:
         """Draft for every session that wants it, and hand the blocks over."""
+        started = self._clock()
         round_ = self._proposer.draft([*self._routes.queue.wanting], self._pace())
         self._send(round_)
         # Notes taken after the hand-over delay no draft.
         now = self._clock()
+        self._note_host(round_, now - started)
         for key, _ in round_.drafts:
             self._routes.handed_over(key, now)
         for key in round_.at_hand:
@@ -145,12 +147,19 @@ class Cycle:
         self._started = self._clock()
         round_ = self._proposer.ahead(keys, self._pace())
         self._send(round_)
-        self._routes.handed_ahead([key for key, _ in round_.trees], self._clock())
+        now = self._clock()
+        self._note_host(round_, now - self._started)
+        self._routes.handed_ahead([key for key, _ in round_.trees], now)
         if round_.trees:
             self._metrics.ahead.observe(self._clock() - self._started)
             self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
         self._note_loops(round_)
         return bool(round_.trees)
+
+    def _note_host(self, round_: DraftRound, seconds: float) -> None:
+        """Note what a round with branches took beside its loops."""
+        if round_.trees and round_.loops:
+            self._routes.pace.host(seconds - sum([run.seconds for run in round_.loops]))
 
     def _note_loops(self, round_: DraftRound) -> None:
         for run in round_.loops:

@@ -9,6 +9,7 @@ from outrider.averages import Average
 from outrider.drafting.proposer import Pace, SessionKey
 
 _RISE: Final = 1 / 16
+_RISE_OF_BOUND: Final = 1 / 256
 
 
 class PaceMeter:
@@ -19,11 +20,12 @@ class PaceMeter:
     that was seen, forgotten slowly. A commit that verified no draft says nothing.
 
     Branches that arrive while the round before is verified wait for its end. So they show only an
-    upper bound.
+    upper bound, and what was seen before is forgotten more slowly.
     """
 
     def __init__(self) -> None:
         self._step = Average()
+        self._host = Average()
         self._network_s: float | None = None
         self._arrived = 0.0  # time of the last commits
         # Times of hand-over:
@@ -33,7 +35,7 @@ class PaceMeter:
 
     @property
     def pace(self) -> Pace:
-        return Pace(self._step.mean, self._network_s or 0.0)
+        return Pace(self._step.mean, self._network_s or 0.0, host_s=self._host.mean)
 
     def after(self, now: float) -> Pace:
         """Return the pace, and the time since the last commits came."""
@@ -46,6 +48,10 @@ class PaceMeter:
     def handed_ahead(self, key: SessionKey, now: float) -> None:
         """Note that branches for a session whose draft is verified are on their way."""
         self._branches[key] = now
+
+    def host(self, seconds: float) -> None:
+        """Note the host's time beside the loops of a round with branches."""
+        self._host.add_time(seconds)
 
     def step(self, seconds: float) -> None:
         """Note the time of a step that a batch of commits came from."""
@@ -67,6 +73,8 @@ class PaceMeter:
             self._network_s = seen
         elif draft is not None:
             self._network_s = known + (seen - known) * _RISE
+        else:  # one wrong measurement must not stay, and `seen` is only a bound
+            self._network_s = known + min(seen - known, step_s) * _RISE_OF_BOUND
 
     def forget(self, key: SessionKey) -> None:
         for times in (self._drafts, self._branches, self._chosen):

@@ -28,7 +28,7 @@ class DraftQueue:
         spec = proposer.traits.features
         self._reader = None if spec is None else cast("FeatureProposer", proposer)
         self._row_bytes = 0 if spec is None else spec.row_bytes
-        self._sessions: dict[SessionKey, _Progress] = {}
+        self._sessions: dict[SessionKey, _Progress] = {}  # if hidden states are read
         self._keys = itertools.count(1)
         self.wanting: dict[SessionKey, None] = {}
         """Sessions that want a draft, in the order in which they asked."""
@@ -37,16 +37,19 @@ class DraftQueue:
         return next(self._keys)
 
     def open(self, key: SessionKey, start: SessionStart) -> None:
-        self._sessions[key] = _Progress(len(start.prefix))
+        if self._reader is not None:
+            self._sessions[key] = _Progress(len(start.prefix))
         self._proposer.open(key, start)
         self._want(key, start.num_draft_tokens)
 
     def commit(
         self, key: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
     ) -> None:
-        session = self._sessions[key]
-        session.length = max(session.length, base_len + len(tokens))
         self._proposer.commit(key, base_len, tokens, num_draft_tokens)
+        if self._reader is not None:
+            session = self._sessions[key]
+            session.length = max(session.length, base_len + len(tokens))
+            session.waits_for_rows = False
         self._want(key, num_draft_tokens)
 
     def features(self, key: SessionKey, start: int, rows: bytes | memoryview) -> None:
@@ -57,6 +60,7 @@ class DraftQueue:
         session.num_rows = max(session.num_rows, start + len(rows) // self._row_bytes)
         self._reader.features(key, start, rows)
         if session.waits_for_rows:
+            session.waits_for_rows = False
             self._want(key, 1)
 
     def answered(self, key: SessionKey) -> None:
@@ -66,7 +70,7 @@ class DraftQueue:
     def unfinished(self, key: SessionKey) -> None:
         """Note that the method could not draft for a session yet."""
         session = self._sessions.get(key)
-        if session is None or self._reader is None:
+        if session is None:
             return
         if session.num_rows < max(1, session.length - 1):
             del self.wanting[key]
@@ -88,7 +92,6 @@ class DraftQueue:
         self.wanting.pop(key, None)
 
     def _want(self, key: SessionKey, num_draft_tokens: int) -> None:
-        self._sessions[key].waits_for_rows = False
         if num_draft_tokens:
             self.wanting[key] = None
         else:

@@ -171,29 +171,39 @@ class ForkBatch:
 
     def grown(self, row: int) -> ForkedGuess:
         """Return the guess of a row, longer by the best of the candidates after it."""
-        forks, best, told = self._grown
-        tokens, confidences = self.guesses[row], self.confidences[row]
-        return ForkedGuess([*tokens, best[row]], confidences + told[row : row + 1], forks[row])
+        guesses, confidences, forks = self._grown
+        return ForkedGuess(guesses[row], confidences[row], forks[row])
+
+    def grow(self) -> None:
+        """Wait for the candidates after the guesses, and make what `grown` returns."""
+        _ = self._grown
 
     @cached_property
-    def _grown(self) -> tuple[Forks, list[int], bytes]:
-        """Forks with the candidates beyond, the best of these, and their confidences."""
-        beyond = self.beyond
-        forks = Forks.joined((self.forks, beyond), 1)
-        best: list[int] = beyond.candidates[:, 0, 0].tolist()
-        return forks, best, confidences_of(beyond.gaps[:, 0, 1])
+    def _grown(self) -> tuple[list[list[int]], list[bytes], Forks]:
+        """Guesses with the best of the candidates beyond, their confidences, and all forks."""
+        forks = Forks.joined((self.forks, self.beyond), 1)
+        return *_guesses(forks), forks
 
-    @cached_property
+    @property
     def guesses(self) -> list[list[int]]:
         """The guesses of all rows."""
-        guesses: list[list[int]] = self.forks.candidates[:, :, 0].tolist()
-        return guesses
+        return self._told[0]
 
-    @cached_property
+    @property
     def confidences(self) -> list[bytes]:
         """The confidences of all guesses."""
-        count, size, _ = self.forks.gaps.shape
-        return by_row(confidences_of(self.forks.gaps[:, :, 1]), [size] * count)
+        return self._told[1]
+
+    @cached_property
+    def _told(self) -> tuple[list[list[int]], list[bytes]]:
+        return _guesses(self.forks)
+
+
+def _guesses(forks: Forks) -> tuple[list[list[int]], list[bytes]]:
+    """Return the guesses of all rows, and their confidences."""
+    guesses: list[list[int]] = forks.candidates[:, :, 0].tolist()
+    count, size, _ = forks.gaps.shape
+    return guesses, by_row(confidences_of(forks.gaps[:, :, 1]), [size] * count)
 
 
 class ForkDrafter(Protocol):

@@ -29,6 +29,7 @@ class Pace:
     step_s: float = 0.0  # the scorer's step
     network_s: float = 0.0  # the way to the scorer and back
     spent_s: float = 0.0  # since the last commits came
+    host_s: float = 0.0  # of the proposer's host beside the loop, to choose and send branches
 
 
 NO_PACE: Final = Pace()
@@ -223,8 +224,9 @@ class Follower:
 
         Nothing is new to a session that is silent, or falls silent with them.
         """
-        self.num_draft_tokens = min(num_draft_tokens, self.max_draft_tokens)
-        if self.silent:
+        limit = self.max_draft_tokens  # min() would take longer, for each commit
+        self.num_draft_tokens = num_draft_tokens if num_draft_tokens < limit else limit
+        if self.max_len == 0:
             if base_len <= self.length:
                 self.length = max(self.length, base_len + len(tokens))
             return ()
@@ -236,7 +238,7 @@ class Follower:
                 return None
             tokens = tokens[overlap:]
         self._append(tokens)
-        if self.silent:
+        if self.max_len == 0:
             self._tree = None
             return ()
         if self._tree is not None:

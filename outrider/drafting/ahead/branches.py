@@ -14,7 +14,7 @@ dropped: they do not hold the pages that they share.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from outrider.drafting.drafters import FedRows, ForkBatch, ForkDrafter
@@ -105,13 +105,14 @@ def draft_branches(
     ], batch
 
 
-def adopt(pool: BlockPool, block_table: MutableSequence[int], branch: DraftedBranch) -> None:
+def adopt(pool: BlockPool, block_table: array[int], branch: DraftedBranch) -> None:
     """Replace the session's pages from the branch on by those of the branch, which came true."""
-    pool.release(block_table[branch.first_page :])
-    del block_table[branch.first_page :]
-    block_table.extend(branch.pages)
+    first = branch.first_page
+    pool.discard(block_table[first:])  # they are past the text: not published, and not shared
+    block_table[first:] = branch.pages
 
 
 def drop(pool: BlockPool, branches: Iterable[DraftedBranch]) -> None:
     """Free the pages of branches that did not come true."""
-    pool.release([page for branch in branches for page in branch.pages])
+    for branch in branches:
+        pool.discard(branch.pages)

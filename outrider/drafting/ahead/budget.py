@@ -1,10 +1,11 @@
 """The number of outcomes to draft for, and of tokens for each, for all sessions at once.
 
 With T the scorer's step, R the way there and back, f(M) a forward of M branches, h(M) the sum of
-their chances, C the time of a draft made on demand and S what the round has taken so far, branches
-of k tokens are there A = S + k * f(M) + R after the last output. One more forward finds the
-candidates at their ends. What comes late delays the next output, too, which gives the branches
-after that a start: in the long run a round is longer by half of A - T. So it takes
+their chances, C the time of a draft made on demand and S what the round has taken so far and what
+the host takes beside the loop, branches of k tokens are there A = S + k * f(M) + R after the last
+output. One more forward finds the candidates at their ends. What comes late delays the next output,
+too, which gives the branches after that a start: in the long run a round is longer by half of
+A - T. So it takes
 
     max(T, (T + A) / 2, S + (k + 1) * f(M)) + (1 - h(M)) * (C + R)
 
@@ -102,7 +103,8 @@ def choose_budget(
     forward = forward_s(_rows_of(plans.chances))
     if not forward.any():
         return Budget(len(forward), wanted)  # nothing was measured yet
-    times = pace.step_s, pace.network_s, draft_s, pace.spent_s + _SLACK * pace.step_s
+    spent_s = pace.spent_s + pace.host_s + _SLACK * pace.step_s
+    times = pace.step_s, pace.network_s, draft_s, spent_s
     return Budget(*_choose(plans.chances, forward, times, acceptance, wanted, joined))
 
 

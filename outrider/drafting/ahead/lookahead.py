@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from array import array
+from collections.abc import Sequence
 
 from outrider.drafting.ahead.branches import DraftedBranch, adopt, drop
 from outrider.drafting.drafters import ForkedGuess, Forks
@@ -38,21 +39,29 @@ class Lookahead:
         """Guesses in the cache."""
         return len(self.guess) - (self.forks is not None)
 
-    def follow(
-        self, pool: BlockPool, block_table: MutableSequence[int], fresh: Sequence[int]
-    ) -> int:
+    def follow(self, pool: BlockPool, block_table: array[int], fresh: Sequence[int]) -> int:
         """Follow a text that went on with `fresh`; return how many of these are in the cache.
 
         If all are, the line goes on after them: along the branch that came true, or, where the
         line itself did, along the branch that continues it. Else nothing is left.
         """
-        count, num_fed = len(fresh), self.num_fed
-        known = min(common_prefix_len(fresh, self.guess), num_fed)
-        if self.branches:
-            token = fresh[known] if known < count else self.guess[-1]
-            chosen = self.branches.pop((known if known < count else num_fed, token), None)
-            drop(pool, self.branches.values())
+        count, branches, guess = len(fresh), self.branches, self.guess
+        last = count - 1
+        if branches and fresh[:last] == guess[:last]:
+            chosen = branches.pop((last, fresh[last]), None)
+            if chosen is not None:  # as nearly always: a branch's token differs from the line's
+                self.branches = {}
+                drop(pool, branches.values())
+                adopt(pool, block_table, chosen)
+                self.guess, self.confidences, self.forks = chosen.batch.grown(chosen.row)
+                return count
+        num_fed = self.num_fed
+        known = min(common_prefix_len(fresh, guess), num_fed)
+        if branches:
+            token = fresh[known] if known < count else guess[-1]
+            chosen = branches.pop((known if known < count else num_fed, token), None)
             self.branches = {}
+            drop(pool, branches.values())
             if chosen is not None:
                 return self._take(pool, block_table, fresh, chosen)
         if known < count:
@@ -64,16 +73,13 @@ class Lookahead:
     def _take(
         self,
         pool: BlockPool,
-        block_table: MutableSequence[int],
+        block_table: array[int],
         fresh: Sequence[int],
         chosen: DraftedBranch,
     ) -> int:
         """Follow the branch that `fresh` takes, as `follow` does."""
         adopt(pool, block_table, chosen)
         place, grown = chosen.branch.accepted + 1, chosen.batch.grown(chosen.row)
-        if len(fresh) == place:  # as nearly always
-            self.begin(grown)
-            return place
         assert self.forks is not None
         self.guess = [*self.guess[: place - 1], chosen.branch.token, *grown.tokens]
         self.forks = Forks.joined([self.forks[:place], grown.forks])

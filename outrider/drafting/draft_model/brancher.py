@@ -48,6 +48,7 @@ class Brancher:
         self._draft_s = Average()
         self._rows_s = StepTimes()  # seconds of a forward by its rows
         self._loops: list[LoopRun] = []
+        self._growing: ForkBatch | None = None  # the last batch, if it had branches
 
     def take_loops(self) -> list[LoopRun]:
         """Return what ran since the last call."""
@@ -87,19 +88,26 @@ class Brancher:
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
         if not branching:
-            self._outcomes.count()
+            self._use_spare_time()
             return []
         plans = self._plan(branching)
         budget = self._budget(plans, num_tokens, pace)
         branches, num_tokens = self._best(plans, branching, budget), budget.tokens
         if not branches:
-            self._outcomes.count()
+            self._use_spare_time()
             return []
         started = self._clock()
         drafted, _ = self._run(branching, branches, num_tokens)
         if drafted:
             self._ran(0, len(drafted), num_tokens, self._clock() - started)
         return [state for state in branching if state.ahead.branches]  # no pages: none
+
+    def _use_spare_time(self) -> None:
+        """Do what commits would wait for otherwise."""
+        self._outcomes.count()
+        growing, self._growing = self._growing, None
+        if growing is not None:
+            growing.grow()
 
     def _ran(self, num_drafts: int, num_branches: int, num_tokens: int, seconds: float) -> None:
         num_rows = num_drafts + num_branches
@@ -188,6 +196,7 @@ class Brancher:
         for branch in drafted:
             trunk, accepted, token = branch.branch
             states[trunk].ahead.branches[accepted, token] = branch
+        self._growing = batch if drafted else None
         self._outcomes.count()  # while the device drafts
         if batch is not None:
             batch.wait()

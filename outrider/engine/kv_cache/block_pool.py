@@ -121,6 +121,13 @@ class BlockPool:
                 else:
                     self._blank.append(page)
 
+    def discard(self, pages: Sequence[int]) -> None:
+        """Free pages of one reference that were never published."""
+        refs = self._refs
+        for page in pages:
+            refs[page] = 0
+        self._blank += pages
+
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the counts agree with the sequences' block tables."""
         references = Counter(page for table in block_tables for page in table)

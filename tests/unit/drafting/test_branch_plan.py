@@ -268,5 +268,10 @@ def test_choose_budget_late_in_a_round_drafts_less() -> None:
     assert budget(lambda _: 0.0009, late).tokens < budget(lambda _: 0.0009).tokens
 
 
+def test_choose_budget_with_a_slow_host_drafts_less() -> None:
+    slow = Pace(H200.step_s, H200.network_s, host_s=0.002)
+    assert budget(lambda _: 0.0009, slow).tokens < budget(lambda _: 0.0009).tokens
+
+
 def test_choose_budget_before_measurement_tries_all() -> None:
     assert budget(lambda _: 0.0, Pace()) == Budget(16, K)

@@ -26,6 +26,7 @@ from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.graphs.loop_inputs import make_shapes
 from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
+from outrider.drafting.proposer import NO_PACE, Pace, SessionStart
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
@@ -39,6 +40,7 @@ from tests.support.models.recordable import (
     rerun,
     tiny_llama_config,
 )
+from tests.support.simulators.simulation import draft_model
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -244,3 +246,16 @@ def test_cut_to_likeliest_when_decided_equals_full_cut() -> None:
     assert cut[:5].equal(exact[:5])
     assert exact[1:].any(dim=1).all()
     assert not cut[5].any()
+
+
+def test_draft_model_waits_for_candidates_in_spare_time() -> None:
+    proposer, clock = draft_model()
+    sampling = SamplingParams(temperature=0.0)
+    proposer.open(1, SessionStart((5, 6, 7), sampling, num_draft_tokens=4, max_len=100))
+    proposer.draft([1])
+    [(_, tree)] = proposer.ahead([1], Pace(step_s=0.01)).trees
+    launched = clock.now
+    assert not proposer.ahead([1], NO_PACE).trees
+    assert (waited := clock.now) > launched, "the device was busy with the candidates"
+    proposer.commit(1, 3, tree.first_path(5), 4)
+    assert clock.now == waited, "the commit need not wait for them"

@@ -37,6 +37,14 @@ def test_block_pool_keeps_shared_pages_until_the_last_release() -> None:
     pool.check_invariants([])
 
 
+def test_block_pool_gives_discarded_pages_to_others() -> None:
+    pool = BlockPool(3)
+    table, own = [pool.allocate()], pool.take(2)
+    pool.discard(own)
+    pool.check_invariants([table])
+    assert sorted(pool.take(2)) == sorted(own)
+
+
 def test_block_pool_when_full_evicts_least_recently_used() -> None:
     pool = BlockPool(3)
     old, new = chain((1,), (2,)), chain((9,))

@@ -122,6 +122,23 @@ def test_draft_worker_counts_the_rows_of_loops() -> None:
     }
 
 
+def test_draft_worker_measures_its_time_beside_loops() -> None:
+    method, clock = draft_model(max_branches=2)
+    cycle = Cycle(
+        method, ProposerMetrics(CollectorRegistry()), configure("outrider-proposer"), clock
+    )
+
+    def send(_: object) -> None:
+        clock.now += 0.002
+
+    batch = draft_pb2.SessionBatch(opens=[open_(1, [1, 2])], step_us=10_000)
+    cycle.apply([Attach(1, send, 512), received(1, batch)])
+    cycle.draft()
+    assert cycle._pace().host_s == 0.0, "no branches"
+    assert cycle.ahead()
+    assert cycle._pace().host_s == pytest.approx(0.002)
+
+
 def received(link: int, batch: draft_pb2.SessionBatch) -> Item:
     return Batch(link, batch, 0.0)
 
