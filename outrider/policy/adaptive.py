@@ -50,6 +50,10 @@ class AdaptivePolicy(Policy):
         on_trial = current.on_trial and current.settling > 0.0
         return self.mode.drafts and (on_trial or self._idle_steps >= self._try_after)
 
+    @property
+    def stance(self) -> object:
+        return self.mode, self.may_wait, self._unknown
+
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         limits = np.array([d.offered.max_draft_tokens for d in rows])
         depth = int(limits.max())
