@@ -21,6 +21,7 @@ from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting
 
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
+UNCUT_AFTER = 16  # steps in which a chain was cut: what a longer step takes may have changed
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
 
 
@@ -33,6 +34,7 @@ class AdaptivePolicy(Policy):
         self._waiting = Waiting(self.measured)
         self._num_running = 1
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
+        self._cut_steps = 0  # of lone chains, since one was verified whole
 
     @property
     def mode(self) -> DraftMode:
@@ -118,7 +120,9 @@ class AdaptivePolicy(Policy):
             speed = tokens / steps.estimate(steps.sizes.run_one(num_rows, num_others + i))
             if speed > best:
                 best, count = speed, i
-        return [i < count for i in range(len(nodes.confidences))]
+        whole = count == len(nodes.confidences) or self._cut_steps == UNCUT_AFTER
+        self._cut_steps = 0 if whole else self._cut_steps + 1
+        return [whole or i < count for i in range(len(nodes.confidences))]
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""

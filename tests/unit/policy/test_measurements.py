@@ -296,3 +296,19 @@ def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
     chain, path = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
     cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
     assert cuts[0] == cuts[1]
+
+
+def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
+    """Only shorter ones run ever since, so it would be remembered for good."""
+    policy, each = policy_after(step_s={1: 0.019, 4: 0.02, 5: 0.02}), row()
+    sure = DraftNodes(bytes([250] * 4))
+    for _ in range(8):
+        policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)])
+    counts = []
+    for i in range(100):
+        counts.append(sum(policy.cut([(each, sure)], 1, 1)))
+        tokens = 1 + counts[-1]
+        policy.measured.steps.observe_step(1, tokens, 0.08 if i == 20 else 0.02)
+    assert counts[:21] == [4] * 21
+    assert counts[21] < 4, "one step is believed"
+    assert counts[60:] == [4] * 40
