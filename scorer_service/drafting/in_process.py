@@ -67,8 +67,12 @@ class InProcessProposer:
         build: Callable[[], tuple[Proposer, str]],
         proposer_id: str,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        drafts_before_prompts: bool = False,
     ) -> None:
+        """With `drafts_before_prompts` a lone request's first step verifies a draft already."""
         self._build = build
+        self._before_prompts = drafts_before_prompts
         self._clock = clock
         self.id = proposer_id
         self._listener: DraftListener | None = None  # None: nothing is drafted
@@ -116,14 +120,15 @@ class InProcessProposer:
     ) -> None:
         """Open a session whose text is the engine's: `start` has none.
 
-        `num_given` tokens of the text came with the request. A model drafts only from the next
-        commit on: it would process the prompt before the target does, and a burst's first requests
-        would keep all others waiting, in vain where so many are not drafted for.
+        `num_given` tokens of the text came with the request. Beside others a model drafts only from
+        the next commit on: it would process the prompt before the target does, and a burst's first
+        requests would keep all others waiting, in vain where so many are not drafted for.
         """
         tokens = engine.committed(session)
         if tokens is None or self._listener is None:
             return
-        if self._proposer.traits.model:
+        waits_for_prompt = self._sessions or not self._before_prompts
+        if self._proposer.traits.model and waits_for_prompt:
             start = replace(start, num_draft_tokens=0)
         self._keys[session] = key = self._queue.new_key()
         self._sessions[key] = _Session(session, epoch)
