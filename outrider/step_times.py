@@ -12,15 +12,20 @@ from numpy.typing import NDArray
 
 from outrider.averages import Average
 
+STALE_STEPS = 12  # of other sizes
+
 
 class StepTimes:
     """Seconds of a step by its number of tokens, as averages by quarter powers of two.
 
-    No step counts as slower than one of more tokens: a size that ran once, cold, would.
+    No step counts as slower than one of more tokens: a size that ran once, cold, would. A size that
+    did not run for long is measured anew if it is faster by now: its average may be of a burst.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
+        self._steps = 0
+        self._ran_at: dict[int, int] = {}  # by size: the number of its last step
         self._tokens, self._seconds = [0.0], [0.0]  # of the measured sizes, in order
         self._slope: float = 0.0  # seconds a token, over all sizes
 
@@ -29,6 +34,10 @@ class StepTimes:
         size = int(4 * math.log2(num_tokens))
         tokens, times = self._sizes.setdefault(size, (Average(), Average()))
         tokens.add(num_tokens)
+        self._steps += 1
+        if self._steps - self._ran_at.get(size, 0) > STALE_STEPS and seconds < times.mean:
+            times.weight = 0.0
+        self._ran_at[size] = self._steps
         times.add_time(seconds)
         points = sorted([(tokens.mean, times.mean) for tokens, times in self._sizes.values()])
         self._tokens = [tokens for tokens, _ in points]

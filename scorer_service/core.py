@@ -107,6 +107,8 @@ class ScorerCore:
             colocated = InProcessProposer(
                 partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
                 f"{options.scorer_id}-in-process",
+                # A GPU would have the first token later by more than a step's time.
+                drafts_before_prompts=options.device == "cpu",
             )
         engine: ServedEngine
         if options.engine == VLLM:

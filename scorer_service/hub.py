@@ -65,7 +65,6 @@ class Hub:
         `ServedEngine.submit`.
         """
         told = request if rounds is None else replace(request, stream_interval=0)
-        self._engine.submit(told, constraint)
         asked = request.speculation.num_speculative_tokens
         k = self._served.num_speculative_tokens if asked is None else asked
         prompt = request.prompt_token_ids
@@ -78,11 +77,13 @@ class Hub:
             num_draft_tokens=k,
             rounds=rounds,
         )
-        self._sessions[session.id] = session
-        self._idle.clear()
-        if session.num_speculative_tokens:
-            self.registry.probe()
-            self.registry.assign(session)
+        with self._engine.between_same_steps():  # the first step may verify a draft
+            self._engine.submit(told, constraint)
+            self._sessions[session.id] = session
+            self._idle.clear()
+            if session.num_speculative_tokens:
+                self.registry.probe()
+                self.registry.assign(session)
         return session
 
     def _drafts_for(self, request: Request) -> bool:

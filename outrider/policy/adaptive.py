@@ -12,13 +12,16 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafted_nodes import DraftNodes
 from outrider.policy.base import Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
+from outrider.policy.measurements import CONFIDENCES_PER_BIN
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting
 
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
+UNCUT_AFTER = 16  # steps in which a chain was cut: what a longer step takes may have changed
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
 
 
@@ -31,6 +34,7 @@ class AdaptivePolicy(Policy):
         self._waiting = Waiting(self.measured)
         self._num_running = 1
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
+        self._cut_steps = 0  # of lone chains, since one was verified whole
 
     @property
     def drafting(self) -> bool:
@@ -49,6 +53,10 @@ class AdaptivePolicy(Policy):
         current = self._modes.current
         on_trial = current.on_trial and current.settling > 0.0
         return self.drafting and (on_trial or self._idle_steps >= self._try_after)
+
+    @property
+    def stance(self) -> object:
+        return self.drafting, self.may_wait, self._unknown
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         limits = np.array([d.offered.max_draft_tokens for d in rows])
@@ -91,11 +99,30 @@ class AdaptivePolicy(Policy):
         steps = self.measured.steps
         if steps.padded or self._unknown or not steps.estimate(1):
             return super().cut(drafts, num_rows, num_others)
+        if len(drafts) == 1 and not drafts[0][1].parents:
+            return self._cut_chain(*drafts[0], num_rows, num_others)
         survivals = self.measured.acceptance.survivals_of_nodes(drafts)
         seconds = steps.of_rows(num_rows, np.arange(num_others, num_others + survivals.size + 1.0))
         likeliest = np.sort(survivals)[::-1]
         chosen: list[bool] = choose_nodes(survivals, likeliest, seconds, num_rows).tolist()
         return chosen
+
+    def _cut_chain(
+        self, d: Drafting, nodes: DraftNodes, num_rows: int, num_others: int
+    ) -> list[bool]:
+        """Do what `cut` does for one chain, for which arrays take longer than loops."""
+        rates, steps = self.measured.acceptance.by_confidence(d), self.measured.steps
+        survival, tokens, best, count = 1.0, float(num_rows), 0.0, 0
+        for i, told in enumerate([0, *nodes.confidences]):
+            if i:
+                survival *= rates[i - 1, told // CONFIDENCES_PER_BIN]
+                tokens += survival
+            speed = tokens / steps.estimate(steps.sizes.run_one(num_rows, num_others + i))
+            if speed > best:
+                best, count = speed, i
+        whole = count == len(nodes.confidences) or self._cut_steps == UNCUT_AFTER
+        self._cut_steps = 0 if whole else self._cut_steps + 1
+        return [whole or i < count for i in range(len(nodes.confidences))]
 
     def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""

@@ -21,6 +21,7 @@ PRIOR_RATE = 0.8  # accepted of an unknown proposer's tokens: it is worth a try
 PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is known besides
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
 BINS = 16  # of confidences, of which a byte tells 256: the rest is noise
+CONFIDENCES_PER_BIN = 256 // BINS
 SAID = 1.0 / (1.0 + np.exp(7.5 - np.arange(BINS)))  # by the log odds in the middle of each bin
 
 
@@ -43,7 +44,7 @@ class _Kind:
         if told:
             last, drafts = zip(*told, strict=True)
             forest = Forest(drafts)
-            depths, bins = forest.depths, forest.confidences // (256 // BINS)
+            depths, bins = forest.depths, forest.confidences // CONFIDENCES_PER_BIN
             fresh = np.zeros_like(self._nodes)
             for counts, found in zip(fresh, forest.verified(np.array(last)), strict=True):
                 np.add.at(counts, (depths[found], bins[found]), 1.0)
@@ -114,12 +115,19 @@ class Acceptance:
         survivals: NDArray[np.float64] = np.take_along_axis(by_level, places, 1) * levels[:, None]
         return survivals
 
+    def by_confidence(self, d: Drafting) -> NDArray[np.float64]:
+        """Return how often nodes of a row's drafts are accepted after their parent [depths, BINS].
+
+        `CONFIDENCES_PER_BIN` confidences, from 0 on, share a bin.
+        """
+        return self._kind(d.kind).by_confidence
+
     def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> NDArray[np.float64]:
         """Return the survival of each node [n] of `drafts`, one after the other."""
         kinds, of_draft = self._kinds_of([d for d, _ in drafts])
         forest = Forest([nodes for _, nodes in drafts])
         of_node = np.repeat(of_draft, np.diff(forest.starts, append=forest.size))
-        bins = forest.confidences // (256 // BINS)
+        bins = forest.confidences // CONFIDENCES_PER_BIN
         tables = np.stack([kind.by_confidence for kind in kinds])
         return forest.products(tables[of_node, forest.depths, bins])
 

@@ -88,7 +88,8 @@ class Drafting:
     num_draft_tokens: int = 0  # of the next round
     runs_ahead: bool = False  # drafts are made ahead now
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
-    unlearned: tuple[Round, DraftNodes] | None = None  # the last round, until it is learned
+    unlearned: list[tuple[Round, DraftNodes]] = field(default_factory=list)  # rounds until then
+    stance: object = None  # of the policy, when it chose the draft tokens
     round: CurrentRound = field(default_factory=CurrentRound)
     awaited: Awaited = field(default_factory=Awaited)
     measured: Measured = field(default_factory=Measured)

@@ -139,4 +139,4 @@ def rests(row: Row, *, drafting: bool) -> bool:
     d = row.drafting
     if not d.offered.draftable:
         return True
-    return not (drafting or d.num_draft_tokens or d.awaited.asked or d.unlearned is not None)
+    return not (drafting or d.num_draft_tokens or d.awaited.asked or d.unlearned)

@@ -33,6 +33,8 @@ from outrider.rounds import UNDRAFTED, USEFUL, BlockFate, Round
 from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
+ROUNDS_AT_ONCE = 8  # that are learned from
+
 
 class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
     """A block that came for a row, and its fate."""
@@ -222,7 +224,7 @@ class DraftTracker:
             if self._count_launch(row, drafted, now):
                 opened.append(row)
         self.account.launched_at_rest(resting)
-        self.learn(learning)
+        self._learn_and_choose(learning)
         return opened
 
     def _count_launch(self, row: Row, drafted: int, now: float) -> bool:
@@ -291,7 +293,8 @@ class DraftTracker:
         # A proposer that resumes first catches up on all commits since it drafted last.
         measures = row.draft is None and not resumes
         awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
-        d.unlearned = round_, nodes if len(nodes.confidences) == round_.drafted else NO_NODES
+        whole = len(nodes.confidences) == round_.drafted
+        d.unlearned.append((round_, nodes if whole else NO_NODES))
 
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
         """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
@@ -328,22 +331,33 @@ class DraftTracker:
         )
 
     def learn(self, rows: Rows[Row]) -> None:
-        """Take in what rows' last rounds showed, and choose how many tokens they draft.
-
-        That is once per round, when they go into their next step, and for the round after that.
-        Earlier the device or the proposer would have to wait for it.
-        """
-        rounds = [(d, *last) for row in rows if (last := (d := row.drafting).unlearned) is not None]
+        """Take in what rows' rounds showed since they were last learned."""
+        rounds = [(d, *last) for d in [row.drafting for row in rows] for last in d.unlearned]
         self.policy.measured.acceptance.observe(rounds)
-        for d, *_ in rounds:
-            d.unlearned = None
-        self._choose_counts([d for d, *_ in rounds])
+        for row in rows:
+            row.drafting.unlearned.clear()
+
+    def _learn_and_choose(self, rows: Rows[Row]) -> None:
+        """Learn from rows, and choose how many tokens they draft in the round after the next.
+
+        That is when they go into a step. Earlier the device or the proposer would have to wait for
+        it. A few rounds take the host as long as one, so those of few rows are taken together,
+        unless the policy would choose by other rules by now.
+        """
+        rows = [row for row in rows if row.drafting.unlearned]
+        num_rounds = sum([len(row.drafting.unlearned) for row in rows])
+        enough = num_rounds >= ROUNDS_AT_ONCE or not self.policy.mode.drafts
+        stance = self.policy.stance
+        if enough or any(row.drafting.stance != stance for row in rows):
+            self.learn(rows)
+            self._choose_counts([row.drafting for row in rows])
 
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
         """Choose how rows come to their next drafts, and how long these are."""
         if rows:
+            stance = self.policy.stance
             for d in rows:
-                d.runs_ahead = d.proposer.runs_ahead
+                d.runs_ahead, d.stance = d.proposer.runs_ahead, stance
             for d, count in zip(rows, self.policy.choose_counts(rows), strict=True):
                 d.num_draft_tokens = min(count, d.offered.max_draft_tokens)
 

@@ -69,8 +69,12 @@ class InProcessProposer:
         build: Callable[[], tuple[Proposer, str]],
         proposer_id: str,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        drafts_before_prompts: bool = False,
     ) -> None:
+        """With `drafts_before_prompts` a lone request's first step verifies a draft already."""
         self._build = build
+        self._before_prompts = drafts_before_prompts
         self._clock = clock
         self.id = proposer_id
         self._listener: DraftListener | None = None  # None: nothing is drafted
@@ -119,20 +123,20 @@ class InProcessProposer:
     ) -> None:
         """Open a session whose text is the engine's: `start` has none.
 
-        `num_given` tokens of the text came with the request. A model hears of it when a commit asks
-        for the first draft: it would process the prompt before the target does, and a burst's first
-        requests would keep all others waiting, in vain where so many are not drafted for. A method
-        that copies learns from every text.
+        `num_given` tokens of the text came with the request. Beside others a model hears of it when a
+        commit asks for the first draft: it would process the prompt before the target does, and a
+        burst's first requests would keep all others waiting, in vain where so many are not drafted
+        for. A method that copies learns from every text.
         """
         text = engine.committed(session)
         if text is None or self._listener is None:
             return
+        at_once = not self._proposer.traits.model or (self._before_prompts and not self._sessions)
         self._keys[session] = key = self._queue.new_key()
         self._sessions[key] = opened = _Session(session, epoch, start, num_given)
-        if self._copies:
+        if self._copies or at_once:
             with self._containing_failures():
-                asked = 0 if self._proposer.traits.model else start.num_draft_tokens
-                self._tell(key, opened, text, asked)
+                self._tell(key, opened, text, start.num_draft_tokens if at_once else 0)
 
     def close(self, session: int) -> None:
         """Close a session, if it is known."""

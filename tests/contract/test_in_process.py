@@ -223,13 +223,16 @@ async def test_method_without_drafts_hears_of_a_text_when_it_ends_and_misses_non
     assert heard == [(len(PROMPTS[2]), 50)]
 
 
-async def test_draft_model_processes_no_prompt_before_the_target() -> None:
+@pytest.mark.parametrize(("before_prompts", "beside"), [(True, 0), (True, 1), (False, 0)])
+async def test_draft_model_processes_no_prompt_before_the_target_but_a_lone_requests(
+    before_prompts: bool, beside: int
+) -> None:
     """Else all who come together would wait for it."""
-    order: list[str] = []
+    order: list[tuple[str, int]] = []
 
     class Noted(HashModel):
         def forward(self, batch: PackedBatch) -> Tensor:
-            order.append("draft")
+            order.append(("draft", len(batch.input_ids)))
             return super().forward(batch)
 
     def noted(target: PacedModel) -> DraftModelProposer:
@@ -237,16 +240,26 @@ async def test_draft_model_processes_no_prompt_before_the_target() -> None:
         model = Noted(VOCAB, num_pages=512, max_model_len=MAX_LEN)
 
         def told(batch: PackedBatch) -> Tensor:
-            order.append("target")
+            order.append(("target", len(batch.input_ids)))
             return forward(batch)
 
         target.forward = told  # type: ignore[method-assign]
         return DraftModelProposer(model, name="hash", limits=ProposerLimits(max_branches=0))
 
-    async with running_scorer(in_process=noted) as scorer:
+    setup = {"in_process": noted, "drafts_before_prompts": before_prompts}
+    async with running_scorer(pause_s=0.001, **setup) as scorer:
+        other = generate_request([1], max_tokens=150)
+        others = [scorer.stub.Generate(other) for _ in range(beside)]
+        for call in others:
+            await call.read()
+        order.clear()
         output = await scorer.generate(PROMPTS[3], max_tokens=40)
         assert output.token_ids == scorer.model.greedy_text(PROMPTS[3], 40)
-    assert order[:2] == ["target", "draft"], "it drafts from the first token on"
+        for call in others:
+            call.cancel()
+    prompts = [name for name, num_tokens in order if num_tokens >= len(PROMPTS[3])]
+    first = ["draft", "target"] if before_prompts and not beside else ["target", "draft"]
+    assert prompts[:2] == first
     assert output.aux_info.accepted > 20
 
 

@@ -171,6 +171,7 @@ class ScorerSetup:
     tls: TlsFiles | None = None
     in_process: Callable[[PacedModel], Proposer] | None = None
     """Makes a method that the scorer drafts by itself."""
+    drafts_before_prompts: bool = False
 
 
 @asynccontextmanager
@@ -192,7 +193,11 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
     colocated: InProcessProposer | None = None
     if setup.in_process is not None:
         method = setup.in_process(model)
-        colocated = InProcessProposer(lambda: (method, TOKENIZER_HASH), "in-process-0")
+        colocated = InProcessProposer(
+            lambda: (method, TOKENIZER_HASH),
+            "in-process-0",
+            drafts_before_prompts=setup.drafts_before_prompts,
+        )
 
     def build() -> Engine:
         config = EngineConfig(

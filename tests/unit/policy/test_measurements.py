@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.bounded import MAX_NAMES
 from outrider.draft_port import DraftOffer
+from outrider.draft_tree import chain_parents
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.draft_times import DraftTimes
@@ -276,3 +277,38 @@ def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     found = policy.choose_rows([], both, 0, now=0.0)
     assert (found.rows, found.wake_at) == ([], 0.005)
     assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2
+
+
+@given(
+    st.binary(min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from((STEP_S, EVEN_STEP_S, DEAR_STEP_S)),
+    st.booleans(),
+)
+def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
+    told: bytes, num_rows: int, num_others: int, step_s: Mapping[int, float], captured: bool
+) -> None:
+    policy, each = policy_after(step_s=step_s, num_rows=num_rows), row(12)
+    if captured:
+        policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)))
+    policy.measured.acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
+    chain, path = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
+    cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
+    assert cuts[0] == cuts[1]
+
+
+def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
+    """Only shorter ones run ever since, so it would be remembered for good."""
+    policy, each = policy_after(step_s={1: 0.019, 4: 0.02, 5: 0.02}), row()
+    sure = DraftNodes(bytes([250] * 4))
+    for _ in range(8):
+        policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)])
+    counts = []
+    for i in range(100):
+        counts.append(sum(policy.cut([(each, sure)], 1, 1)))
+        tokens = 1 + counts[-1]
+        policy.measured.steps.observe_step(1, tokens, 0.08 if i == 20 else 0.02)
+    assert counts[:21] == [4] * 21
+    assert counts[21] < 4, "one step is believed"
+    assert counts[60:] == [4] * 40

@@ -17,6 +17,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.policy.waiting import MAX_PATIENCE_S
+from outrider.rounds import Round
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
@@ -115,6 +116,24 @@ def test_a_useless_proposer_costs_little_and_is_tried_again() -> None:
     (stats,) = bench.ask(max_tokens=400)
     assert 4 < stats.drafted < 0.25 * 4 * stats.rounds, "K shrinks to 0 where nothing is accepted"
     assert bench.now < 1.2 * stats.output_tokens * PLAIN_S
+
+
+@pytest.mark.parametrize(("requests", "most"), [(1, 0.25), (16, 1.5)])
+def test_rounds_of_few_rows_are_learned_several_at_a_time_and_all_of_them(
+    requests: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host takes nearly as long for one as for eight."""
+    policy, learned = AdaptivePolicy(4), []
+    observe = policy.measured.acceptance.observe
+
+    def noted(rounds: list[tuple[Any, Round, Any]]) -> None:
+        learned.append([round_ for _, round_, _ in rounds if round_.drafted])
+        observe(rounds)
+
+    monkeypatch.setattr(policy.measured.acceptance, "observe", noted)
+    stats = Bench(policy).ask(requests, max_tokens=400)
+    assert len(learned) < most * stats[0].rounds
+    assert sum(map(len, learned)) == sum([s.rounds - s.k_histogram[0] for s in stats]) > 0
 
 
 def advised(policy: Policy, delay_s: float, *advice: int) -> tuple[Bench, SpeculationParams]:

@@ -46,6 +46,16 @@ def test_a_size_that_ran_once_cold_counts_as_fast_as_larger_ones() -> None:
     assert times.estimate(2) == times.estimate(5) == pytest.approx(0.010)
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.010, 0.010), (0.030, 0.0216)])
+def test_size_that_did_not_run_for_long_is_measured_anew_if_it_is_faster(
+    seconds: float, expected: float
+) -> None:
+    times = StepTimes()
+    for num_tokens, taken_s in [*[(5, 0.020)] * 8, *[(4, 0.009)] * 13, (5, seconds)]:
+        times.observe(num_tokens, taken_s)
+    assert times.estimate(5) == pytest.approx(expected, rel=0.01)
+
+
 def test_one_outlier_moves_the_mean_of_times_little() -> None:
     average = Average()
     for value in (0.004, 0.004, 0.004, 1.0):
