@@ -346,7 +346,7 @@ class DraftTracker:
         """
         rows = [row for row in rows if row.drafting.unlearned]
         num_rounds = sum([len(row.drafting.unlearned) for row in rows])
-        enough = num_rounds >= ROUNDS_AT_ONCE or not self.policy.mode.drafts
+        enough = num_rounds >= ROUNDS_AT_ONCE or not self.policy.drafting
         stance = self.policy.stance
         if enough or any(row.drafting.stance != stance for row in rows):
             self.learn(rows)

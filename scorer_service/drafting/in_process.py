@@ -123,8 +123,8 @@ class InProcessProposer:
     ) -> None:
         """Open a session whose text is the engine's: `start` has none.
 
-        `num_given` tokens of the text came with the request. Beside others a model hears of it when a
-        commit asks for the first draft: it would process the prompt before the target does, and a
+        `num_given` tokens of the text came with the request. Beside others a model hears of it when
+        a commit asks for the first draft: it would process the prompt before the target does, and a
         burst's first requests would keep all others waiting, in vain where so many are not drafted
         for. A method that copies learns from every text.
         """
