@@ -19,6 +19,7 @@ WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row at most after a change: drafts and delays are of before
 MOST_LOST = 0.005  # of the time, by trials; and so many steps they are where nothing changes
+MOST_RARER = 4.0  # times as rare are trials, doubled with each that is lost after another
 MIXED_TEXTS = 0.2 * SAMPLED_TEMPERATURE  # to either side: a mean within it is of both kinds
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
@@ -45,6 +46,7 @@ class ModeTrials:
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
+        self._rarer = 1.0  # the next trial
         self.settle()
 
     @property
@@ -114,9 +116,10 @@ class ModeTrials:
         return tried.rate > best.rate * (WORTH if self.drafting else 1.0)
 
     def _end(self, *, won: bool) -> None:
-        self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
+        self._steps_left = self._rarer * max(MOST_STEPS, self._lost_steps / MOST_LOST)
+        self._rarer = min(MOST_RARER, 2.0 * self._rarer)
         if won:
-            self._steps_left = float(self._trial_steps)
+            self._steps_left, self._rarer = float(self._trial_steps), 1.0
             self.incumbent = self.drafting
         self.drafting = self.incumbent
         self.settle()

@@ -71,6 +71,7 @@ class Load:
 @pytest.mark.parametrize("best", MODES)
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_trials_find_the_faster_mode_and_lose_little_time(best: bool, rows: int) -> None:
+    """The same result again and again makes the next trial rarer."""
     times = steps_s(0.0255 if best else 0.034, 0.010 if best else 0.0075)
     load, steps = Load(rows, times), 50_000
     load.play(5000)
@@ -79,7 +80,7 @@ def test_trials_find_the_faster_mode_and_lose_little_time(best: bool, rows: int)
     token_s = {mode: times[mode] / (3 if mode else 1) for mode in MODES}
     lost_s = sum([n * times[m] * (1 - token_s[best] / token_s[m]) for m, n in taken.items()])
     assert min(taken.values()) > 0
-    allowed = 1.2 if best else 1.3  # rows come back from a trial without their drafts
+    allowed = 0.6 if best else 0.65  # rows come back from a trial without their drafts
     assert lost_s < allowed * MOST_LOST * steps * times[best]
 
 
