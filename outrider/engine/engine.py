@@ -120,12 +120,11 @@ class Engine:
             self._count_blocks()  # the delay of drafts on demand decides who waits for the others
         drafts, self._device_drafts = self._device_drafts, None
         step = self._scheduler.schedule(began)
-        if drafts is not None:
-            clear_places(drafts, self._scheduler.by_session)
         if step is None:
             self._clock.nothing_ready()
             return False
         if drafts is not None:
+            clear_places(drafts, step)
             step = replace(step, device_drafts=drafts)
             if step.has_prompts:  # its launch takes longer than the drafts, which come behind it
                 self._tracker.measure_no_delay(row.seq for row in step.rows if row.draft)

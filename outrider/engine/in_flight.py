@@ -140,8 +140,8 @@ def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None
         seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
 
 
-def clear_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None:
-    """Take from each row what it held for `drafts`, which may be posted with fewer nodes."""
-    for session in drafts.lengths:
-        if session in sequences:
-            sequences[session].draft = None
+def clear_places(drafts: DeviceDrafts, step: Step) -> None:
+    """Take from the rows of a step what they held: a tree may be posted with fewer nodes."""
+    for row in step.others:
+        if row.draft and row.seq.session_id in drafts.lengths:
+            row.seq.draft = None

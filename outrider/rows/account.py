@@ -120,7 +120,7 @@ def draft_fate(row: Row, drafted: int) -> str | None:
         return "hit" if drafted else None
     if current.at_hand:
         return "hit" if d.num_draft_tokens else None
-    if row.draft is not None and not (d.runs_ahead and d.waits):
+    if (drafted or row.draft is not None) and not (d.runs_ahead and d.waits):
         return "waited"
     if not d.waits:
         return None

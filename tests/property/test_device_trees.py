@@ -193,22 +193,36 @@ def test_engine_with_trees_on_device_emits_plain_text_of_any_requests(
         assert counts[kind] > 5, kind
 
 
+def make_engine(max_tokens: int) -> Engine:
+    """One with a request whose first token is known."""
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
+    engine = Engine(HashModel(), config, policy=FixedPolicy(4, max_wait_s=1.0))
+    stop = StopParams(max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0.0)
+    engine.submit(Request(0, (1, 2, 3), greedy, stop, draft_trees=True))
+    engine.set_drafting(0, DraftOffer("here", 4, colocated=True))
+    engine.step()
+    return engine
+
+
+def test_device_trees_that_no_step_verifies_were_not_awaited_in_vain() -> None:
+    """A text's last token needs no draft."""
+    engine = make_engine(max_tokens=2)
+    nodes = DeviceNodes(*torch.tensor([[[1, 2, 3, 4]], [[-1, 0, 0, 1]]], dtype=torch.int32))
+    assert engine.schedule_with_device_drafts(DeviceDrafts(nodes, {0: 0}, {0: 4}))
+    assert engine.launch()
+    engine.finalize_step()
+    assert not engine._tracker._in_vain
+
+
 def test_posted_tree_of_fewer_nodes_takes_the_place_that_was_held() -> None:
     """Copies fill up what the device verifies, and nobody is told of these."""
-
-    def make_engine() -> Engine:
-        config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
-        engine = Engine(HashModel(), config, policy=FixedPolicy(4, max_wait_s=0.0))
-        greedy = SamplingParams(temperature=0.0)
-        engine.submit(Request(0, (1, 2, 3), greedy, StopParams(max_tokens=9), draft_trees=True))
-        engine.set_drafting(0, DraftOffer("here", 4, colocated=True))
-        engine.step()
-        return engine
-
-    plain, engine = make_engine(), make_engine()
-    for _ in range(3):
+    plain, engine = make_engine(max_tokens=9), make_engine(max_tokens=9)
+    plain.abort(0)
+    plain.submit(Request(1, (1, 2, 3), SamplingParams(temperature=0.0), StopParams(max_tokens=9)))
+    for _ in range(4):
         plain.step()
-    *text, first, second, _ = plain.committed(0) or ()
+    *text, first, second, _ = plain.committed(1) or ()
     wrong = 31 - first
     tokens = torch.tensor([[wrong, first, second, wrong]], dtype=torch.int32)
     nodes = DeviceNodes(tokens, torch.tensor([[-1, -1, 1, -1]], dtype=torch.int32))
@@ -221,5 +235,5 @@ def test_posted_tree_of_fewer_nodes_takes_the_place_that_was_held() -> None:
     events = engine.finalize_step()
     assert events is not None
     [commit] = events.commits
-    assert engine.committed(0) == plain.committed(0)
+    assert engine.committed(0) == plain.committed(1)
     assert commit.draft == VerifiedDraft(len(text), tree.token_ids, tree.parents)
