@@ -342,15 +342,14 @@ class DraftTracker:
 
         That is when they go into a step. Earlier the device or the proposer would have to wait for
         it. A few rounds take the host as long as one, so those of few rows are taken together,
-        unless the policy would choose by other rules by now.
+        unless the policy would choose by other rules by now, or a row drafts nothing.
         """
         rows = [row for row in rows if row.drafting.unlearned]
-        num_rounds = sum([len(row.drafting.unlearned) for row in rows])
-        enough = num_rounds >= ROUNDS_AT_ONCE or not self.policy.drafting
-        stance = self.policy.stance
-        if enough or any(row.drafting.stance != stance for row in rows):
+        drafting, stance = [row.drafting for row in rows], self.policy.stance
+        enough = sum([len(d.unlearned) for d in drafting]) >= ROUNDS_AT_ONCE
+        if enough or any(d.stance != stance or not d.num_draft_tokens for d in drafting):
             self.learn(rows)
-            self._choose_counts([row.drafting for row in rows])
+            self._choose_counts(drafting)
 
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
         """Choose how rows come to their next drafts, and how long these are."""
