@@ -90,6 +90,15 @@ def test_tokens_that_bring_more_than_their_time_are_drafted(
     assert policy.choose_counts(all_rows) == expected
 
 
+def test_short_drafts_of_all_rows_are_chosen_before_long_ones_that_all_rows_wait_for() -> None:
+    """Though the last tokens of some rows are likelier than the first ones of others."""
+    both = [*rows(4, 8), *[row(8, sampled=True) for _ in range(4)]]
+    met = [(each, chain_round(8, 1 if each.offered.sampled else 4)) for each in both]
+    policy = policy_after(*met, step_s={8: 0.0048, 80: 0.0048}, num_rows=8)
+    policy.measured.draft_times(both[0]).observe(0.0, 0.012, 0.012, 4, alone=True)
+    assert policy.choose_counts(both) == [1] * 8
+
+
 def test_acceptance_is_that_of_depth_and_kind_of_text_and_a_rows_own_while_it_drafts() -> None:
     acceptance, sampled = Acceptance(), row(sampled=True)
     poor, others = row(proposer="b"), row(proposer="b")
@@ -196,10 +205,17 @@ def told_confidences(*, honest: bool) -> AdaptivePolicy:
     return policy
 
 
-def test_cut_verifies_the_sure_tokens_of_all_rows() -> None:
+@pytest.mark.parametrize("waited_s", [0.0, 0.1])
+def test_cut_verifies_the_sure_tokens_of_all_rows_and_all_after_a_long_wait(
+    waited_s: float,
+) -> None:
     told = [bytes((SURE, SURE)), bytes((UNSURE, SURE)), bytes((SURE, UNSURE)), bytes((UNSURE,))]
     drafts, policy = [(row(), DraftNodes(each)) for each in told], told_confidences(honest=True)
-    assert policy.cut(drafts, 4, 4) == [True, True, False, False, True, False, False]
+    for d, nodes in drafts:
+        d.num_draft_tokens = len(nodes.confidences)
+        policy.measured.draft_times(d).observe(0.0, waited_s, 0.0, 2, alone=True)
+    sure = [True, True, False, False, True, False, False]
+    assert policy.cut(drafts, 4, 4) == (sure if waited_s == 0.0 else [True] * 7)
 
 
 def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
