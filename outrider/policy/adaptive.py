@@ -1,8 +1,7 @@
 """The policy that measures, and maximises committed tokens per second.
 
-What a draft costs the steps beside it is found by trials of draft modes (mode.py). Within a mode,
-how many tokens each row drafts is one choice over all rows of a step (choose_nodes.py), and how
-long rows wait for drafts (waiting.py) follows from the same measurements.
+Trials tell whether to draft at all (mode.py). How many tokens each row drafts is one choice over
+all rows of a step (choose_nodes.py). How long rows wait (waiting.py) follows from the same times.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting
 
+Seconds = NDArray[np.float64]
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
 UNCUT_AFTER = 16  # steps in which a chain was cut: what a longer step takes may have changed
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
@@ -31,7 +31,7 @@ class AdaptivePolicy(Policy):
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
         self._modes = ModeSelector()
-        self._waiting = Waiting(self.measured)
+        self._waiting = Waiting(self.measured, num_speculative_tokens)
         self._num_running = 1
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
         self._cut_steps = 0  # of lone chains, since one was verified whole
@@ -72,59 +72,71 @@ class AdaptivePolicy(Policy):
             chosen = self._choose(rows, survivals) & (survivals > 0.0)
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
-        counts: list[int] = chosen.sum(1).tolist()
-        return counts
+        return [*chosen.sum(1).tolist()]
 
     def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which tokens are worth their step's time and their delay [rows, depth]."""
-        steps, num_nodes = self.measured.steps, survivals.size
-        likeliest = np.sort(survivals, axis=None)[::-1]
+        """Return which tokens are worth their step's time and their delay [rows, depth].
+
+        All rows wait for the longest draft, and the likeliest nodes are the deep ones of few rows.
+        So greatest depths are compared, each with its own likeliest nodes.
+        """
+        steps, most = self.measured.steps, survivals.shape[1]
         num_rows = max(len(rows), steps.num_rows)
         alike = num_rows / len(rows)  # rows beside one that is new
-        tokens = np.full(num_nodes + 1, float(num_rows))
-        if steps.padded or not self.measured.acceptance.confident(rows):  # else see `cut`
-            tokens += np.arange(num_nodes + 1) * alike
-        seconds = steps.of_rows(num_rows, tokens)
-        # All rows wait for the longest draft: the n likeliest nodes take as long as their deepest.
-        first_of_depth = np.searchsorted(-likeliest, -survivals.max(0))
-        places = np.diff(first_of_depth, prepend=-1, append=num_nodes)
-        waits_s = np.repeat(self._wait_s(rows, survivals.shape[1]), places)
-        cohorts = max(num_rows, self._num_running) / num_rows  # have steps while others wait
-        seconds = np.maximum(seconds, (seconds + waits_s) / cohorts)
-        if self._modes.current.compared:  # whether to draft at all is not added up, but measured
-            seconds[0] = np.inf
-        return choose_nodes(survivals, likeliest, seconds, len(rows))
+        steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0) * alike)
+        # Whether to draft at all is not added up, but measured.
+        none_s = np.inf if self._modes.current.compared else steps_s[0]
+        waits_s, best, fastest = self._waits_s(rows, most), np.zeros(survivals.shape, bool), 0.0
+        while most:
+            nodes = survivals[:, :most]
+            likeliest = np.sort(nodes, axis=None)[::-1]
+            seconds = self._round_s(num_rows, steps_s[: nodes.size + 1], waits_s[most])
+            seconds[0] = none_s
+            chosen = choose_nodes(nodes, likeliest, seconds, len(rows))
+            speed = (len(rows) + nodes[chosen].sum()) / seconds[np.count_nonzero(chosen)]
+            if speed > fastest:
+                fastest, best[:, :most], best[:, most:] = speed, chosen, False
+            most = 3 * most // 4
+        return best
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
-        steps = self.measured.steps
+        steps, rows = self.measured.steps, [d for d, _ in drafts]
         if steps.padded or self._unknown or not steps.estimate(1):
             return super().cut(drafts, num_rows, num_others)
         if len(drafts) == 1 and not drafts[0][1].parents:
             return self._cut_chain(*drafts[0], num_rows, num_others)
         survivals = self.measured.acceptance.survivals_of_nodes(drafts)
-        seconds = steps.of_rows(num_rows, np.arange(num_others, num_others + survivals.size + 1.0))
-        likeliest = np.sort(survivals)[::-1]
-        chosen: list[bool] = choose_nodes(survivals, likeliest, seconds, num_rows).tolist()
-        return chosen
+        tokens = np.arange(num_others, num_others + survivals.size + 1.0)
+        waited_s = self._waits_s(rows, max([d.num_draft_tokens for d in rows]))[-1]
+        seconds = self._round_s(num_rows, steps.of_rows(num_rows, tokens), waited_s)
+        return [*choose_nodes(survivals, np.sort(survivals)[::-1], seconds, num_rows).tolist()]
 
     def _cut_chain(
         self, d: Drafting, nodes: DraftNodes, num_rows: int, num_others: int
     ) -> list[bool]:
         """Do what `cut` does for one chain, for which arrays take longer than loops."""
         rates, steps = self.measured.acceptance.by_confidence(d), self.measured.steps
+        waited_s = float(self._waits_s([d], d.num_draft_tokens)[-1])
+        cohorts = max(num_rows, self._num_running) / num_rows
         survival, tokens, best, count = 1.0, float(num_rows), 0.0, 0
         for i, told in enumerate([0, *nodes.confidences]):
             if i:
                 survival *= rates[i - 1, told // CONFIDENCES_PER_BIN]
                 tokens += survival
-            speed = tokens / steps.estimate(steps.sizes.run_one(num_rows, num_others + i))
+            step_s = steps.estimate(steps.sizes.run_one(num_rows, num_others + i))
+            speed = tokens / max(step_s, (step_s + waited_s) / cohorts)
             if speed > best:
                 best, count = speed, i
         whole = count == len(nodes.confidences) or self._cut_steps == UNCUT_AFTER
         self._cut_steps = 0 if whole else self._cut_steps + 1
         return [whole or i < count for i in range(len(nodes.confidences))]
 
-    def _wait_s(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
+    def _round_s(self, num_rows: int, steps_s: Seconds, wait_s: Seconds) -> Seconds:
+        """Return the seconds from step to step; other rows have steps while these wait."""
+        cohorts = max(num_rows, self._num_running) / num_rows
+        return np.maximum(steps_s, (steps_s + wait_s) / cohorts)
+
+    def _waits_s(self, rows: Rows[Drafting], depth: int) -> Seconds:
         """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
         tokens, drafters = np.arange(1.0, depth + 1.0), {d.drafter: d for d in rows}.values()
         delays = [self.measured.draft_times(d).delays.mean_s(tokens) for d in drafters]
@@ -138,8 +150,7 @@ class AdaptivePolicy(Policy):
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
         if any(row.drafting.runs_ahead for row in waiting):
-            k = self.num_speculative_tokens
-            return self._waiting.together(ready, waiting, num_prefilling, k, now)
+            return self._waiting.together(ready, waiting, num_prefilling, now)
         if self.may_wait and self._waiting.in_halves((*ready, *waiting)):
             half = (len(ready) + len(waiting) + 1) // 2  # at most, those that waited longest
             ready = sorted(ready, key=lambda row: row.drafting.round.committed_at)[:half]

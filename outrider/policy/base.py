@@ -51,12 +51,12 @@ class StepDone:
 
 
 class Policy:
-    """Drafts as much as rows may in every round, and waits for no draft.
+    """Drafts as much as rows may in every round; each waits longer than a slow draft takes.
 
     A policy decides; what happens to rows is kept by the `DraftTracker`. Others replace methods.
     """
 
-    def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 0.0) -> None:
+    def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 1.0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.max_wait_s = max_wait_s  # of a row for its draft
         self.measured = Measurements()
@@ -93,10 +93,9 @@ class Policy:
         return [d.offered.max_draft_tokens for d in rows]
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:  # noqa: ARG002
-        """Return which nodes of `drafts` the next step verifies, one draft after the other.
+        """Return which nodes of `drafts`, one after the other, a step of `num_rows` rows verifies.
 
-        No node without its parent. The step has `num_rows` rows, and `num_others` tokens besides
-        these nodes.
+        No node without its parent. The step has `num_others` tokens besides these nodes.
         """
         return [True] * sum([len(nodes.confidences) for _, nodes in drafts])
 
@@ -120,7 +119,4 @@ class Policy:
 
 
 class FixedPolicy(Policy):
-    """Each row waits `max_wait_s` for its draft, by default longer than a slow one takes."""
-
-    def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 1.0) -> None:
-        super().__init__(num_speculative_tokens, max_wait_s=max_wait_s)
+    """The policy that decides nothing by measurements."""

@@ -29,7 +29,6 @@ class _Kind:
     """Drafts of one method of one proposer, for rows that are sampled or for those that are not."""
 
     def __init__(self) -> None:
-        self.confident = False  # all of its last drafts told how sure they are
         self._levels = np.zeros((2, MAX_SPECULATIVE_TOKENS))  # of drafts: accepted, tried
         self._nodes = np.zeros((2, MAX_SPECULATIVE_TOKENS, BINS))  # that told a confidence
         self._learn()
@@ -40,7 +39,6 @@ class _Kind:
         ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
         self._levels += (ends.T[:, :, None] > np.arange(MAX_SPECULATIVE_TOKENS)).sum(1)
         told = [(round_.last, nodes) for round_, nodes in rounds if nodes.confidences]
-        self.confident = len(told) == len(rounds)
         if told:
             last, drafts = zip(*told, strict=True)
             forest = Forest(drafts)
@@ -89,10 +87,6 @@ class Acceptance:
                 drafted[self._kind(d.kind)].append((round_, nodes))
         for kind, those in drafted.items():
             kind.observe(those)
-
-    def confident(self, rows: Rows[Drafting]) -> bool:
-        """Return whether all rows' drafts tell how sure they are."""
-        return all(self._kind(key).confident for key in {d.kind for d in rows})
 
     def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return the expected gain of each draft token [num_rows, depth], which falls with depth.

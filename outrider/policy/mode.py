@@ -42,6 +42,7 @@ class ModeTrials:
     def __init__(self, num_rows: int, *, incumbent: bool) -> None:
         self.drafting = self.incumbent = incumbent  # now, and but for a trial
         self.catching_up = False  # most rows' prompts were not yet processed by a proposer
+        self._num_rows = num_rows
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
@@ -69,8 +70,7 @@ class ModeTrials:
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
         tokens, drafting = step.tokens / step.num_running, self.drafting
         current, best = self._speeds[drafting], self._speeds[self.incumbent]
-        if current.seconds.mean:  # a machine may pause
-            seconds = min(seconds, OUTLIER * current.seconds.mean)
+        seconds = min(seconds, OUTLIER * current.seconds.mean or seconds)  # a machine may pause
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         if self.catching_up:  # the rows of the step stand for all
@@ -90,35 +90,30 @@ class ModeTrials:
             # While the incumbent drafts, steps without any draft bring no trial nearer.
             self._steps_left -= rounds if self.on_trial or drafted or not drafting else 0.0
         if not self.on_trial:
-            if self._due():
-                self._begin()
-        elif (won := self._won(step.num_running)) is not None:
-            self._end(won=won)
+            self._begin_if_due()
+        else:
+            self._end_if_decided()
 
-    def _due(self) -> bool:
-        """Return whether to try the other mode: it is time, or no drafts were faster than these."""
+    def _begin_if_due(self) -> None:
+        """Try the other mode if it is time, or if no drafts were faster than these."""
         plain, drafted = (self._speeds[mode].rate for mode in (False, self.incumbent))
-        return self._steps_left <= 0.0 or (self.incumbent and plain > WORTH * drafted)
-
-    def _begin(self) -> None:
+        if self._steps_left > 0.0 and plain <= WORTH * drafted:
+            return
         self.drafting = self.catching_up = not self.incumbent
         self._steps_left, self._lost_steps = float(self._trial_steps), 0.0
         self._speeds[self.drafting] = Speed(3.0 * self._trial_steps)
         self.settle()
 
-    def _won(self, num_rows: int) -> bool | None:
-        """Return whether the trial was won; None while it goes on."""
-        tried, best = self._speeds[self.drafting], self._speeds[self.incumbent]
-        if self._steps_left > 0.0:
-            compared = num_rows * (self._trial_steps - self._steps_left)  # rounds of one row
-            luck = 2.0 / math.sqrt(max(1.0, compared))
-            return False if tried.rate < (1.0 - luck) * best.rate else None
-        return tried.rate > best.rate * (WORTH if self.drafting else 1.0)
-
-    def _end(self, *, won: bool) -> None:
+    def _end_if_decided(self) -> None:
+        """End the trial after its steps, or as soon as it is more than bad luck that it loses."""
+        tried, best = self._speeds[self.drafting].rate, self._speeds[self.incumbent].rate
+        rows = min(4, self._num_rows) if self.drafting else self._num_rows  # a wait slows all rows
+        compared = rows * (self._trial_steps - self._steps_left)
+        if self._steps_left > 0.0 and tried >= best * (1.0 - 2.0 / math.sqrt(max(1.0, compared))):
+            return
         self._steps_left = self._rarer * max(MOST_STEPS, self._lost_steps / MOST_LOST)
         self._rarer = min(MOST_RARER, 2.0 * self._rarer)
-        if won:
+        if tried > best * (WORTH if self.drafting else 1.0):
             self._steps_left, self._rarer = float(self._trial_steps), 1.0
             self.incumbent = self.drafting
         self.drafting = self.incumbent

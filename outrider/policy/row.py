@@ -115,5 +115,4 @@ class Drafting:
         return may_come and self.num_draft_tokens > 0 and self.measured.worth_waiting
 
 
-ConfidentDraft = tuple[Drafting, DraftNodes]
-"""A row's draft at hand, whose proposer sent confidences."""
+ConfidentDraft = tuple[Drafting, DraftNodes]  # at hand, from a proposer that sent confidences

@@ -37,8 +37,8 @@ LONG_STEPS = 3.0  # what a row waits at most for a first block, and at least whi
 class Waiting:
     """Answers from what was measured."""
 
-    def __init__(self, measured: Measurements) -> None:
-        self._measured, self._steps = measured, measured.steps
+    def __init__(self, measured: Measurements, num_speculative_tokens: int) -> None:
+        self._measured, self._steps, self._k = measured, measured.steps, num_speculative_tokens
         self._halves = False  # how rows that draft on demand ran last
 
     def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
@@ -81,11 +81,11 @@ class Waiting:
         return self._halves
 
     def together(
-        self, ready: list[R], waiting: Rows[R], num_prefilling: int, k: int, now: float
+        self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
-        """Return all rows, or until when they wait for drafts. They draft at most `k` tokens."""
+        """Return all rows, or until when they wait for drafts."""
         drafted = [row for row in ready if row.draft is not None]
-        rate = self.rate(waiting, drafted, len(ready) - len(drafted) + num_prefilling, k)
+        rate = self.rate(waiting, drafted, len(ready) - len(drafted) + num_prefilling)
         best, most, gain = now, 0.0, 0.0
         due = [(self.due(row.drafting, now), row.drafting.measured.gain) for row in waiting]
         for at, gained in sorted(due):
@@ -98,12 +98,12 @@ class Waiting:
             return Ready([], min(wake_at, *deadlines))
         return Ready([*ready, *waiting], now)
 
-    def rate(self, waiting: Rows[Row], drafted: Rows[Row], num_others: int, k: int) -> float:
+    def rate(self, waiting: Rows[Row], drafted: Rows[Row], num_others: int) -> float:
         """Return the tokens a second of all rows in a step at once.
 
         0 if unknown, or if all rows wait: then each one's patience decides.
         """
-        step_s = self._steps.round_s(k)
+        step_s = self._steps.round_s(self._k)
         if not (step_s and (drafted or num_others)):
             return 0.0
         gain = sum([row.drafting.measured.gain for row in drafted])
@@ -130,9 +130,9 @@ class Waiting:
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
-        to_come = [(at, d) for at, d in awaited if at < d.round.deadline]
+        last_to_come = {d.drafter: (at, d) for at, d in awaited if at < d.round.deadline}
         all_there_s: Any = due[-1]
-        for due_at, d in {d.drafter: (due_at, d) for due_at, d in to_come}.values():
+        for due_at, d in last_to_come.values():
             shared_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
             late_s = self._measured.draft_times(d).contention_s(per_row - 1, shared_s)
             all_there_s = np.maximum(all_there_s, due_at - now + late_s)

@@ -32,8 +32,7 @@ class LockstepPolicy(AdaptivePolicy, Lockstep):
     def choose_rows(
         self, ready: list[R], waiting: Sequence[R], num_prefilling: int, now: float
     ) -> Ready[R]:
-        k = self.num_speculative_tokens
-        return self._waiting.together(ready, waiting, num_prefilling, k, now)
+        return self._waiting.together(ready, waiting, num_prefilling, now)
 
     def may_gain_by_waiting(
         self, undrafted: Sequence[Row], drafted: Sequence[Row], num_prefilling: int
@@ -41,8 +40,8 @@ class LockstepPolicy(AdaptivePolicy, Lockstep):
         """Compare all that late drafts bring with what rows commit until the first may come."""
         if not self.may_wait:
             return False
-        rows, k = [row.drafting for row in undrafted], self.num_speculative_tokens
-        rate = self._waiting.rate(undrafted, drafted, num_prefilling, k)
+        rows = [row.drafting for row in undrafted]
+        rate = self._waiting.rate(undrafted, drafted, num_prefilling)
         if not rate:
             return True
         times = self.measured.draft_times

@@ -17,8 +17,8 @@ from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
+from tests.support.simulators.devices import Numbers, ShortSighted, TokensAt
 from tests.support.simulators.simulation import Clock, Net, World
-from tests.support.simulators.two_devices import Numbers, ShortSighted, TokensAt
 
 VOCAB, PROMPT, ANSWER, ROWS, K, PAGES = 2048, 400, 1000, 8, 24, 4096
 STEP_TOKENS = (1, 8, 40, 160, 320, 640)

@@ -8,10 +8,8 @@ from functools import cache
 import pytest
 
 from outrider.policy.waiting import Waiting
-from tests.support.simulators.in_process import InProcess
+from tests.support.simulators.devices import PROMPT, InProcess, OneDevice, TwoDevices
 from tests.support.simulators.lock_step import LockStep
-from tests.support.simulators.one_device import OneDevice
-from tests.support.simulators.two_devices import PROMPT, TwoDevices
 
 OFTEN, AT_TIMES = ({"slow": slow, "slow_s": 0.003} for slow in (0.35, 0.2))
 

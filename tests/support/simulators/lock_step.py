@@ -18,8 +18,8 @@ from outrider.params import SamplingParams, StopParams
 from outrider.types import Request, RequestStats, StepEvents
 from outrider.vllm.draft_host import DraftHost, Listener
 from outrider.vllm.waiting import LockstepPolicy
+from tests.support.simulators.devices import AGREEMENT, ANSWER, K, ShortSighted, draft_1b
 from tests.support.simulators.simulation import VOCAB, Net, Network
-from tests.support.simulators.two_devices import AGREEMENT, ANSWER, K, ShortSighted, draft_1b
 
 PROMPT, CONTEXT = 64, 1024
 _ROWS, _PLAIN_MS, _VERIFYING_MS = (1, 8, 32), (4.5, 4.9, 6.4), (5.2, 5.7, 9.0)

@@ -91,6 +91,15 @@ def test_tokens_that_bring_more_than_their_time_are_drafted(
     assert policy.choose_counts(all_rows) == expected
 
 
+def test_short_drafts_of_all_rows_are_chosen_before_long_ones_that_all_rows_wait_for() -> None:
+    """Though the last tokens of some rows are likelier than the first ones of others."""
+    both = [*rows(4, 8), *[row(8, sampled=True) for _ in range(4)]]
+    met = [(each, chain_round(8, 1 if each.offered.sampled else 4)) for each in both]
+    policy = policy_after(*met, step_s={8: 0.0048, 80: 0.0048}, num_rows=8)
+    policy.measured.draft_times(both[0]).observe(0.0, 0.012, 0.012, 4, alone=True)
+    assert policy.choose_counts(both) == [1] * 8
+
+
 def test_acceptance_is_that_of_depth_and_kind_of_text_and_a_rows_own_while_it_drafts() -> None:
     acceptance, sampled = Acceptance(), row(sampled=True)
     poor, others = row(proposer="b"), row(proposer="b")
@@ -197,10 +206,17 @@ def told_confidences(*, honest: bool) -> AdaptivePolicy:
     return policy
 
 
-def test_cut_verifies_the_sure_tokens_of_all_rows() -> None:
+@pytest.mark.parametrize("waited_s", [0.0, 0.1])
+def test_cut_verifies_the_sure_tokens_of_all_rows_and_all_after_a_long_wait(
+    waited_s: float,
+) -> None:
     told = [bytes((SURE, SURE)), bytes((UNSURE, SURE)), bytes((SURE, UNSURE)), bytes((UNSURE,))]
     drafts, policy = [(row(), DraftNodes(each)) for each in told], told_confidences(honest=True)
-    assert policy.cut(drafts, 4, 4) == [True, True, False, False, True, False, False]
+    for d, nodes in drafts:
+        d.num_draft_tokens = len(nodes.confidences)
+        policy.measured.draft_times(d).observe(0.0, waited_s, 0.0, 2, alone=True)
+    sure = [True, True, False, False, True, False, False]
+    assert policy.cut(drafts, 4, 4) == (sure if waited_s == 0.0 else [True] * 7)
 
 
 def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
@@ -220,6 +236,13 @@ def test_confidence_that_was_never_tried_is_believed_whatever_siblings_met() -> 
         assert policy.cut([(row(), DraftNodes(bytes([told])))], 1, 1) == [kept]
 
 
+def waiting_rows(deadlines: list[float], *, runs_ahead: bool = False) -> list[Any]:
+    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=runs_ahead, own_device=runs_ahead))
+    rounds = [CurrentRound(deadline=deadline) for deadline in deadlines]
+    each = [Drafting(offered, 4, runs_ahead, "a", round=round_) for round_ in rounds]
+    return [SimpleNamespace(drafting=d, draft=None) for d in each]
+
+
 @pytest.mark.parametrize("beside_s", [None, 0.0039, 0.0041])
 @pytest.mark.parametrize(("now", "num_ready"), [(0.050, 31), (0.001, 31), (0.001, 1)])
 def test_ready_rows_wait_for_drafts_that_come_soon(
@@ -227,14 +250,11 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
 ) -> None:
     """Drafts take 4 ms alone, and so long beside steps. At 50 ms they are overdue."""
     measured = policy_after(step_s={32: 0.012, 160: 0.020}, num_rows=32).measured
-    this = CurrentRound(deadline=0.11)
-    drafting = [Drafting(row().offered, 4, drafter="a", round=this) for _ in range(32)]
-    each: list[Any] = [SimpleNamespace(drafting=d) for d in drafting]
+    each, times = waiting_rows([0.11] * 32), measured.draft_times(row())
     for at, delay_s in enumerate((0.004, beside_s) * 20):
         if delay_s is not None:
-            times = measured.draft_times(drafting[0])
             times.observe(at, delay_s, delay_s, 4, alone=delay_s == 0.004)
-    start_at = Waiting(measured).start_at(each[:num_ready], each[num_ready:], 0, now)
+    start_at = Waiting(measured, 4).start_at(each[:num_ready], each[num_ready:], 0, now)
     assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
 
 
@@ -245,7 +265,6 @@ def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confi
     for _ in range(60):
         rounds = zip(both, (told, NO_NODES), strict=True)
         policy.measured.acceptance.observe([(d, chain_round(12, 0), nodes) for d, nodes in rounds])
-    assert not policy.measured.acceptance.confident(both)
     assert max(policy.choose_counts(both)) <= 1
 
 
@@ -254,11 +273,9 @@ def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None
     """Drafts that take longer than a step, of which all are at hand, or as many are missed."""
     policy = policy_after((row(), chain_round(4, 4)), step_s={32: 0.008, 160: 0.01}, num_rows=32)
     policy.measured.draft_times(row()).observe(0.0, 0.03, 0.005, 4, alone=True)
-    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=True, own_device=True))
-    each: list[Any] = []
-    for i in range(32):
-        d = Drafting(offered, 4, runs_ahead=True, drafter="a", round=CurrentRound(deadline=0.1))
-        each.append(SimpleNamespace(drafting=d, draft=None if i < num_waiting else object()))
+    each = waiting_rows([0.1] * 32, runs_ahead=True)
+    for one in each[num_waiting:]:
+        one.draft = object()
     chosen = policy.choose_rows(each[num_waiting:], each[:num_waiting], 0, now=0.05)
     assert len(chosen.rows) == 32
     for one in each:
@@ -268,12 +285,7 @@ def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None
 
 def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     policy = policy_after(step_s={2: 0.008, 10: 0.009}, num_rows=2)
-    offered = Offered(4, proposer=DraftOffer("a", 4, runs_ahead=True))
-    rounds = [CurrentRound(deadline=0.005), CurrentRound(deadline=0.25)]
-    both: list[Any] = [
-        SimpleNamespace(drafting=Drafting(offered, 4, runs_ahead=True, round=each), draft=None)
-        for each in rounds
-    ]
+    both = waiting_rows([0.005, 0.25], runs_ahead=True)
     found = policy.choose_rows([], both, 0, now=0.0)
     assert (found.rows, found.wake_at) == ([], 0.005)
     assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2

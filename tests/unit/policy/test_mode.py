@@ -84,6 +84,15 @@ def test_trials_find_the_faster_mode_and_lose_little_time(best: bool, rows: int)
     assert lost_s < allowed * MOST_LOST * steps * times[best]
 
 
+def test_one_slow_step_does_not_end_a_trial_of_many_rows() -> None:
+    load = Load(64, FEW)
+    while not load.modes.current.on_trial or load.modes.current.settling > 0.0:
+        load.play(1)
+    load.play(1, step_s=SLOW)
+    load.play(30, step_s=FEW)
+    assert load.incumbent is ON
+
+
 def test_trials_of_equal_modes_do_not_alternate() -> None:
     load, incumbents = Load(), [ON]
     for i in range(20_000):

@@ -1,4 +1,4 @@
-"""A closed loop of requests on two simulated devices: a target's steps beside a draft's forwards.
+"""Closed loops of requests on simulated devices: a target's steps and a draft's forwards.
 
 All times were measured with an 8B target and a 1B draft on two H200s.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +17,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import PackedBatch
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import Policy
 from outrider.types import Request
+from scorer_service.drafting.in_process import InProcessProposer
 from tests.support.models.hash_model import MASK, HashModel
-from tests.support.simulators.simulation import VOCAB, DraftHash, Method, Net, World, drafting_with
+from tests.support.simulators.simulation import (
+    VOCAB,
+    DraftHash,
+    Method,
+    Net,
+    Player,
+    World,
+    drafting_with,
+)
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
@@ -103,10 +117,11 @@ class TwoDevices(World):
         own_device: bool = True,
         seed: int = 1,
         ragged: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         pages, most_rows, budget = 16_384, max(128, rows), self.max_num_batched_tokens
         config = EngineConfig(16, pages, most_rows, budget, 1024, enable_prefix_caching=False)
-        policy = AdaptivePolicy(K)
+        policy = policy or AdaptivePolicy(K)
         policy.measured.steps.padded = not ragged
         target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
         super().__init__(policy, config, partial(_step_s, ragged=ragged), rng, target)
@@ -141,3 +156,101 @@ def verify_s(rows: int, k: float) -> float:
     """Return the device's seconds for a step of rows with `k` draft tokens each, in the mean."""
     plain, verifying = (np.interp(rows, _ROWS, ms) for ms in (_PLAIN_MS, _VERIFYING_MS))
     return float(1e-3 * (plain + (verifying - plain) * k / K))
+
+
+class OneDevice(TwoDevices):
+    """Drafts on demand on the target's device. The share `slow` of drafts takes `slow_s` longer.
+
+    While a step and a draft are both under way each goes on at half its speed; so two processes
+    share a GPU. Their Python is reckoned with what the device does.
+    """
+
+    def __init__(
+        self, rows: int, temperature: float, *, slow: float = 0, slow_s: float = 0, **options: Any
+    ) -> None:
+        self._left_s = dict[Callable[[], None], float]()  # that work would still take alone
+        self._shared_at = 0.0
+        self.net = replace(NET, slow_chance=slow, slow_s=slow_s)
+        super().__init__(rows, temperature, max_branches=0, own_device=False, **options)
+
+    def _takes(self, seconds: float, then: Callable[[], None]) -> None:
+        self._share()
+        self._left_s[then] = seconds
+        self._await_next()
+
+    def _share(self) -> None:
+        """Let all that is under way go on until now."""
+        passed_s, self._shared_at = self.now - self._shared_at, self.now
+        each_s = passed_s / max(1, len(self._left_s))
+        self._left_s = {work: left_s - each_s for work, left_s in self._left_s.items()}
+
+    def _await_next(self) -> None:
+        if left_s := self._left_s:
+            work = min(left_s, key=left_s.__getitem__)
+            self.at(self.now + left_s[work] * len(left_s), partial(self._end, work, left_s))
+
+    def _end(self, work: Callable[[], None], left_s: dict[Callable[[], None], float]) -> None:
+        if left_s is self._left_s:  # else it has become later since
+            self._share()
+            del self._left_s[work]
+            self._await_next()
+            work()
+
+
+class InProcess(TwoDevices):
+    """The scorer's own process drafts, by the real proposer, between steps on the target's device.
+
+    Steps take what their tokens take. Without drafts the next step is launched ahead.
+    """
+
+    max_num_batched_tokens, prefill_budget = 2048, 4096
+
+    def __init__(self, rows: int, temperature: float, **options: Any) -> None:
+        super().__init__(rows, temperature, max_branches=0, ragged=True, **options)
+        step_s = self.step_s
+        self.step_s = lambda step: step_s(step) - self._hidden_s
+
+    def add(self, method: Method, net: Net, *, own_device: bool = False) -> Player:
+        self._here = InProcessProposer(lambda: (method[0], ""), "here", method[1])
+        self._here.build()
+        self._here.listen(self)
+        for n in (1, 8, 16, 32, 64, 128, 256):  # as a start measures them
+            for k in range(K + 1):
+                self.policy.measured.steps.observe_step(n, n * (1 + k), verify_s(n, k))
+        return super().add(method, net, own_device=own_device)
+
+    def _attach(self, player: Player) -> None:
+        """It needs no stream."""
+
+    def begin(self, request: Request) -> None:
+        super().begin(request)
+        if not self._speculate:
+            return
+        engine, session, asked = self.engine, request.session_id, self.drafting
+        most = PROMPT + request.stop.max_tokens
+        start = SessionStart((), request.sampling, K * asked, max_len=most)
+
+        def attach() -> None:
+            engine.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
+            self._here.open(engine, session, 1, start, PROMPT)
+
+        self._command(attach)
+
+    def first_draft(self, *_: int) -> None:
+        pass
+
+    def lost(self, *_: int) -> None:
+        raise AssertionError
+
+    failed = lost
+
+    def _carry_out(self) -> None:
+        super()._carry_out()
+        clock = self.players[0].clock
+        clock.now = self.now
+        self._here.draft_between_steps(self.engine)
+        self._hidden_s = HOST_S * (self.now == clock.now)  # by the step before
+        self.now = clock.now
+
+    def _finalize(self, wake_at: float) -> None:
+        super()._finalize(self.now + 1e-5 if self._here.busy else wake_at)
