@@ -65,9 +65,9 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         for accepted, branch in branches:
             if branch:
                 first = len(tokens)
+                tokens += branch
                 parents.append(accepted - 1)
-                parents.extend(range(first, first + len(branch) - 1))
-                tokens.extend(branch)
+                parents += range(first, len(tokens) - 1)
         return DraftTree(base_len, tuple(tokens), tuple(parents), (), confidences)
 
     @staticmethod

@@ -184,12 +184,12 @@ class ForkBatch:
         forks = Forks.joined((self.forks, self.beyond), 1)
         return *_guesses(forks), forks
 
-    @property
+    @cached_property
     def guesses(self) -> list[list[int]]:
         """The guesses of all rows."""
         return self._told[0]
 
-    @property
+    @cached_property
     def confidences(self) -> list[bytes]:
         """The confidences of all guesses."""
         return self._told[1]

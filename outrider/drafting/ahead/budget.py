@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NEARLY = 0.95  # of the most tokens per second
-_SLACK = 0.1  # of a step, by which drafting takes longer now and then
+_SLACK = 0.05  # of a step, by which drafting takes longer now and then
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,18 +143,18 @@ class DraftState(PageCache):
 
     def push_tree(self) -> DraftTree:
         """Return the draft with its branches, which the scorer is about to hold."""
-        guess, confidences = self.ahead.guess, self.ahead.confidences
-        end = len(guess) - 1, guess[-1]
+        guess, told = self.ahead.guess, [self.ahead.confidences]
+        last, length = guess[-1], len(guess)
         branches: list[tuple[int, list[int]]] = []
-        for outcome, branch in self.ahead.branches.items():
-            tokens, told = branch.batch.guesses[branch.row], branch.batch.confidences[branch.row]
-            if outcome == end:
-                branches.append((len(guess), tokens))
+        for (accepted, token), (_, _, _, batch, row) in self.ahead.branches.items():
+            tokens = batch.guesses[row]
+            if token == last and accepted == length - 1:
+                branches.append((length, tokens))
             else:
-                branches.append((outcome[0], [outcome[1], *tokens]))
-                told = b"\0" + told  # a branch's own token is none of a draft
-            confidences += told
-        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, confidences)
+                branches.append((accepted, [token, *tokens]))
+                told.append(b"\0")  # a branch's own token is none of a draft
+            told.append(batch.confidences[row])
+        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(told))
         self.follower.push(tree)
         return tree
 
