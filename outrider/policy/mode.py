@@ -1,9 +1,8 @@
 """Choose whether to draft at all; proposers that can run ahead choose themselves how far.
 
-Step times say what verifying costs, and delays what waiting costs. Neither says what drafting costs
-the steps beside it, where both share a device, nor how many rows have their drafts ahead in time.
-So both modes are timed, in committed tokens per second of all rows. The better one goes on, and the
-other is tried so seldom that trials lose little of the time.
+Step times and delays say what verifying and waiting cost. Neither says how drafting slows steps on
+the same device, nor how many rows have their drafts ahead in time. So both modes are timed, in
+committed tokens per second of all rows, and trials of the slower one lose little of the time.
 """
 
 from __future__ import annotations
