@@ -11,19 +11,26 @@ from numpy.typing import NDArray
 from outrider.averages import Average
 
 Num = TypeVar("Num", float, NDArray[np.float64])
+TOLD_APART = 4.0  # squares of differences in length: so many tell what a token takes
 
 
 class Delays:
     """Delays under like circumstances, each in part by the draft's tokens.
 
-    None can become negative: a mean of times has a mean share in its drafts' tokens.
+    How large that part is shows where drafts differ in length: a block drafter takes as long for
+    any. Until they do, all of the time that a proposer says it drafted for counts. None can become
+    negative: a mean of times has a mean share in its drafts' tokens.
     """
 
     def __init__(self) -> None:
         self.whole_s = Average()
         self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
+        self._token_s = Average()  # by which a token more makes it longer
 
     def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
+        longer = num_tokens - self.tokens.mean
+        if num_tokens and self.tokens.weight and abs(longer) >= 1.0:
+            self._token_s.add((seconds - self.whole_s.mean) / longer, longer * longer)
         self.whole_s.add_time(seconds)
         if num_tokens:  # a proposer is not believed to have drafted for longer than it took
             self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
@@ -32,6 +39,9 @@ class Delays:
     def mean_s(self, num_tokens: Num) -> Num:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
         drafting = self.drafting.mean
+        if self._token_s.weight >= TOLD_APART and self.whole_s.mean:
+            told = max(0.0, self._token_s.mean) * self.tokens.mean / self.whole_s.mean
+            drafting = min(drafting, told)
         longer = num_tokens / self.tokens.mean if drafting else 0.0 * num_tokens
         return self.whole_s.mean * (1.0 - drafting + drafting * longer)
 

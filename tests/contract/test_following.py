@@ -30,9 +30,12 @@ class Spells(FixedPolicy):
             self.length = len(seq.token_ids) + 1 + seq.drafting.num_draft_tokens
         return super().choose_rows(ready, waiting, num_prefilling, now)
 
+    @property
+    def stance(self) -> int:
+        return self.length // SPELL % 2
+
     def choose_counts(self, rows: Tokens[Drafting]) -> list[int]:
-        wanted = self.length // SPELL % 2
-        return [wanted * count for count in super().choose_counts(rows)]
+        return [self.stance * count for count in super().choose_counts(rows)]
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
