@@ -36,6 +36,10 @@ from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEve
 log = logging.getLogger(__name__)
 
 _MAX_SLEEP_S = 60.0
+_HAND_OVER_S = 50e-6
+"""Sleep in which the event loop takes up the interpreter and sends what proposers hear early. Else
+it waits for a switch of threads, until the next launch is nearly over."""
+
 _Work = Callable[[Engine], None]
 
 
@@ -255,6 +259,7 @@ class EngineWorker:
         early = engine.early_tokens
         if early is not None:
             self._on_early(early)
+            time.sleep(_HAND_OVER_S)
 
     def _carry_out_commands(self, engine: Engine) -> bool:
         """Carry out what was queued; sleep first if nothing was, and no step could run.
