@@ -10,7 +10,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
-from outrider.engine.tree_mask import depths
+from outrider.engine.tree_mask import MAX_TREE_NODES, depths
 from outrider.params import VerificationRule
 from outrider.types import StepTimings
 
@@ -133,10 +133,13 @@ def may_stay_on_device(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) 
 def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None:
     """Give each row a chain of as many tokens until the step is scheduled.
 
-    The device replaces it. No path of a tree of n nodes is longer than a chain of n.
+    The device replaces it. No path of a tree of n nodes is longer than a chain of n. A tree has no
+    more nodes than a mask has bits.
     """
     for session, num_tokens in drafts.lengths.items():
         seq = sequences[session]
+        if drafts.nodes.parents is not None:
+            num_tokens = min(num_tokens, MAX_TREE_NODES)
         seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
 
 

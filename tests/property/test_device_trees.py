@@ -24,6 +24,7 @@ from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, StopParams
 from outrider.policy.base import FixedPolicy
 from outrider.rounds import BlockFate
@@ -193,14 +194,15 @@ def test_engine_with_trees_on_device_emits_plain_text_of_any_requests(
         assert counts[kind] > 5, kind
 
 
-def make_engine(max_tokens: int) -> Engine:
+def make_engine(max_tokens: int, k: int = 4) -> Engine:
     """One with a request whose first token is known."""
-    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
-    engine = Engine(HashModel(), config, policy=FixedPolicy(4, max_wait_s=1.0))
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=256, num_speculative_tokens=k)
+    policy = FixedPolicy(k, max_wait_s=1.0)
+    engine = Engine(HashModel(max_model_len=256), config, policy=policy)
     stop = StopParams(max_tokens=max_tokens)
     greedy = SamplingParams(temperature=0.0)
     engine.submit(Request(0, (1, 2, 3), greedy, stop, draft_trees=True))
-    engine.set_drafting(0, DraftOffer("here", 4, colocated=True))
+    engine.set_drafting(0, DraftOffer("here", k, colocated=True))
     engine.step()
     return engine
 
@@ -237,3 +239,19 @@ def test_posted_tree_of_fewer_nodes_takes_the_place_that_was_held() -> None:
     [commit] = events.commits
     assert engine.committed(0) == plain.committed(1)
     assert commit.draft == VerifiedDraft(len(text), tree.token_ids, tree.parents)
+
+
+def test_device_trees_of_more_nodes_than_a_mask_has_bits_are_cut() -> None:
+    """The host's are, too, when they are chosen for a step."""
+    engine, text = make_engine(max_tokens=150, k=80), HashModel().greedy_text((1, 2, 3), 60)
+    path = text[1:41]  # the first token is known
+    drafted = [token for right in path for token in (31 - right, right)]  # two nodes per level
+    parents = [2 * (i // 2) - 1 for i in range(80)]
+    nodes = DeviceNodes(*torch.tensor([[drafted], [parents]], dtype=torch.int32))
+    assert engine.schedule_with_device_drafts(DeviceDrafts(nodes, {0: 0}, {0: 80}))
+    assert engine.launch()
+    engine.collect()
+    events = engine.finalize_step()
+    assert events is not None
+    assert not events.failures
+    assert engine.committed(0) == (1, 2, 3, *text[: MAX_TREE_NODES // 2 + 2])

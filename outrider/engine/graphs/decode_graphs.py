@@ -28,6 +28,7 @@ from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
 from outrider.engine.sampling.coupled import Sample, sample
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 from outrider.engine.step import Step, StepResult
+from outrider.engine.tree_mask import MAX_TREE_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,8 @@ class DecodeGraphs:
         if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
             return None  # some nodes lie where a bucket has no slots
         trees = bool(slices) or step.device_trees is not None
+        if trees and longest > 1 + MAX_TREE_NODES:
+            return None  # beside trees a chain is one, too
         return self._buckets.find(
             lambda b: (
                 b.query_len >= longest

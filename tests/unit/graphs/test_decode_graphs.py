@@ -28,6 +28,7 @@ from outrider.engine.sampling.synthetic import forced_choices
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import (
     REQUEST_RULES,
     SamplingParams,
@@ -208,6 +209,38 @@ def test_decode_graphs_on_any_step_equal_eager_runner(
     for got_one, want_one in pairs:
         assert got_one.logprob == pytest.approx(want_one.logprob)
         assert [token for token, _ in got_one.top] == [token for token, _ in want_one.top]
+
+
+def test_chain_longer_than_a_mask_has_bits_is_verified_beside_a_tree() -> None:
+    paged = build_paged_model(
+        random_model(ARCHITECTURES["llama"], torch.float64),
+        ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=128),
+    )
+    paged._backend = by_tensors
+    graphs = DecodeGraphs(
+        paged, [Bucket(80, 2, trees=True)], capture=rerun, choose_and_verify=choose_and_verify
+    )
+    rng, size, greedy = random.Random(1), MAX_TREE_NODES + 8, SAMPLINGS[0]
+    seqs = []
+    for table in (range(30), range(30, NUM_PAGES)):
+        seqs.append(make_row(rng, 0, [*table], 1, captured=True, sampling=greedy).seq)
+        seqs[-1].block_table = [*table]
+    draft: tuple[int, ...] = (0,) * size
+    while True:  # each time one more token is right at least
+        chain_part = RowSlice((7, *draft), 0, seqs[0].block_table, 1 + size)
+        tree_part = RowSlice((7, 8, 9), 0, seqs[1].block_table, 3, (-1, -1))
+        rows = (ScheduledRow(seqs[0], chain_part, draft), ScheduledRow(seqs[1], tree_part, (8, 9)))
+        step = Step(rows, size + 4)
+        expected = Runner(paged).launch(step).wait()
+        if expected.accepted[0] == size:
+            break
+        draft = tuple(expected.choices[0][:size])
+    result = graphs.launch(step).wait()
+    assert list(result.accepted) == list(expected.accepted)
+    for got, want, accepted in zip(
+        result.choices, expected.choices, expected.accepted, strict=True
+    ):
+        assert list(got[: accepted + 1]) == list(want[: accepted + 1])
 
 
 def test_decode_graphs_with_synthetic_acceptance_equal_eager_runner(model: PagedModel) -> None:
