@@ -256,7 +256,9 @@ class Engine:
 
     def abort(self, session_id: int) -> None:
         """Forget a session, known or not. No event follows, whatever is in flight."""
-        if session_id in self._scheduler.by_session:
+        seq = self._scheduler.by_session.get(session_id)
+        if seq is not None:
+            self._tracker.learn([seq])  # a stop string may end most texts
             self._scheduler.remove(session_id)
 
     def fail_all(self, error: Exception) -> StepEvents:

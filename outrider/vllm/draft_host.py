@@ -327,6 +327,7 @@ class DraftHost(Inbox):
         row = self._rows.pop(name, None)
         if row is None:
             return
+        self.tracker.learn([row])
         del self._by_session[row.session_id]
         self._accounting.step.rows = [
             each for each in self._accounting.step.rows if each is not row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from outrider.policy.measurements import PRIOR_RATE
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.waiting import LockstepPolicy
 from tests.support.services.vllm_steps import K, VllmSteps, truth
@@ -84,3 +85,14 @@ def test_policy_of_host_that_fills_up_knows_that_one_draft_token_costs_as_much_a
     estimates = steps.of_rows(2, np.array([2.0, 3.0, 2.0 * (1 + K)]))
     assert estimates.tolist() == pytest.approx([0.010, 0.014, 0.014])
     assert steps.of_rows(3, np.array([4.0]))[0] < 0.014  # no graph has as many rows
+
+
+async def test_rounds_of_a_request_that_ends_soon_are_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch)
+    run(steps, 3, 2)
+    steps.finished += ["a", "b"]
+    steps.step()
+    kinds = steps.host.tracker.policy.measured.acceptance._kinds
+    assert [kind.rate > PRIOR_RATE for kind in kinds.values()] == [True]
