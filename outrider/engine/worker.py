@@ -258,7 +258,10 @@ class EngineWorker:
         engine.collect()
         early = engine.early_tokens
         if early is not None:
-            self._on_early(early)
+            try:
+                self._on_early(early)
+            except Exception:
+                log.exception("the receiver of early tokens failed")
             time.sleep(_HAND_OVER_S)
 
     def _carry_out_commands(self, engine: Engine) -> bool:

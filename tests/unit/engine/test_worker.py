@@ -598,6 +598,21 @@ def test_worker_tells_proposers_of_a_step_before_it_launches_the_next() -> None:
     assert first.rows == (NewTokens(5, base, tuple(truth[:4])),)
 
 
+def test_worker_whose_receiver_of_early_tokens_fails_goes_on() -> None:
+    """As of events: an event loop may have been closed."""
+
+    def on_early(_: EarlyTokens) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    policy = FixedPolicy(4, max_wait_s=0.0)
+    with running(Gate(), policy=policy, on_early=on_early) as (worker, inbox, _):
+        with worker.between_same_steps():
+            worker.submit(request(5))
+            worker.set_drafting(5, DraftOffer("a", 4))
+        inbox.wait(lambda box: 5 in box.ended)
+        assert inbox.ended[5] is FinishReason.LENGTH
+
+
 def test_worker_when_proposer_leaves_releases_the_row() -> None:
     with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(5))
