@@ -114,15 +114,19 @@ class Hub:
         return True
 
     def on_early(self, early: EarlyTokens) -> None:
-        """Pass on to proposers what one engine step committed; `on_events` brings the rest."""
+        """Pass on to proposers what one engine step committed; `on_events` brings the rest.
+
+        A proposer that was asked for no draft hears of tokens with the event that asks for one.
+        """
         step_us = round(early.step_s * 1e6)
         for row in early.rows:
             session = self._sessions.get(row.session_id)
             proposer = None if session is None else session.proposer
-            if session is None or proposer is None or len(session.committed) != row.base_len:
+            if session is None or proposer is None or not session.num_draft_tokens:
                 continue
-            session.committed += row.token_ids
-            self._tell(proposer, session, step_us)
+            if len(session.committed) == row.base_len:
+                session.committed += row.token_ids
+                self._tell(proposer, session, step_us)
 
     def on_events(self, events: StepEvents) -> None:
         """Pass on the results of one engine step."""

@@ -104,6 +104,21 @@ async def test_hub_with_early_tokens_tells_the_proposer_once_and_the_client_late
     assert [(c.session, c.base_len, list(c.tokens)) for c in batch.commits] == [(plain.id, 4, [2])]
 
 
+async def test_proposer_that_was_not_asked_hears_of_many_tokens_with_the_event_that_asks() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    bench.step(commit(session, 5, k=0))
+    await sent(proposer)
+    bench.step(commit(session, *range(HELD_TOKENS - 1), k=0))
+    length = len(session.committed)
+    told = commit(session, 7, k=4)
+    bench.hub.on_early(EarlyTokens((NewTokens(session.id, length, (7,)),), 0.002))
+    bench.step(told)
+    assert session.committed[length:] == [7]
+    assert [c.num_draft_tokens for c in (await sent(proposer)).commits][-1] == 4
+
+
 async def test_hub_with_many_clients_tells_the_proposer_first() -> None:
     bench = Bench()
     proposer = bench.attach("a")
