@@ -226,7 +226,10 @@ class InProcessProposer:
             return
         session = self._sessions[key]
         if not session.told:  # its prompt is not through yet
-            self._tell(key, session, engine.committed(session.id) or (), 0)
+            text = engine.committed(session.id)
+            if text is None:  # it was aborted, and is closed soon
+                return
+            self._tell(key, session, text, 0)
         self._queue.features(key, rows.start, rows.rows)
 
     def _take_features(self, engine: ColocatedEngine) -> list[FeatureRows]:

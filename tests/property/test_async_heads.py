@@ -22,6 +22,7 @@ from outrider.draft_port import DeviceStates, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.building.loops import block_shapes, recurrent_shapes
+from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.drafters import AsyncLoop
 from outrider.drafting.graphs.loops import CapturedLoops, DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
@@ -29,7 +30,7 @@ from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
-from outrider.drafting.proposer import ProposerLimits, SessionStart
+from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
@@ -384,3 +385,34 @@ def test_drafts_behind_a_step_without_its_commits_are_made_anew(folder: Path, me
     proposer.check_invariants()
     assert drafts[1] == alone(folder, method, TEXT)
     assert drafts[2].token_ids == ()
+
+
+def test_text_that_is_aborted_within_its_prompt_is_not_opened_without_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hidden states may come after the abort, and before it is closed."""
+    opened: list[int] = []
+    open_ = DraftQueue.open
+
+    def noted(queue: DraftQueue, key: SessionKey, start: SessionStart) -> None:
+        opened.append(len(start.prefix))
+        open_(queue, key, start)
+
+    monkeypatch.setattr(DraftQueue, "open", noted)
+    method = module(folder, "eagle3", 1)
+    model = target(method.traits.features, PAGES)
+    assert model.pools.features is not None
+    config = EngineConfig(
+        page_size=PAGE_SIZE, num_pages=PAGES, max_model_len=100, max_num_batched_tokens=8
+    )
+    streams = HiddenStateStreams(model.pools.features)
+    policy = FixedPolicy(K, max_wait_s=0.0)
+    engine = Engine(model, config, policy=policy, runner=captured(model), features=streams)
+    scorer = Scorer(engine, method, lambda _: None)
+    scorer.begin(Request(0, tuple(range(VOCAB)) * 11, SamplingParams(temperature=0.0)))
+    scorer.step()
+    engine.abort(0)
+    scorer.step()
+    assert scorer._colocated is not None
+    scorer._colocated.close(0)
+    assert not opened
