@@ -134,8 +134,8 @@ class ScorerMetrics:
         self.stale_blocks, self.malformed_blocks = blocks("stale"), blocks("malformed")
         steps = self._labelled(
             "steps",
-            "Engine steps, by the draft mode: none, on demand, or ahead. The adaptive policy "
-            "chooses the mode, and now and then tries another.",
+            "Engine steps, by the draft mode: none, on demand, or ahead, if a row's proposer can. "
+            "The adaptive policy chooses whether to draft, and now and then tries the other.",
             "mode",
         )
         self._steps = {mode: steps(mode) for mode in DRAFT_MODES}

@@ -123,9 +123,9 @@ def speculation() -> Dashboard:
             "Hits and misses": (
                 Graph(
                     "Steps by draft mode",
-                    "none: nothing is drafted at this load; on demand: each draft when the round "
-                    "before has ended; ahead: beside its verification, by proposers that can. The "
-                    "others are tried now and then.",
+                    "none: nothing is drafted at this load, or by nobody; on demand: each draft "
+                    "when the round before has ended; ahead: a row's proposer can draft beside its "
+                    "verification. Drafts, or none, are tried now and then.",
                     "percentunit",
                     (Series(total("outrider:steps_total", "mode"), "{{mode}}"),),
                     stack="percent",

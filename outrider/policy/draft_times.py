@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.averages import Average
+from outrider.averages import OUTLIER, Average
 
 Num = TypeVar("Num", float, NDArray[np.float64])
 TOLD_APART = 4.0  # squares of differences in length: so many tell what a token takes
@@ -26,15 +26,29 @@ class Delays:
         self.whole_s = Average()
         self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
         self._token_s = Average()  # by which a token more makes it longer
+        self._usual_s, self._usual_tokens = Average(), Average()  # of drafts without accidents
+        self._last_s = 0.0
 
     def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
-        longer = num_tokens - self.tokens.mean
-        if num_tokens and self.tokens.weight and abs(longer) >= 1.0:
-            self._token_s.add((seconds - self.whole_s.mean) / longer, longer * longer)
         self.whole_s.add_time(seconds)
         if num_tokens:  # a proposer is not believed to have drafted for longer than it took
             self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
             self.tokens.add(num_tokens)
+            self._compare(seconds, num_tokens)
+
+    def _compare(self, seconds: float, num_tokens: int) -> None:
+        """Learn what a token takes, unless this draft or the last one met an accident.
+
+        What an accident showed would stay where drafts are of one length from then on.
+        """
+        last_s, self._last_s = self._last_s, seconds
+        if max(seconds, last_s) >= OUTLIER * min(seconds, last_s):
+            return
+        longer = num_tokens - self._usual_tokens.mean
+        if self._usual_tokens.weight and abs(longer) >= 1.0:
+            self._token_s.add((seconds - self._usual_s.mean) / longer, longer * longer)
+        self._usual_s.add(seconds)
+        self._usual_tokens.add(num_tokens)
 
     def mean_s(self, num_tokens: Num) -> Num:
         """Return the mean seconds from a commit to the arrival of so many tokens."""

@@ -89,7 +89,7 @@ class Drafting:
     runs_ahead: bool = False  # drafts are made ahead now
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
     unlearned: list[tuple[Round, DraftNodes]] = field(default_factory=list)  # rounds until then
-    stance: object = None  # of the policy, when it chose the draft tokens
+    stance: object = None  # of the policy, when it chose the draft tokens; None: choose anew
     round: CurrentRound = field(default_factory=CurrentRound)
     awaited: Awaited = field(default_factory=Awaited)
     measured: Measured = field(default_factory=Measured)

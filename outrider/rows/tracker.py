@@ -109,9 +109,12 @@ class DraftTracker:
         d, length = row.drafting, len(row.token_ids)
         d.awaited.blocks += 1
         if block.token_ids:
-            d.drafter = f"{arrived.proposer_id} {arrived.method}"
-            if self._drafters.get(arrived.proposer_id) != d.drafter:
-                remember(self._drafters, arrived.proposer_id, d.drafter)
+            drafter = f"{arrived.proposer_id} {arrived.method}"
+            if drafter != d.drafter:
+                self.learn([row])  # from the drafter before
+                d.drafter, d.stance = drafter, None
+            if self._drafters.get(arrived.proposer_id) != drafter:
+                remember(self._drafters, arrived.proposer_id, drafter)
         if fate is USEFUL:
             d.breaker.close()
             if block.base_len < length:  # the guess was right, and late
@@ -342,9 +345,10 @@ class DraftTracker:
 
         That is when they go into a step. Earlier the device or the proposer would have to wait for
         it. A few rounds take the host as long as one, so those of few rows are taken together,
-        unless the policy would choose by other rules by now, or a row drafts nothing.
+        unless the policy would choose by other rules by now, or a row drafts nothing, or has
+        another drafter.
         """
-        rows = [row for row in rows if row.drafting.unlearned]
+        rows = [row for row in rows if row.drafting.unlearned or row.drafting.stance is None]
         drafting, stance = [row.drafting for row in rows], self.policy.stance
         enough = sum([len(d.unlearned) for d in drafting]) >= ROUNDS_AT_ONCE
         if enough or any(d.stance != stance or not d.num_draft_tokens for d in drafting):

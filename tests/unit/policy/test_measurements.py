@@ -18,7 +18,7 @@ from outrider.draft_port import DraftOffer
 from outrider.draft_tree import chain_parents
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.draft_times import DraftTimes
+from outrider.policy.draft_times import Delays, DraftTimes
 from outrider.policy.measurements import Acceptance
 from outrider.policy.row import CurrentRound, Drafting, Offered
 from outrider.policy.waiting import Waiting
@@ -178,6 +178,19 @@ def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdat
         times.observe(at, seconds, 0.001, 4, alone=alone)
     assert times.delays.mean_s(4) == pytest.approx(mean_s)
     assert times.contention_s(4, 0.5) == pytest.approx(contention_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("seconds", "num_tokens"), [(1.0, 4), (0.0001, 12)])
+def test_one_accident_does_not_make_the_tokens_of_drafts_free(
+    seconds: float, num_tokens: int
+) -> None:
+    delays = Delays()
+    for n in [6, 8] * 10:
+        delays.add(0.002 + 0.001 * n, 0.001 * n, n)
+    delays.add(seconds, seconds / 2, num_tokens)
+    for _ in range(30):
+        delays.add(0.010, 0.008, 8)
+    assert delays.mean_s(16) == pytest.approx(0.018, rel=0.05)
 
 
 SECONDS = st.floats(0.0, 1e4)

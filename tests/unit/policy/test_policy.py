@@ -6,18 +6,23 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from outrider.config import SPECULATION_POLICIES, EngineConfig
+from outrider.draft_port import DraftOffer
+from outrider.draft_tree import DraftTree
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
+from outrider.policy.row import Drafting
 from outrider.policy.waiting import MAX_PATIENCE_S
-from outrider.rounds import Round
+from outrider.rounds import UNDRAFTED, USEFUL, Counters, Round, chain_round
+from outrider.rows.tracker import ArrivedBlock, DraftTracker
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
@@ -140,6 +145,35 @@ def test_rounds_of_few_rows_are_learned_several_at_a_time_and_all_of_them(
     stats = Bench(policy).ask(requests, max_tokens=400)
     assert len(learned) < most * stats[0].rounds
     assert sum(map(len, learned)) == sum([s.rounds - s.k_histogram[0] for s in stats]) > 0
+
+
+@pytest.mark.parametrize("spell", [1, 4])
+def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> None:
+    """One row, whose rounds are learned several at a time: one method is right, the other wrong."""
+    tracker = DraftTracker(policy := FixedPolicy(4))
+    row: Any = SimpleNamespace(drafting=tracker.start(Request(1, (1, 2))), token_ids=[1, 2])
+    row.session_id, row.counters, row.draft, row.draft_base = 1, Counters(), None, 0
+    tracker.attach(row, DraftOffer("a", 4), 0.0)
+    tracker.round_done(row, UNDRAFTED, wrong=False, now=0.0)
+    for n in range(1, 41):
+        right = n // spell % 2 == 0
+        row.draft = draft = DraftTree.chain(len(row.token_ids), (7, 7, 7, 7))
+        row.draft_base = draft.base_len
+        method = "right" if right else "wrong"
+        tracker.block_arrived(ArrivedBlock(row, draft, USEFUL, "a", method, 0.001, n - 0.5))
+        row.drafting.round.looked_at = n - 0.5
+        row.drafting.num_draft_tokens = 3  # to see that it is chosen anew
+        tracker.launched([(row, 4)], n - 0.5)
+        row.draft = None
+        row.token_ids += [7] * (1 + 4 * right)
+        tracker.round_done(row, chain_round(4, 4 * right), wrong=False, now=float(n))
+        if spell == 1:
+            assert row.drafting.num_draft_tokens == 4, "another drafter has another length"
+    one = Drafting(row.drafting.offered)
+    for method, least, most in (("right", 0.9, 1.0), ("wrong", 0.0, 0.3)):
+        one.drafter = f"a {method}"
+        (survivals,) = policy.measured.acceptance.survivals([one], 1)
+        assert least < survivals[0] < most
 
 
 def advised(policy: Policy, delay_s: float, *advice: int) -> tuple[Bench, SpeculationParams]:
