@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from outrider.averages import OUTLIER, Average
 
 Num = TypeVar("Num", float, NDArray[np.float64])
+AGEING = 64.0  # drafts: the load changes, and with it what a token takes
 TOLD_APART = 4.0  # squares of differences in length: so many tell what a token takes
 
 
@@ -25,7 +26,7 @@ class Delays:
     def __init__(self) -> None:
         self.whole_s = Average()
         self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
-        self._token_s = Average()  # by which a token more makes it longer
+        self._token_s = Average(AGEING)  # by which a token more makes it longer
         self._usual_s, self._usual_tokens = Average(), Average()  # of drafts without accidents
         self._last_s = 0.0
 
@@ -45,8 +46,11 @@ class Delays:
         if max(seconds, last_s) >= OUTLIER * min(seconds, last_s):
             return
         longer = num_tokens - self._usual_tokens.mean
-        if self._usual_tokens.weight and abs(longer) >= 1.0:
-            self._token_s.add((seconds - self._usual_s.mean) / longer, longer * longer)
+        if abs(longer) < 1.0:
+            longer = 0.0  # it tells nothing, and what others told gets older
+        if self._usual_tokens.weight:
+            per_token_s = (seconds - self._usual_s.mean) / longer if longer else 0.0
+            self._token_s.add(per_token_s, longer * longer)
         self._usual_s.add(seconds)
         self._usual_tokens.add(num_tokens)
 

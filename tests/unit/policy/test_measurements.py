@@ -180,6 +180,15 @@ def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdat
     assert times.contention_s(4, 0.5) == pytest.approx(contention_s, rel=0.1)
 
 
+def test_delays_forget_what_a_change_of_load_seemed_to_tell_of_tokens() -> None:
+    delays = Delays()
+    for _ in range(20):
+        delays.add(0.010, 0.010, 8)
+    for _ in range(400):  # more rows, and shorter drafts
+        delays.add(0.020, 0.020, 4)
+    assert delays.mean_s(8) > 1.5 * delays.mean_s(4) > 0.0
+
+
 @pytest.mark.parametrize(("seconds", "num_tokens"), [(1.0, 4), (0.0001, 12)])
 def test_one_accident_does_not_make_the_tokens_of_drafts_free(
     seconds: float, num_tokens: int
