@@ -127,7 +127,7 @@ class Tally:
             "messages": self.messages,
             "messages_per_s": self.messages / seconds,
             "tokens_per_s": self.tokens / seconds,
-            "steady_tokens_per_s": self.steady_tokens / (self.open_s or seconds),
+            "steady_tokens_per_s": self.steady_tokens / (self.open_s or seconds) or None,
             "ttft_ms": _quantiles(self.ttft),
             "inter_token_ms": {
                 name: _ms(self.gaps.quantile(part)) for name, part in _QUANTILES.items()

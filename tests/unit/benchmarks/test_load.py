@@ -180,6 +180,20 @@ async def test_steady_rate_leaves_out_the_end_of_a_load():
     assert rates["steady_tokens_per_s"] < 9 * 7 / 0.4
 
 
+async def test_steady_rate_of_requests_that_all_begin_at_once_is_unknown():
+    tally = new_tally()
+
+    async def answer(writer, _number):
+        await asyncio.sleep(0.05)
+        writer.write(chunked())
+
+    async with server(answer) as url:
+        seconds = await driver(url, tally, requests=4).closed_loop(4)
+    rates = tally.numbers(seconds)
+    assert rates["tokens_per_s"] > 0
+    assert rates["steady_tokens_per_s"] is None
+
+
 async def test_open_loop_slow_server_is_sent_all_and_waits_count():
     tally = new_tally()
 
