@@ -47,7 +47,8 @@ async def test_pool_rounds_that_wanted_a_draft_are_counted_once_by_fate() -> Non
     assert outputs[0].token_ids == greedy_text([*PROMPT[:2], 0], 120)
     wanted = sum(output.aux_info.iter_count - 1 for output in outputs)  # but the prompts' steps
     assert sum(rounds.values()) == wanted > 60
-    assert rounds["waited"] > 0.4 * wanted, "nothing is drafted ahead"
+    # Nothing is drafted ahead: a draft comes while its row waits, or just before it is looked at.
+    assert rounds["waited"] + rounds["hit"] > 0.4 * wanted
     assert rounds["none"] > 0
     for name, path in SHARES.items():
         text = (ROOT / path).read_text().replace("\\", "")

@@ -81,10 +81,10 @@ def test_drafts_made_between_steps_are_at_hand_and_not_free(world: TwoDevices) -
     assert (row.drafting.measured.free_hits.mean > 0.5) != isinstance(world, InProcess)
 
 
-def first_tokens_s(rows: int, *, speculate: bool) -> float:
+def first_tokens_s(rows: int, after_s: float, *, speculate: bool) -> float:
     """Sum of the times to the first tokens of requests that come while one is there."""
     world = InProcess(1, 0.0, speculate=speculate)
-    world.run(1.0)
+    world.run(after_s)
     began, known = world.now, set(world.committed)
     world.set_rows(rows)
     waiting, total_s = set(world.committed) - known, 0.0
@@ -99,8 +99,10 @@ def first_tokens_s(rows: int, *, speculate: bool) -> float:
 @pytest.mark.parametrize("rows", [8, 64, 128])
 def test_first_tokens_of_a_burst_come_as_soon_as_without_drafts(rows: int) -> None:
     """The draft model's own way through the first prompts would delay all of them."""
-    without = first_tokens_s(rows, speculate=False)
-    assert first_tokens_s(rows, speculate=True) < 1.01 * without
+    times_s = [1.0 + 0.0015 * i for i in range(6)]  # within different parts of a round
+    without = sum(first_tokens_s(rows, after_s, speculate=False) for after_s in times_s)
+    drafted = sum(first_tokens_s(rows, after_s, speculate=True) for after_s in times_s)
+    assert drafted < 1.01 * without
 
 
 def test_microbatches_are_faster_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
