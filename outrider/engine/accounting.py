@@ -77,14 +77,15 @@ class Committed:
 
         Proposers that read hidden states have the tokens with these.
         """
-        rows = [
-            (row.seq, row.base_len, row.output) for row in self.emitted if not row.finish_reason
-        ]
-        rows += [(seq, len(seq.token_ids) - 1, (seq.token_ids[-1],)) for seq in self.plain]
         heard = [
-            NewTokens(seq.session_id, base_len, tokens)
-            for seq, base_len, tokens in rows
-            if seq.drafting.num_draft_tokens and seq.drafting.proposer.hears_early
+            NewTokens(seq.session_id, row.base_len, row.output)
+            for row in self.emitted
+            if row.finish_reason is None and _hears_early(seq := row.seq)
+        ]
+        heard += [
+            NewTokens(seq.session_id, len(seq.token_ids) - 1, (seq.token_ids[-1],))
+            for seq in self.plain
+            if _hears_early(seq)
         ]
         return EarlyTokens(tuple(heard), self.seconds) if heard else None
 
@@ -122,6 +123,11 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
     )
     tracker.step_done([seq.drafting for seq in seqs], step, decoded=committed.decoding)
     return tuple(told), columns
+
+
+def _hears_early(seq: Sequence) -> bool:
+    """Return whether a proposer drafts for the next round, and may hear of tokens first."""
+    return seq.drafting.num_draft_tokens > 0 and seq.drafting.proposer.hears_early
 
 
 def _due(seq: Sequence) -> bool:
