@@ -116,15 +116,16 @@ class AdaptivePolicy(Policy):
     ) -> list[bool]:
         """Do what `cut` does for one chain, for which arrays take longer than loops."""
         rates, steps = self.measured.acceptance.by_confidence(d), self.measured.steps
-        waited_s = float(self._waits_s([d], d.num_draft_tokens)[-1])
-        cohorts = max(num_rows, self._num_running) / num_rows
+        tokens_of = range(num_others, num_others + len(nodes.confidences) + 1)
+        run = [steps.sizes.run_one(num_rows, num_tokens) for num_tokens in tokens_of]
+        waited_s = self._waits_s([d], d.num_draft_tokens)[-1]
+        seconds = self._round_s(num_rows, np.array([*map(steps.estimate, run)]), waited_s).tolist()
         survival, tokens, best, count = 1.0, float(num_rows), 0.0, 0
         for i, told in enumerate([0, *nodes.confidences]):
             if i:
                 survival *= rates[i - 1, told // CONFIDENCES_PER_BIN]
                 tokens += survival
-            step_s = steps.estimate(steps.sizes.run_one(num_rows, num_others + i))
-            speed = tokens / max(step_s, (step_s + waited_s) / cohorts)
+            speed = tokens / seconds[i]
             if speed > best:
                 best, count = speed, i
         whole = count == len(nodes.confidences) or self._cut_steps == UNCUT_AFTER
