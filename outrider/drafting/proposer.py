@@ -226,7 +226,7 @@ class Follower:
         """
         limit = self.max_draft_tokens  # min() would take longer, for each commit
         self.num_draft_tokens = num_draft_tokens if num_draft_tokens < limit else limit
-        if self.max_len == 0:
+        if self.silent:
             if base_len <= self.length:
                 self.length = max(self.length, base_len + len(tokens))
             return ()
@@ -238,7 +238,7 @@ class Follower:
                 return None
             tokens = tokens[overlap:]
         self._append(tokens)
-        if self.max_len == 0:
+        if self.silent:
             self._tree = None
             return ()
         if self._tree is not None:

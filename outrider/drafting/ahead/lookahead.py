@@ -53,7 +53,7 @@ class Lookahead:
                 self.branches = {}
                 drop(pool, branches.values())
                 adopt(pool, block_table, chosen)
-                self.guess, self.confidences, self.forks = chosen.batch.grown(chosen.row)
+                self.begin(chosen.batch.grown(chosen.row))
                 return count
         num_fed = self.num_fed
         known = min(common_prefix_len(fresh, guess), num_fed)
