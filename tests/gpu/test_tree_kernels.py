@@ -25,7 +25,7 @@ LONGEST, SCRATCH = 70, 7000
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", [1, 2, 7, 16, 33, 64])
 def test_triton_tree_work_equals_torch(count: int, seed: int) -> None:
-    """Of rows of any length, whose tokens may be padding, and which may repeat siblings."""
+    """Rows have any length, their tokens may be padding, and siblings may be repeated."""
     rng = random.Random(seed)
     lens = [rng.randint(1, count + 1) for _ in range(5)]
     nodes = [rng.randint(0, each - 1) for each in lens]  # the others are padding

@@ -76,7 +76,7 @@ def left_on_device(step: Step, rng: random.Random) -> Step:
 
 
 def outcome(model: PagedModel, step: Step, result: StepResult) -> tuple[Any, Any]:
-    """What counts of a result, and what is left behind of the texts."""
+    """Return what counts of a result, and what is left behind of the texts."""
     ends = [n + 1 for n in result.accepted]
     chosen = [list(row[:end]) for row, end in zip(result.choices, ends, strict=True)]
     return chosen, kept_keys(model, step, result)
