@@ -24,8 +24,8 @@ from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.drafting.hidden_states.heads.base import (
     HeadSetup,
     OneShotHead,
+    Place,
     RecurrentHead,
-    load_head,
 )
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead
@@ -100,8 +100,10 @@ def _build(
         if not int8.available():
             raise ConfigError("--quantization int8: this CPU has no AVX-512 VNNI. Leave it out.")
     ops = choose_llama_ops(device, dtype, int8_weights=method.int8_weights)
+    place = Place(dtype, device, ops)
+    setup = HeadSetup(target, place, method.max_model_len, method.projects_features)
     if method.name in _ONE_SHOT:
-        head = load_head(_ONE_SHOT[method.name], folder, target, dtype, device)
+        head = _ONE_SHOT[method.name](folder, setup)
         ops.tune(head.uses)
         with _one_shot_capture(head, limits, say) as capture:
             return OneShotProposer(
@@ -112,11 +114,7 @@ def _build(
                 masks=load_masks(target, head.vocab_size, say),
                 capture=capture,
             )
-    module = load_head(
-        *(_CACHED[method.name], folder, target, dtype, device),
-        max_model_len=method.max_model_len,
-        project=method.projects_features,
-    )
+    module = _CACHED[method.name](folder, setup)
     ops.tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)

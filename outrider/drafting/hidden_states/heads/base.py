@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,11 +23,9 @@ from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import LlamaOps, Use
 from outrider.engine.model.attention_backends import AttentionTraits
-from outrider.engine.model.loader import choose_llama_ops
 from outrider.engine.model.pack import pack_linear
 from outrider.features import FeatureSpec
 
-T = TypeVar("T")
 _MAX_POSITIONS = 2**17
 """Beyond those of its own, a module gets so many: the table of their rotations takes memory."""
 
@@ -39,10 +37,6 @@ class Place:
     dtype: torch.dtype
     device: torch.device
     ops: LlamaOps
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, device: torch.device) -> Place:
-        return cls(dtype, device, choose_llama_ops(device, dtype))
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
@@ -72,25 +66,6 @@ class HeadSetup:
         Unless the operator asks for another number these are all of its target's.
         """
         return self.max_model_len or max(own, min(self.target.max_positions, _MAX_POSITIONS))
-
-
-def load_head(
-    read: Callable[[Path, HeadSetup], T],
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_model_len: int | None = None,
-    project: bool = False,
-) -> T:
-    """Read the module in `folder`, and the tensors that it shares with its target.
-
-    Raises `ConfigError`, naming the tensor or setting, for one that is missing, unknown, of another
-    shape or does not fit the others.
-    """
-    place = Place.of(dtype, device)
-    return read(folder, HeadSetup(target_folder, place, max_model_len, project))
 
 
 @dataclass(frozen=True, slots=True)
