@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.drafting.hidden_states.heads.base import OneShotHead
-from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
+from outrider.drafting.hidden_states.heads.medusa import MedusaHead
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits, SessionKey
@@ -34,8 +34,8 @@ class Counting(OneShotProposer):
 
 
 def medusa() -> OneShotHead:
-    lm_heads = tuple([weight(VOCAB, SIZE, seed=i, std=0.02) for i in range(DEPTH)])
-    return MedusaHead(MedusaWeights(((),) * DEPTH, lm_heads, VOCAB))
+    lm_heads = [weight(VOCAB, SIZE, seed=i, std=0.02) for i in range(DEPTH)]
+    return MedusaHead(((),) * DEPTH, lm_heads, VOCAB)
 
 
 def mlp_speculator() -> OneShotHead:

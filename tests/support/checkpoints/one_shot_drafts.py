@@ -9,7 +9,7 @@ import torch
 from outrider.draft_tree import DraftTree
 from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.heads.base import OneShotHead
-from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
+from outrider.drafting.hidden_states.heads.medusa import MedusaHead
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.proposer import ProposerLimits, SessionStart
@@ -30,7 +30,7 @@ def medusa(dtype: torch.dtype, device: torch.device) -> OneShotHead:
         ((tensors[f"{i}.0.linear.weight"], tensors[f"{i}.0.linear.bias"]),) for i in range(DEPTH)
     ]
     heads = [tensors[f"{i}.1.weight"] for i in range(DEPTH)]
-    return MedusaHead(MedusaWeights(tuple(blocks), tuple(heads), made.VOCAB))
+    return MedusaHead(blocks, heads, made.VOCAB)
 
 
 def mlp_speculator(dtype: torch.dtype, device: torch.device) -> OneShotHead:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states.heads.base import OneShotHead
-from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
+from outrider.drafting.hidden_states.heads.medusa import MedusaHead
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.trees import TargetDraws
@@ -51,7 +51,7 @@ def medusa_head() -> OneShotHead:
         ((MEDUSA[f"{i}.0.linear.weight"], MEDUSA[f"{i}.0.linear.bias"]),) for i in range(DEPTH)
     ]
     heads = [MEDUSA[f"{i}.1.weight"] for i in range(DEPTH)]
-    return MedusaHead(MedusaWeights(tuple(blocks), tuple(heads), VOCAB))
+    return MedusaHead(blocks, heads, VOCAB)
 
 
 def mlp_head() -> OneShotHead:
@@ -69,7 +69,7 @@ def shared_head() -> OneShotHead:
         ((MEDUSA[f"{i}.0.linear.weight"], MEDUSA[f"{i}.0.linear.bias"]),) for i in range(DEPTH)
     ]
     known = torch.arange(0, VOCAB, 2)
-    return MedusaHead(MedusaWeights(tuple(blocks), (MEDUSA["0.1.weight"][known],), VOCAB, known))
+    return MedusaHead(blocks, [MEDUSA["0.1.weight"][known]], VOCAB, known)
 
 
 HEADS = {"medusa": medusa_head(), "shared": shared_head(), "mlp_speculator": mlp_head()}
@@ -299,9 +299,9 @@ def test_one_shot_proposer_with_constraint_drafts_allowed_tokens(rule: Verificat
     compiler = ConstraintCompiler(tokenizer.to_str(), vocab_size, frozenset({EOS}))
     lm_heads = [random(vocab_size, HIDDEN, seed=i) for i in range(DEPTH)]
     first = tokenizer.token_to_id("3")
-    blocks = tuple([()] * DEPTH)  # x as it is
+    blocks = ((),) * DEPTH  # x as it is
     method = OneShotProposer(
-        MedusaHead(MedusaWeights(blocks, tuple(lm_heads), vocab_size)),
+        MedusaHead(blocks, lm_heads, vocab_size),
         method="medusa",
         name="test",
         masks=DraftMasks(compiler),

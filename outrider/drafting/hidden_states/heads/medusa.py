@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,35 +33,33 @@ from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaWeights:
-    """The weights of a checkpoint, by head."""
-
-    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
-    """[heads][layers] (weight [hidden, hidden], bias [hidden])."""
-    lm_heads: tuple[Tensor, ...]
-    """[known tokens, hidden] each; one for all heads, or one per head."""
-    vocab_size: int
-    token_map: Tensor | None = None
-    """int64 [known tokens]: the target's tokens that the heads know; None: all."""
-
-
 class MedusaHead:
     """A `OneShotHead` that computes in the weights' dtype, on their device."""
 
-    def __init__(self, weights: MedusaWeights) -> None:
-        first = weights.lm_heads[0]
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[tuple[Tensor, Tensor | None]]],
+        lm_heads: Sequence[Tensor],
+        vocab_size: int,
+        token_map: Tensor | None = None,
+    ) -> None:
+        """`blocks` are [heads][layers] (weight [hidden, hidden], bias [hidden]).
+
+        `lm_heads` [known tokens, hidden] are one for all heads, or one per head; `token_map` int64
+        [known tokens] are the target's tokens that they know, None: all.
+        """
+        first = lm_heads[0]
         self.features = FeatureSpec(hidden_size=first.shape[1], final_norm=True)
-        self.vocab_size = weights.vocab_size
-        self.max_depth = len(weights.blocks)
+        self.vocab_size = vocab_size
+        self.max_depth = len(blocks)
         self.device = first.device
         self._dtype = first.dtype
-        self._blocks = [[pack_linear(*layer) for layer in layers] for layers in weights.blocks]
-        lm_heads: list[Linear] = [pack_linear(weight, None) for weight in weights.lm_heads]
-        self._lm_heads = lm_heads * (self.max_depth // len(lm_heads))
-        linears = [linear for layers in self._blocks for linear in layers] + lm_heads
+        self._blocks = [[pack_linear(*layer) for layer in layers] for layers in blocks]
+        products: list[Linear] = [pack_linear(weight, None) for weight in lm_heads]
+        self._lm_heads = products * (self.max_depth // len(products))
+        linears = [linear for layers in self._blocks for linear in layers] + products
         self.uses: Sequence[Use] = [Use(linear, alone=True) for linear in linears]
-        self._token_map = weights.token_map
+        self._token_map = token_map
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """Return the logits of head `depth`: [n, hidden] to float32 [n, vocab]."""
@@ -163,7 +160,7 @@ def read_medusa(folder: Path, setup: HeadSetup) -> MedusaHead:
             )
         return place.put(stored if scale == 1.0 else stored * scale)
 
-    blocks = [tuple([layer(i, j) for j in range(num_layers)]) for i in range(num_heads)]
+    blocks = [[layer(i, j) for j in range(num_layers)] for i in range(num_heads)]
     names = [prefix + layout.lm_head.format(i=i, n=num_layers) for i in range(num_heads)]
     if config.get("original_lm_head", False):  # one for all, which the file may leave out
         names = [name for name in (names[0], f"{prefix}lm_head.weight") if name in checkpoint][:1]
@@ -172,14 +169,8 @@ def read_medusa(folder: Path, setup: HeadSetup) -> MedusaHead:
         lm_heads = [lm_head(target.head(), "lm_head.weight")]
     # A map of the whole vocabulary says nothing.
     checkpoint.check_all_taken(ignored=[f"{prefix}token_map"], prefix=prefix)
-    return MedusaHead(
-        MedusaWeights(
-            tuple(blocks),
-            tuple(lm_heads),
-            target.vocab_size,
-            None if token_map is None else token_map.to(place.device),
-        )
-    )
+    token_map = None if token_map is None else token_map.to(place.device)
+    return MedusaHead(blocks, lm_heads, target.vocab_size, token_map)
 
 
 def _find_heads(checkpoint: Checkpoint) -> tuple[_Layout, str, int, int]:
