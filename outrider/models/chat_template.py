@@ -48,7 +48,7 @@ class ChatTemplate:
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
         self._source = source
-        self._tool_source = tool_source or source
+        self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
         try:
             self._render(Conversation([]))
@@ -81,11 +81,6 @@ class ChatTemplate:
             return None
         return cls(source, special_tokens(tokenizer_config, special_tokens_map), tool_source)
 
-    @property
-    def tool_source(self) -> str:
-        """Return the template that renders conversations with tools."""
-        return self._tool_source
-
     def render(self, conversation: Conversation) -> str:
         """Render the conversation as text, up to where the assistant speaks.
 
@@ -112,7 +107,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tools = [dict(tool) for tool in conversation.tools]
-        source = self._tool_source if tools else self._source
+        source = self.tool_source if tools else self._source
         # transformers leaves out what is null; templates that ask for it would lose calls.
         kept = {"content"} if _KNOWS_NULL.search(source) else set()
         messages = [

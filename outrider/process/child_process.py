@@ -48,17 +48,13 @@ class ServiceProcess:
     """A running child. `start` first; after that `wait`, `terminate` and `kill` at any time."""
 
     def __init__(self, spec: ServiceSpec, relay: Relay) -> None:
-        self._spec = spec
+        self.name, self._spec = spec.name, spec
         self._relay = relay
         self._process: asyncio.subprocess.Process | None = None
         self._pipes: list[_Pipe] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         self._last_lines: deque[str] = deque(maxlen=1)
-
-    @property
-    def name(self) -> str:
-        return self._spec.name
 
     @property
     def started(self) -> bool:

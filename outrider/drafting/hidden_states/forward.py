@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
@@ -22,17 +21,10 @@ class HeadForward:
         self._head = head
         self._backend = backend
         self.page_size = page_size
+        self.device, self.max_model_len = head.device, head.max_model_len
         self._states = head.begin(features)  # [tokens of the first batch, state_size]
         self._outputs = self._states  # of the latest forward, where logits were wanted
         self._step = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self._head.device
-
-    @property
-    def max_model_len(self) -> int:
-        return self._head.max_model_len
 
     def forward(self, batch: PackedBatch, sources: Tensor | None = None) -> Tensor:
         """Write keys and values and return logits [num_logits, vocab_size].

@@ -81,14 +81,9 @@ class TargetDraws:
 
         `texts` are those that the draws follow, if paths are to be compared with them.
         """
-        self._batch = batch
+        self.batch = batch
         self.sampler = sampler
         self.texts = texts
-
-    @property
-    def batch(self) -> SamplingBatch | None:
-        """The rows' parameters at depth 0; None: all are known to be greedy."""
-        return self._batch
 
     @classmethod
     def of(
@@ -110,7 +105,7 @@ class TargetDraws:
 
         As the function `likeliest`, after cuts by top_k, top_p and min_p.
         """
-        batch = self._batch
+        batch = self.batch
         if batch is None:
             return likeliest(logits, None, depth, count)
         if batch.any_sorted or batch.any_min_p:

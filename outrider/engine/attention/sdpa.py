@@ -20,11 +20,7 @@ class SdpaAttention:
     """Implements `LatentAttention`; as a callable it is an `AttentionBackend`."""
 
     def __init__(self, batch: PackedBatch) -> None:
-        self._groups = RowGroups(batch)
-
-    @property
-    def batch(self) -> PackedBatch:
-        return self._groups.batch
+        self.batch, self._groups = batch, RowGroups(batch)
 
     @property
     def all_slots(self) -> Tensor:

@@ -46,13 +46,9 @@ class Flash4Attention:
     """
 
     def __init__(self, rows: TritonPagedAttention, group: int) -> None:
-        self._rows = rows
+        self.batch, self._rows = rows.batch, rows
         lengths = rows.batch.cu_seqlens_q.diff()
         self._prompt_lens = torch.where(lengths * group > SHORT_QUERIES, lengths, 0)
-
-    @property
-    def batch(self) -> PackedBatch:
-        return self._rows.batch
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func

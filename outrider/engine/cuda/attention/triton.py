@@ -85,18 +85,14 @@ class TritonPagedAttention:
     """
 
     def __init__(self, batch: PackedBatch, multiprocessors: int) -> None:
-        self._batch = batch
+        self.batch = batch
         self._rows = len(batch.query_lens)
         self._max_query_len = batch.max_query_len
         self._multiprocessors = multiprocessors
 
-    @property
-    def batch(self) -> PackedBatch:
-        return self._batch
-
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         if self._too_wide(params):
-            return SdpaAttention(self._batch).attend(query, pool, params)
+            return SdpaAttention(self.batch).attend(query, pool, params)
         out = query.new_empty(*query.shape[:3], pool.shape[2])
         if self.has_prompts(query.shape[2]):
             self._launch(query, None, pool, params, out, tiled=True)
@@ -132,11 +128,11 @@ class TritonPagedAttention:
     def _too_wide(self, params: AttentionParams) -> bool:
         """Return whether a node's ancestors may be outside the window."""
         window = params.sliding_window or MAX_TREE_NODES
-        return self._batch.trees is not None and window < MAX_TREE_NODES
+        return self.batch.trees is not None and window < MAX_TREE_NODES
 
     def _joined(self, group: int, params: AttentionParams) -> int:
         """Return the rows that a tile of queries may join, a power of two."""
-        shared, trees = self._batch.shared, self._batch.trees
+        shared, trees = self.batch.shared, self.batch.trees
         if shared is None or trees is not None or params.sliding_window is not None:
             return 1
         most = max(1, _MAX_JOINED // (self._max_query_len * group))
@@ -155,7 +151,7 @@ class TritonPagedAttention:
         """Write the outputs of rows that fit one tile, or if `tiled` of the others."""
         assert isinstance(pool, PageMajorPool)
         assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
-        batch, trees, shared = self._batch, self._batch.trees, self._batch.shared
+        batch, trees, shared = self.batch, self.batch.trees, self.batch.shared
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
         prompts = self.has_prompts(group)
