@@ -206,11 +206,6 @@ def _watch(metrics: ScorerMetrics, engine: ServedEngine, hub: Hub, served: Serve
     )
 
 
-def _rounded(options: ScorerOptions) -> str:
-    name = options.quantization
-    return "" if name is None else f", the weights of its linear layers rounded to {name},"
-
-
 def build_engine(
     folder: Path,
     options: ScorerOptions,
@@ -222,10 +217,12 @@ def build_engine(
     """
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
+    name = options.quantization
+    rounded = "" if name is None else f", the weights of its linear layers rounded to {name},"
     first = "" if options.device != "cpu" else "; a first start compiles kernels, up to a minute"
     runtime.progress(
         NAME,
-        f"loading {options.model} as {options.dtype}{_rounded(options)} on {options.device}: "
+        f"loading {options.model} as {options.dtype}{rounded} on {options.device}: "
         "this takes seconds, or minutes for a large model that is not in the system's page cache"
         f"{first}",
     )

@@ -66,13 +66,15 @@ class Hub:
         """
         told = request if rounds is None else replace(request, stream_interval=0)
         asked = request.speculation.num_speculative_tokens
-        k = self._served.num_speculative_tokens if asked is None else asked
+        served = self._served
+        k = served.num_speculative_tokens if asked is None else asked
+        drafted = served.num_speculative_tokens and not served.drafted_elsewhere
         prompt = request.prompt_token_ids
         session = Session(
             request=request,
             traceparent=traceparent,
-            max_len=min(len(prompt) + request.stop.max_tokens, self._served.max_model_len),
-            num_speculative_tokens=k if self._drafts_for(request) else 0,
+            max_len=min(len(prompt) + request.stop.max_tokens, served.max_model_len),
+            num_speculative_tokens=k if drafted and request.speculation.enabled else 0,
             committed=list(prompt),
             num_draft_tokens=k,
             rounds=rounds,
@@ -85,11 +87,6 @@ class Hub:
                 self.registry.probe()
                 self.registry.assign(session)
         return session
-
-    def _drafts_for(self, request: Request) -> bool:
-        served = self._served
-        drafted = served.num_speculative_tokens and not served.drafted_elsewhere
-        return bool(request.speculation.enabled and drafted)
 
     def abort(self, session: Session, error: OutriderError | None = None) -> None:
         """End a session that the engine may still run; no-op for one that has ended."""

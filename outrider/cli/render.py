@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.table import Table
@@ -36,11 +35,13 @@ STYLES: dict[int, tuple[str, Style, str]] = {
 
 def write_tokens(console: Console, tokens: Iterable[generation_pb2.OutputToken]) -> None:
     """Write tokens as they are, each in its kind's style: no wrapping, no escape sequences."""
+    colors = None if console.color_system is None else COLOR_SYSTEMS[console.color_system]
     for token in tokens:
         _, style, _ = STYLES.get(token.kind, STYLES[common_pb2.TOKEN_KIND_PLAIN])
-        text = "".join(map(_printable, token.text))
+        # A model may emit anything, but must not drive the reader's terminal.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in token.text)
         if console.is_terminal:
-            text = style.render(text, color_system=_color_system(console))
+            text = style.render(text, color_system=colors)
         console.file.write(text)
     console.file.flush()
 
@@ -68,13 +69,6 @@ def aux_table(columns: dict[str, common_pb2.AuxInfo]) -> Table:
     return table
 
 
-def _printable(character: str) -> str:
-    # A model may emit anything, but must not drive the reader's terminal.
-    if character.isprintable() or character in "\n\t":
-        return character
-    return "\N{REPLACEMENT CHARACTER}"
-
-
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
@@ -87,7 +81,3 @@ def _cell(value: object) -> str:
         else str(each)
         for each in value
     )
-
-
-def _color_system(console: Console) -> ColorSystem | None:
-    return None if console.color_system is None else COLOR_SYSTEMS[console.color_system]

@@ -106,7 +106,8 @@ class ServeConfig:
         """The scorer's K: draft tokens that it verifies per request and round."""
         if self.drafted_by_vllm:
             return 0
-        if self.num_speculative_tokens is None or _is_self_limiting(self):
+        limit_themselves = self.methods and SELF_LIMITING_METHODS.issuperset(self.methods)
+        if self.num_speculative_tokens is None or limit_themselves:
             return NUM_SPECULATIVE_TOKENS
         return self.num_speculative_tokens
 
@@ -202,10 +203,6 @@ def _draft(config: ServeConfig, device: str) -> Iterator[object]:
     if count and (SELF_LIMITING_METHODS & {*config.methods} or count > _DEFAULT_MAX_DRAFT_TOKENS):
         yield from ("--max-draft-tokens", count)
     yield from config.flags.get("draft", ())
-
-
-def _is_self_limiting(config: ServeConfig) -> bool:
-    return bool(config.methods) and SELF_LIMITING_METHODS.issuperset(config.methods)
 
 
 def _scorer_threads(config: ServeConfig) -> int:

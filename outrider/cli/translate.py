@@ -67,7 +67,8 @@ class _Reader:
                 ours = not equals
                 continue
             ours = False
-            if not equals and (rule.takes == "one" or (rule.takes == "maybe" and _is_value(rest))):
+            truth = bool(rest) and rest[0].lower() in ("0", "1", "true", "false")
+            if not equals and (rule.takes == "one" or (rule.takes == "maybe" and truth)):
                 if not rest or rest[0].startswith("--"):
                     self.refusals.append(f"{name} lacks its value")
                     continue
@@ -131,7 +132,3 @@ class _Reader:
 def _with_hyphens(name: str) -> str:
     """Return a flag's name with hyphens, as ours have them."""
     return name if not name.startswith("--") else f"--{name[2:].replace('_', '-')}"
-
-
-def _is_value(rest: Sequence[str]) -> bool:
-    return bool(rest) and rest[0].lower() in ("0", "1", "true", "false")

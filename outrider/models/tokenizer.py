@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tokenizers import Tokenizer as BackendTokenizer
 
@@ -58,7 +58,8 @@ class Tokenizer:
         ordinary = backend.get_vocab(with_added_tokens=True).values() - self._special.keys()
         self.needed_vocab_size = 1 + max(ordinary, default=-1)
         self._pieces: dict[int, str | bytes] = {}  # of all completions' detokenizers
-        self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
+        decoder = json.loads(backend.to_str())["decoder"]
+        self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"  # the whole of it
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -230,8 +231,3 @@ def _read_tokenizer_json(folder: Path) -> str:
             "AutoTokenizer.save_pretrained writes it."
         )
     return content
-
-
-def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    """Whether the tokenizer's whole decoder is byte-level BPE's."""
-    return decoder is not None and decoder["type"] == "ByteLevel"

@@ -97,17 +97,14 @@ def switched_off(config: object) -> bool:
 def _method(name: str, draft: str) -> str:
     """Return the method's own name; without one, what the draft's files or name tell."""
     if not name:
-        name = draft if draft in _ALIASES else _kind_of(draft)
+        if not draft:
+            raise _error("give a method, such as ngram, or a model that drafts")
+        where = None if draft in _ALIASES else resolve_model(draft, "draft", tokenizer_only=True)
+        name = draft if where is None else drafting_method(draft, where)
     name = _ALIASES.get(name, "mtp" if name.endswith("_mtp") else name)
     if name not in METHODS:
         raise _error(f"method {name!r} is none of {', '.join(METHODS)}")
     return name
-
-
-def _kind_of(draft: str) -> str:
-    if not draft:
-        raise _error("give a method, such as ngram, or a model that drafts")
-    return drafting_method(draft, resolve_model(draft, "draft", tokenizer_only=True))
 
 
 def _error(message: str) -> ConfigError:

@@ -77,12 +77,6 @@ def _concatenated(dtype: torch.dtype, *modules: Any) -> Linear:
     return pack_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
-def _output_layer(dtype: torch.dtype, module: Any) -> Linear:
-    if isinstance(module, QuantizedModule):
-        return pack_output_layer(module.take(), module.bias, dtype)
-    return _concatenated(dtype, module)
-
-
 def _take(module: Any, dtype: torch.dtype) -> Tensor:
     """Return a layer's weight, which the layer gives up, so that no second copy stays."""
     if isinstance(module, QuantizedModule):
@@ -107,7 +101,12 @@ class FusedLlama:
         self.eps = config.rms_norm_eps
         self.embedding: Tensor = base.embed_tokens.weight.detach()
         self.norm: Tensor = base.norm.weight.detach()
-        self.output_layer = _output_layer(self.norm.dtype, parts.lm_head)
+        last, dtype = parts.lm_head, self.norm.dtype
+        self.output_layer: Linear
+        if isinstance(last, QuantizedModule):
+            self.output_layer = pack_output_layer(last.take(), last.bias, dtype)
+        else:
+            self.output_layer = _concatenated(dtype, last)
         self._uses: list[Use] = []
         self.rope = self._make_rope(base.rotary_emb, max_model_len)
         self.layers = [
