@@ -49,6 +49,52 @@ _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "num_preemptions": "Requests preempted and recomputed.",
 }
+_BY_CONTEXT = ", by the tokens before: `context` and more, below the next `context`."
+_LABELLED = {
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "Draft tokens accepted, by position in the draft, from 0.",
+        "position",
+    ),
+    "spec_decode_num_drafts_per_context": (
+        "Rounds that verified a draft" + _BY_CONTEXT,
+        "context",
+    ),
+    "spec_decode_num_accepted_tokens_per_context": (
+        "Draft tokens accepted" + _BY_CONTEXT,
+        "context",
+    ),
+    "spec_decode_num_rounds": (
+        "Rounds of requests, by draft tokens verified (0: the row went without a draft).",
+        "num_draft_tokens",
+    ),
+    "pool_draft_tokens": ("Draft tokens verified, by the pool of their proposer.", "pool"),
+    "pool_accepted_tokens": ("Draft tokens accepted, by the pool of their proposer.", "pool"),
+    "pool_rounds": (
+        "Rounds that wanted a draft, by the pool of their proposer and the draft's fate. hit: at "
+        "hand at once; waited: came while the row waited, on demand; late; wrong: for another "
+        "text; none: the proposer had no guess.",
+        "pool",
+        "fate",
+    ),
+    "draft_blocks": ("Draft blocks dropped, by fate: stale or malformed.", "fate"),
+    "steps": (
+        "Engine steps, by the draft mode: none, on demand, or ahead, if a row's proposer can. The "
+        "adaptive policy chooses whether to draft, and now and then tries the other.",
+        "mode",
+    ),
+    "round_seconds": (
+        "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from a "
+        "commit to its draft's arrival otherwise; both pass while the scorer verifies if the "
+        "proposer runs ahead. wait: of the row for the draft; score: from a step's launch to its "
+        "result; commit: scheduling the step and making its result true.",
+        "part",
+    ),
+    "request_success": (
+        "Requests ended, by reason; abort: the caller cancelled.",
+        "finished_reason",
+    ),
+}
+"""Name -> what a counter counts, and its labels."""
 _HISTOGRAMS = {
     "request_queue_time_seconds": (
         "Time from a request's arrival to its first step, observed at that step.",
@@ -81,78 +127,21 @@ class ScorerMetrics:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
         self._model_name = model_name
-        self._counters = {name: self._labelled(name, about)() for name, about in _COUNTERS.items()}
+        self._counters = {name: self._counter(name, about)() for name, about in _COUNTERS.items()}
         self._histograms = {
             name: Histogram(
                 METRIC_PREFIX + name, about, ("model_name",), buckets=buckets, registry=registry
             ).labels(model_name)
             for name, (about, buckets) in _HISTOGRAMS.items()
         }
-        self._accepted_per_pos = self._labelled(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft, from 0.",
-            "position",
-        )
-        self._accepted_per_pos(0)  # reported also where no draft is ever accepted
-        self._per_context = {
-            name: self._labelled(
-                f"spec_decode_num_{name}_per_context",
-                f"{about}, by the tokens before: `context` and more, below the next `context`.",
-                "context",
-            )
-            for name, about in (
-                ("drafts", "Rounds that verified a draft"),
-                ("accepted_tokens", "Draft tokens accepted"),
-            )
-        }
-        self._rounds = self._labelled(
-            "spec_decode_num_rounds",
-            "Rounds of requests, by draft tokens verified (0: the row went without a draft).",
-            "num_draft_tokens",
-        )
-        self._pool_drafted = self._labelled(
-            "pool_draft_tokens", "Draft tokens verified, by the pool of their proposer.", "pool"
-        )
-        self._pool_accepted = self._labelled(
-            "pool_accepted_tokens", "Draft tokens accepted, by the pool of their proposer.", "pool"
-        )
-        self._pool_rounds = self._labelled(
-            "pool_rounds",
-            "Rounds that wanted a draft, by the pool of their proposer and the draft's fate. hit: "
-            "at hand at once; waited: came while the row waited, on demand; late; wrong: for "
-            "another text; none: the proposer had no guess.",
-            "pool",
-            "fate",
-        )
+        self._labelled = {name: self._counter(name, *each) for name, each in _LABELLED.items()}
+        self._labelled["spec_decode_num_accepted_tokens_per_pos"](0)  # also if none ever is
         self._pools: dict[str, str] = {}  # by proposer; the last ones that attached
         self._pool_names: set[str] = set()
-        blocks = self._labelled(
-            "draft_blocks",
-            "Draft blocks dropped, by fate: stale or malformed.",
-            "fate",
-        )
+        blocks, steps = self._labelled["draft_blocks"], self._labelled["steps"]
         self.stale_blocks, self.malformed_blocks = blocks("stale"), blocks("malformed")
-        steps = self._labelled(
-            "steps",
-            "Engine steps, by the draft mode: none, on demand, or ahead, if a row's proposer can. "
-            "The adaptive policy chooses whether to draft, and now and then tries the other.",
-            "mode",
-        )
         self._steps = {mode: steps(mode) for mode in DRAFT_MODES}
-        round_seconds = self._labelled(
-            "round_seconds",
-            "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from "
-            "a commit to its draft's arrival otherwise; both pass while the scorer verifies if the "
-            "proposer runs ahead. wait: of the row for the draft; score: from a step's launch to "
-            "its result; commit: scheduling the step and making its result true.",
-            "part",
-        )
-        self._round_parts = [round_seconds(part) for part in _ROUND_PARTS]
-        self._requests = self._labelled(
-            "request_success",
-            "Requests ended, by reason; abort: the caller cancelled.",
-            "finished_reason",
-        )
+        self._round_parts = [self._labelled["round_seconds"](part) for part in _ROUND_PARTS]
         self.proposers = Gauge(
             METRIC_PREFIX + "proposers_attached",
             "Proposers attached, by pool and method; 0 once the last of a pool has left.",
@@ -182,7 +171,8 @@ class ScorerMetrics:
         pool = pool if pool in self._pool_names else _OTHER
         remember(self._pools, proposer_id, pool, _MAX_PROPOSERS)
         for fate in DRAFT_FATES:
-            self._pool_rounds(pool, fate)  # reported from 0, so that a rate includes the first
+            # Reported from 0, so that a rate includes the first.
+            self._labelled["pool_rounds"](pool, fate)
 
     def set_proposers(self, attached: Mapping[tuple[str, str], int]) -> None:
         """Report the attached proposers by pool and method."""
@@ -196,7 +186,7 @@ class ScorerMetrics:
     def count_request(self, stats: RequestStats | None, finish_reason: FinishReason | None) -> None:
         """Count an ended request; without a `finish_reason` it was aborted."""
         reason = finish_reason.value if finish_reason is not None else "abort"
-        self._requests(reason).inc()
+        self._labelled["request_success"](reason).inc()
         if stats is not None:
             self._histograms["request_prefill_time_seconds"].observe(stats.prefill_ms / 1e3)
 
@@ -228,20 +218,21 @@ class ScorerMetrics:
         self._counters["spec_decode_num_drafts"].inc(counts.rounds.total() - sums.by_k[0])
         self._counters["spec_decode_num_draft_tokens"].inc(sums.drafted)
         self._counters["spec_decode_num_accepted_tokens"].inc(sums.accepted)
+        labelled = self._labelled
         for k, rounds in sums.by_k.items():
-            self._rounds(k).inc(rounds)
+            labelled["spec_decode_num_rounds"](k).inc(rounds)
         for position, rounds in sums.by_position.items():
-            self._accepted_per_pos(position).inc(rounds)
+            labelled["spec_decode_num_accepted_tokens_per_pos"](position).inc(rounds)
         for index, rounds in counts.drafts_by_context.items():
-            context = context_class_from(index)
-            self._per_context["drafts"](context).inc(rounds)
-            self._per_context["accepted_tokens"](context).inc(counts.accepted_by_context[index])
+            context, accepted = context_class_from(index), counts.accepted_by_context[index]
+            labelled["spec_decode_num_drafts_per_context"](context).inc(rounds)
+            labelled["spec_decode_num_accepted_tokens_per_context"](context).inc(accepted)
         for proposer_id, tokens in counts.drafted_by.items():
             pool = self._pools.get(proposer_id, _OTHER)
-            self._pool_drafted(pool).inc(tokens)
-            self._pool_accepted(pool).inc(counts.accepted_by[proposer_id])
+            labelled["pool_draft_tokens"](pool).inc(tokens)
+            labelled["pool_accepted_tokens"](pool).inc(counts.accepted_by[proposer_id])
         for (proposer_id, fate), rounds in counts.fates.items():
-            self._pool_rounds(self._pools.get(proposer_id, _OTHER), fate).inc(rounds)
+            labelled["pool_rounds"](self._pools.get(proposer_id, _OTHER), fate).inc(rounds)
 
     def _observe_times(self, timings: StepTimings, counts: StepCounts) -> None:
         parts = (
@@ -270,7 +261,7 @@ class ScorerMetrics:
             step_s = (timings.draft_ms + timings.forward_ms + timings.verify_ms) / 1e3
             self._counters["decode_seconds"].inc(host_s + step_s + waited_s)
 
-    def _labelled(self, name: str, about: str, *labels: str) -> Callable[..., Counter]:
+    def _counter(self, name: str, about: str, *labels: str) -> Callable[..., Counter]:
         """Return a function from values of `labels` to their counter."""
         counters = Counter(
             METRIC_PREFIX + name, about, ("model_name", *labels), registry=self._registry
