@@ -36,34 +36,11 @@ def load(
     The step times are (rows, tokens, seconds) of captured steps. `build_first` loads what shares
     the device with the model: keys and values get the memory that is left.
     """
-    dtype = getattr(torch, options.dtype)
-    device = _device(options.device)
+    device, dtype = _device(options.device), getattr(torch, options.dtype)
     asked = options.hidden_features
     features = None if asked is None else read_features(folder, asked)
-
-    reader: DeviceReader | None = None
-    prepare: Prepare | None = None
-
-    @fitting("The model", options.kv_cache_memory)
-    def load_with(num_pages: int) -> PagedModel:
-        return load_model(
-            folder,
-            ModelOptions(
-                page_size=options.page_size,
-                num_pages=num_pages,
-                max_model_len=options.max_model_len,
-                attention_backend=options.attention_backend,
-                features=features,
-                quantization=options.quantization,
-                kv_cache_dtype=options.kv_cache_dtype,
-            ),
-            dtype=dtype,
-            device=device,
-            reader=reader,
-            prepare=prepare,
-        )
-
-    def load_given() -> PagedModel:
+    num_pages: int | None = None
+    if options.kv_cache_memory is not None:
         page_bytes = kv_bytes_per_page(
             folder,
             dtype=dtype,
@@ -71,13 +48,40 @@ def load(
             features=features,
             kv_cache_dtype=options.kv_cache_dtype,
         )
-        assert options.kv_cache_memory is not None, "a CPU has a default"
         num_pages = count_pages(options.kv_cache_memory, page_bytes)
-        return _with_room(load_with(num_pages), options)
 
-    if device.type != "cuda":
-        build_first()
-        return load_given(), None, []
+    @fitting("The model", options.kv_cache_memory)
+    def read(
+        num_pages: int, reader: DeviceReader | None = None, prepare: Prepare | None = None
+    ) -> PagedModel:
+        settings = ModelOptions(
+            page_size=options.page_size,
+            num_pages=num_pages,
+            max_model_len=options.max_model_len,
+            attention_backend=options.attention_backend,
+            features=features,
+            quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
+        )
+        return load_model(
+            folder, settings, dtype=dtype, device=device, reader=reader, prepare=prepare
+        )
+
+    if device.type == "cuda":
+        return _load_on_gpu(folder, options, device, read, num_pages, build_first)
+    assert num_pages is not None, "a CPU has a default"
+    build_first()
+    return _with_room(read(num_pages), options), None, []
+
+
+def _load_on_gpu(
+    folder: Path,
+    options: ScorerOptions,
+    device: torch.device,
+    read: Callable[[int, DeviceReader | None, Prepare], PagedModel],
+    num_pages: int | None,
+    build_first: Callable[[], None],
+) -> tuple[PagedModel, StepRunner, list[tuple[int, int, float]]]:
     # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.sampling import sample
     from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
@@ -91,7 +95,7 @@ def load(
         options.max_num_batched_tokens,
         options.num_speculative_tokens,
         # Methods that read hidden states draft trees. Trees of other methods run eagerly.
-        trees=features is not None,
+        trees=options.hidden_features is not None,
         synthetic_acceptance_rates=options.synthetic_acceptance_rates,
     )
     progress(
@@ -99,15 +103,18 @@ def load(
         "minute at a first start, ten seconds later"
     )
     memory = None
-    if options.kv_cache_memory is None:
+    if num_pages is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)
+    reader: DeviceReader | None = None
     with fitting("The model", options.kv_cache_memory):
         if options.quantization is None:  # else not all weights are on the device at once
             reader = DeviceReader(folder, device)  # beside what is built first
-    prepare = partial(compile_steps, limits=limits, say=progress)
     build_first()
-    model = load_given() if memory is None else load_with(TRIAL_PAGES)
-    if memory is not None:
+    prepare = partial(compile_steps, limits=limits, say=progress)
+    model = read(num_pages or TRIAL_PAGES, reader, prepare)
+    if memory is None:
+        _with_room(model, options)
+    else:
         with start_times.phase("memory"):
             size_cache(memory, model, limits, progress)
     with start_times.phase("steps"):
