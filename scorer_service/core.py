@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,7 @@ from outrider.rpc.data_connection import DataPort
 from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry
 from outrider.step_times import StepSizes
-from outrider.types import Request, StepEvents
+from outrider.types import EngineInfo, Request, StepEvents
 from outrider.vllm.engine import VllmEngine
 from scorer_service.call import Serving
 from scorer_service.config import DraftLimits, ScorerOptions, ServedModel
@@ -101,15 +101,7 @@ class ScorerCore:
         def build() -> Engine:
             return build_engine(find(), options, colocated)
 
-        colocated: InProcessProposer | None = None
-        if options.in_process_proposer:
-            say = partial(runtime.progress, NAME)
-            colocated = InProcessProposer(
-                partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
-                f"{options.scorer_id}-in-process",
-                # A GPU would have the first token later by more than a step's time.
-                drafts_before_prompts=options.device == "cpu",
-            )
+        colocated = _in_process_proposer(options)
         engine: ServedEngine
         if options.engine == VLLM:
             engine = VllmEngine(find, options.for_vllm(), on_events)
@@ -121,23 +113,8 @@ class ScorerCore:
         if isinstance(engine, VllmEngine):
             await engine.warm_up(options.start_timeout)
             self._telemetry.registry.register(EngineMetrics("vllm:"))
-        folder, hash_ = found[0]
-        served = ServedModel(
-            scorer_id=options.scorer_id,
-            model=options.model,
-            served_model_name=options.served_model_name,
-            tokenizer_hash=hash_,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            dtype=options.dtype,
-            eos_token_ids=info.eos_token_ids,
-            num_speculative_tokens=info.num_speculative_tokens,
-            page_size=info.page_size,
-            features=info.features,
-            adapters=info.adapters,
-            device=device_id(options.device),
-            drafted_elsewhere=options.engine == VLLM,
-        )
+        folder, tokenizer_hash = found[0]
+        served = _served(options, info, tokenizer_hash)
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
         limits = DraftLimits(max_sessions=info.max_num_seqs + info.max_waiting)
         self._hub = hub = Hub(engine, served, limits, metrics)
@@ -172,6 +149,37 @@ class ScorerCore:
         assert self._hub is not None
         assert self._engine is not None
         await first_of(self._hub.failed.wait(), self._engine.until_hung())
+
+
+def _in_process_proposer(options: ScorerOptions) -> InProcessProposer | None:
+    if not options.in_process_proposer:
+        return None
+    say = partial(runtime.progress, NAME)
+    return InProcessProposer(
+        partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
+        f"{options.scorer_id}-in-process",
+        # A GPU would have the first token later by more than a step's time.
+        drafts_before_prompts=options.device == "cpu",
+    )
+
+
+def _served(options: ScorerOptions, info: EngineInfo, tokenizer_hash: str) -> ServedModel:
+    return ServedModel(
+        scorer_id=options.scorer_id,
+        model=options.model,
+        served_model_name=options.served_model_name,
+        tokenizer_hash=tokenizer_hash,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        dtype=options.dtype,
+        eos_token_ids=info.eos_token_ids,
+        num_speculative_tokens=info.num_speculative_tokens,
+        page_size=info.page_size,
+        features=info.features,
+        adapters=info.adapters,
+        device=device_id(options.device),
+        drafted_elsewhere=options.engine == VLLM,
+    )
 
 
 @contextlib.contextmanager
@@ -239,18 +247,13 @@ def build_engine(
         enable_prefix_caching=options.enable_prefix_caching,
         max_prompt_logits=max(options.max_num_seqs, MAX_VALUES // model.vocab_size),
     )
-    policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
-    steps = policy.measured.steps
-    steps.sizes = StepSizes((rows, tokens) for rows, tokens, _ in step_times)
-    for rows, tokens, seconds in step_times:
-        steps.observe_step(rows, tokens, seconds)
     pool = model.pools.features
     ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(
         model,
         config,
         eos_token_ids=model.eos_token_ids,
-        policy=policy,
+        policy=_policy(options, step_times),
         runner=runner,
         features=None if pool is None else HiddenStateStreams(pool, max_ahead_bytes=ahead),
     )
@@ -269,6 +272,16 @@ def build_engine(
         gc.freeze()
     runtime.progress(NAME, f"started in {start_times.summary()}")
     return engine
+
+
+def _policy(options: ScorerOptions, step_times: Sequence[tuple[int, int, float]]) -> Policy:
+    """Return the policy, which knows how long steps of (rows, tokens) take."""
+    policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
+    steps = policy.measured.steps
+    steps.sizes = StepSizes((rows, tokens) for rows, tokens, _ in step_times)
+    for rows, tokens, seconds in step_times:
+        steps.observe_step(rows, tokens, seconds)
+    return policy
 
 
 def _warm_up(engine: Engine, config: EngineConfig) -> None:
