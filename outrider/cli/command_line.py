@@ -102,7 +102,6 @@ def build_parser() -> flag_types.RaisingParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
     serve = commands.add_parser(
         "serve",
         allow_abbrev=False,
@@ -111,51 +110,13 @@ def build_parser() -> flag_types.RaisingParser:
         "GPU if there is one. Flags of vllm serve, lmdeploy serve api_server, SGLang, RTP-LLM and "
         "PaddleNLP are taken, too, and what they mean here is said on stderr.",
     )
-    add_model_flags(serve)
-    host_help = "to listen on (default: %(default)s)"
-    serve.add_argument("--host", type=flag_types.some_text, default=HOST, help=host_help)
-    serve.add_argument(
-        "--port",
-        type=flag_types.port,
-        default=DEFAULT_HTTP_PORT,
-        help="OpenAI-compatible HTTP; 0: any free one (default: %(default)s)",
-    )
-    serve.add_argument(
-        "--grpc-port",
-        type=flag_types.port,
-        default=DEFAULT_GRPC_PORT,
-        metavar="PORT",
-        help="GenerationService; 0: any free one (default: %(default)s)",
-    )
-    serve.add_argument(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="what clients ask for, beside default; several names: any of them; default: MODEL",
-    )
-    serve.add_argument(
-        "--dry-run", action="store_true", help="print the processes with their flags, and end"
-    )
-    add_passed_flags(serve)
-
+    _add_serve(serve)
     demo = commands.add_parser(
         "demo",
         help="watch one completion with and without speculation",
         description="Starts all three services on loopback and shows one completion, twice.",
     )
-    add_model_flags(demo)
-    demo.set_defaults(device="cpu", draft_device="cpu")
-    demo.add_argument(
-        "--prompt",
-        type=flag_types.some_text,
-        help="the text to complete (default: held-out Python code)",
-    )
-    demo.add_argument("--max-tokens", type=flag_types.positive, default=128, metavar="N")
-    demo.add_argument(
-        "--temperature", type=flag_types.temperature, default=0.0, metavar="T", help="0 is greedy"
-    )
-    demo.add_argument("--seed", type=flag_types.seed, default=0, metavar="S")
-
+    _add_demo(demo)
     generate = commands.add_parser("generate", help="ask a running gateway for a completion")
     _add_generate(generate)
     for command in (serve, demo, generate):
@@ -170,6 +131,50 @@ def build_parser() -> flag_types.RaisingParser:
         alone.add_argument("args", nargs=argparse.REMAINDER)
         alone.set_defaults(parser=alone)
     return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    host_help = "to listen on (default: %(default)s)"
+    parser.add_argument("--host", type=flag_types.some_text, default=HOST, help=host_help)
+    parser.add_argument(
+        "--port",
+        type=flag_types.port,
+        default=DEFAULT_HTTP_PORT,
+        help="OpenAI-compatible HTTP; 0: any free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--grpc-port",
+        type=flag_types.port,
+        default=DEFAULT_GRPC_PORT,
+        metavar="PORT",
+        help="GenerationService; 0: any free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients ask for, beside default; several names: any of them; default: MODEL",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the processes with their flags, and end"
+    )
+    add_passed_flags(parser)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    parser.set_defaults(device="cpu", draft_device="cpu")
+    parser.add_argument(
+        "--prompt",
+        type=flag_types.some_text,
+        help="the text to complete (default: held-out Python code)",
+    )
+    parser.add_argument("--max-tokens", type=flag_types.positive, default=128, metavar="N")
+    parser.add_argument(
+        "--temperature", type=flag_types.temperature, default=0.0, metavar="T", help="0 is greedy"
+    )
+    parser.add_argument("--seed", type=flag_types.seed, default=0, metavar="S")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
