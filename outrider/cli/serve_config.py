@@ -45,14 +45,9 @@ def take_config(
         raise ConfigError(f"{' '.join(parallel)}: this machine has {num_gpus} GPUs.")
     models = _Models(say, dry=dry)
     target = models.folder(name)
-    engine = NATIVE  # what is not here yet, a dry run cannot look into
-    if target is not None or args.engine != AUTO or devices > 1:
-        wanted = Wanted({}, device != "cpu", devices)
-        if target is not None:
-            wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
-        engine = choose(args.engine, wanted, installed=True if dry else None)
-        check_rounding(engine, getattr(args, "quantization", None))  # the demo has no such flag
-        check_synthetic(engine, asked=synthetic)
+    engine = _engine(args.engine, target, device, devices, dry=dry)
+    check_rounding(engine, getattr(args, "quantization", None))  # the demo has no such flag
+    check_synthetic(engine, asked=synthetic)
     vllm_flags = (*parallel, *getattr(args, "vllm_flags", ()))
     if node_rank(parallel):
         raise ConfigError("--node-rank: run `outrider scorer` on the machines after the first.")
@@ -88,6 +83,15 @@ def take_config(
         )
     acceptance_rates(rates, length, config.max_scored_tokens)
     return config
+
+
+def _engine(asked: str, target: Path | None, device: str, devices: int, *, dry: bool) -> str:
+    wanted = Wanted({}, device != "cpu", devices)
+    if target is not None:
+        wanted = Wanted.of(target, on_gpu=device != "cpu", num_devices=devices)
+    elif asked == AUTO and devices <= 1:
+        return NATIVE  # what is not here yet, a dry run cannot look into
+    return choose(asked, wanted, installed=True if dry else None)
 
 
 def count_gpus() -> int:

@@ -53,36 +53,7 @@ def read_model(
     Raises `ConfigError` that names the tensors which are missing, unused, of another shape than
     config.json says, or not finite.
     """
-    # Progress bars and reports of transformers would run through the services' own lines.
-    log = transformers.utils.logging
-    log.disable_progress_bar()
-    verbosity = log.get_verbosity()
-    log.set_verbosity(log.CRITICAL)
-    try:
-        source: Any = folder
-        placed: dict[str, Any] = {}
-        from_pretrained, fitting = AutoModelForCausalLM.from_pretrained, config
-        if tensors:
-            # The classes for any model take no tensors in place of a folder.
-            source, from_pretrained, fitting = None, *_class_of(config)
-            device = next(iter(tensors.values())).device
-            placed = {"state_dict": tensors, "device_map": {"": device}}
-        model, report = from_pretrained(
-            source,
-            config=fitting,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported, and refused here
-            **placed,
-        )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError) as error:
-        reason = _one_line(error)
-        if unfit := _not_converted(error):
-            reason = f"tensors are missing or of wrong shapes that make up {listed(unfit)}."
-        raise ConfigError(f"The model in {folder} cannot be read: {reason}") from error
-    finally:
-        log.set_verbosity(verbosity)
+    model, report = _from_pretrained(folder, config, dtype, tensors)
     problems = [str(error) for error in report.get("error_msgs") or ()]
     if mismatched := report["mismatched_keys"]:
         problems.append(
@@ -102,7 +73,44 @@ def read_model(
             f"{folder} does not hold the model of its config.json: {'; '.join(problems)}. "
             "Download it again, or correct config.json."
         )
-    return model  # type: ignore[no-any-return]
+    return model
+
+
+def _from_pretrained(
+    folder: Path, config: Any, dtype: torch.dtype, tensors: dict[str, Tensor] | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model, and what of its tensors was missing, unused or of another shape."""
+    # Progress bars and reports of transformers would run through the services' own lines.
+    log = transformers.utils.logging
+    log.disable_progress_bar()
+    verbosity = log.get_verbosity()
+    log.set_verbosity(log.CRITICAL)
+    try:
+        source: Any = folder
+        placed: dict[str, Any] = {}
+        from_pretrained, fitting = AutoModelForCausalLM.from_pretrained, config
+        if tensors:
+            # The classes for any model take no tensors in place of a folder.
+            source, from_pretrained, fitting = None, *_class_of(config)
+            device = next(iter(tensors.values())).device
+            placed = {"state_dict": tensors, "device_map": {"": device}}
+        found: tuple[nn.Module, dict[str, Any]] = from_pretrained(
+            source,
+            config=fitting,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported
+            **placed,
+        )
+        return found
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError) as error:
+        reason = _one_line(error)
+        if unfit := _not_converted(error):
+            reason = f"tensors are missing or of wrong shapes that make up {listed(unfit)}."
+        raise ConfigError(f"The model in {folder} cannot be read: {reason}") from error
+    finally:
+        log.set_verbosity(verbosity)
 
 
 def _class_of(config: Any) -> tuple[Callable[..., Any], Any]:
