@@ -125,24 +125,7 @@ def build_paged_model(
                 num_pages=options.num_pages,
                 max_model_len=length,
             )
-    fused = options.fused and fits(model)
-    pools = KVPools(
-        options.num_pages + 1,  # the last one is the scratch page
-        options.page_size,
-        parts.dtype,
-        parts.device,
-        num_layers=parts.config.num_hidden_layers if fused else None,
-        features=options.features,
-        float8=float8,
-    )
-    network: Network
-    if fused:
-        ops = choose_llama_ops(parts.device, parts.dtype, int8_weights=options.int8_weights)
-        network = FusedLlama(model, pools, ops, length)
-    else:
-        prepack_linears(model)
-        parts.set_attn_implementation(ATTENTION_NAME)
-        network = TransformersNetwork(model, pools)
+    network, pools = _network(model, options, length)
     info = ModelInfo(
         name=name,
         vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
@@ -158,6 +141,27 @@ def build_paged_model(
         with start_times.phase("self-test"):
             check_against(paged, reference, float8_cache=float8)
     return paged
+
+
+def _network(model: nn.Module, options: ModelOptions, length: int) -> tuple[Network, KVPools]:
+    """Return the model's layers over the pools that they allocate."""
+    parts: Any = model
+    fused = options.fused and fits(model)
+    pools = KVPools(
+        options.num_pages + 1,  # the last one is the scratch page
+        options.page_size,
+        parts.dtype,
+        parts.device,
+        num_layers=parts.config.num_hidden_layers if fused else None,
+        features=options.features,
+        float8=options.kv_cache_dtype == "fp8",
+    )
+    if fused:
+        ops = choose_llama_ops(parts.device, parts.dtype, int8_weights=options.int8_weights)
+        return FusedLlama(model, pools, ops, length), pools
+    prepack_linears(model)
+    parts.set_attn_implementation(ATTENTION_NAME)
+    return TransformersNetwork(model, pools), pools
 
 
 def _bounded_length(model: nn.Module, wanted: int | None, name: str) -> int:
