@@ -180,14 +180,34 @@ class Scheduler:
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.tracker.policy.measured.steps.observe_step(step.num_rows, step.num_tokens, seconds)
-        num_running, page_size = max(1, len(self.running)), self.config.page_size
+        num_running = max(1, len(self.running))
         temperatures = [seq.temperature for seq in self.running]
         drafting = self._drafting
-        may_be_asked = self.tracker.may_draft and not drafting
-        plain: list[Sequence] = []
+        plain, rest = self._grow(step, result, drafting=drafting)
         emitted: list[Emitted] = []
         failures: list[Failure] = []
-        rest: list[int] = []  # places of rows that do more than grow by a token
+        for i in rest:
+            self._commit_row(step, result, i, now, drafting, emitted, failures)
+        self.tracker.undrafted_done(plain, now)
+        return Committed(
+            step=step,
+            plain=plain,
+            emitted=tuple(emitted),
+            failures=tuple(failures),
+            num_running=num_running,
+            temperature=sum(temperatures) / num_running,
+            decoding=decoding,
+            seconds=seconds,
+            now=now,
+        )
+
+    def _grow(
+        self, step: Step, result: StepResult, *, drafting: bool
+    ) -> tuple[list[Sequence], list[int]]:
+        """Add a token to the rows that do nothing else; return them, and the others' places."""
+        page_size, may_be_asked = self.config.page_size, self.tracker.may_draft and not drafting
+        plain: list[Sequence] = []
+        rest: list[int] = []
         num_singles = len(step.singles)
         for i, (seq, choices) in enumerate(zip(step.seqs, result.choices, strict=True)):
             length = len(seq.token_ids)
@@ -207,64 +227,64 @@ class Scheduler:
                 plain.append(seq)
             else:
                 rest.append(i)
-        for i in rest:
-            row, choices, accepted = step.row(i), result.choices[i], result.accepted[i]
-            logprobs = result.logprobs[i] if result.logprobs else ()
-            seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
-            if row.num_prompt_logits:
-                values = result.prompt_logprobs[i]
-                seq.prompt_logprobs += narrow(values, seq.request.prompt_logprobs or 0)
-            if not seq.admitted:  # it ended while the step was in flight
-                continue
-            # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
-            # this row's own, and are written again by the tokens that follow. What was accepted of
-            # a tree has already moved to the slots before them.
-            computed = seq.num_computed + len(row.slice.token_ids) - len(row.draft) + accepted
-            if choices:
-                proposer_id, method = seq.drafting.proposer_id or "", seq.draft_method
-                chosen = tuple(choices[: accepted + 1])
-                known = row if step.device_drafts is None else row.posted
-                round_ = UNDRAFTED
-                if row.draft:
-                    round_ = known.round(chosen) if known else chain_round(len(row.draft), accepted)
-                if seq.constraint is not None:
-                    chosen = chosen[: seq.constraint.end]
-                output, finish_reason = seq.trim(chosen)
-                wrong = seq.commit(output, round_.drafted)
-                if seq.constraint is not None:
-                    finish_reason = seq.constraint.finish(finish_reason)
-                    if finish_reason is None:  # it may have cut off what was accepted
-                        computed = min(computed, len(seq.token_ids) - 1)
-                if base_len == seq.num_prompt_tokens:
-                    seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
-                if seq.drafting.num_draft_tokens and not drafting:
-                    self.tracker.withhold(seq)
-                self.tracker.round_done(seq, round_, wrong, now)
-                draft = None
-                if seq.request.draft_trees and row.draft and known:
-                    draft = VerifiedDraft(base_len, known.draft, tuple(known.slice.parents))
-                about = (proposer_id, method, finish_reason, logprobs, draft)
-                emitted.append(Emitted(seq, base_len, output, round_, *about))
-            seq.num_computed = computed
-            if computed // page_size > seq.num_published:
-                self._publish(seq)
-            if finish_reason is not None:
-                self.remove(seq.session_id)
-            elif seq.constraint is not None and seq.constraint.error is not None:
-                self.remove(seq.session_id)
-                failures.append(Failure(seq.session_id, seq.constraint.error))
-        self.tracker.undrafted_done(plain, now)
-        return Committed(
-            step=step,
-            plain=plain,
-            emitted=tuple(emitted),
-            failures=tuple(failures),
-            num_running=num_running,
-            temperature=sum(temperatures) / num_running,
-            decoding=decoding,
-            seconds=seconds,
-            now=now,
-        )
+        return plain, rest
+
+    def _commit_row(
+        self,
+        step: Step,
+        result: StepResult,
+        i: int,
+        now: float,
+        drafting: bool,
+        emitted: list[Emitted],
+        failures: list[Failure],
+    ) -> None:
+        """Commit row `i` of a step: its output goes to `emitted`, or why it ends to `failures`."""
+        row, choices, accepted = step.row(i), result.choices[i], result.accepted[i]
+        logprobs = result.logprobs[i] if result.logprobs else ()
+        seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
+        if row.num_prompt_logits:
+            values = result.prompt_logprobs[i]
+            seq.prompt_logprobs += narrow(values, seq.request.prompt_logprobs or 0)
+        if not seq.admitted:  # it ended while the step was in flight
+            return
+        # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of this
+        # row's own, and are written again by the tokens that follow. What was accepted of a tree
+        # has already moved to the slots before them.
+        computed = seq.num_computed + len(row.slice.token_ids) - len(row.draft) + accepted
+        if choices:
+            proposer_id, method = seq.drafting.proposer_id or "", seq.draft_method
+            chosen = tuple(choices[: accepted + 1])
+            known = row if step.device_drafts is None else row.posted
+            round_ = UNDRAFTED
+            if row.draft:
+                round_ = known.round(chosen) if known else chain_round(len(row.draft), accepted)
+            if seq.constraint is not None:
+                chosen = chosen[: seq.constraint.end]
+            output, finish_reason = seq.trim(chosen)
+            wrong = seq.commit(output, round_.drafted)
+            if seq.constraint is not None:
+                finish_reason = seq.constraint.finish(finish_reason)
+                if finish_reason is None:  # it may have cut off what was accepted
+                    computed = min(computed, len(seq.token_ids) - 1)
+            if base_len == seq.num_prompt_tokens:
+                seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
+            if seq.drafting.num_draft_tokens and not drafting:
+                self.tracker.withhold(seq)
+            self.tracker.round_done(seq, round_, wrong, now)
+            draft = None
+            if seq.request.draft_trees and row.draft and known:
+                draft = VerifiedDraft(base_len, known.draft, tuple(known.slice.parents))
+            about = (proposer_id, method, finish_reason, logprobs, draft)
+            emitted.append(Emitted(seq, base_len, output, round_, *about))
+        seq.num_computed = computed
+        if computed // self.config.page_size > seq.num_published:
+            self._publish(seq)
+        if finish_reason is not None:
+            self.remove(seq.session_id)
+        elif seq.constraint is not None and seq.constraint.error is not None:
+            self.remove(seq.session_id)
+            failures.append(Failure(seq.session_id, seq.constraint.error))
 
     @property
     def _drafting(self) -> bool:
