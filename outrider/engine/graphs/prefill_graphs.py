@@ -7,31 +7,17 @@ it. Sampling depends on the number of rows, so it runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Model, PackedBatch, RowSlice
+from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, PrefillInputs
 from outrider.engine.graphs.staging import PageLayout
+from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import FillIn
-
-
-class LayeredModel(Model, Protocol):
-    """A model whose layers can be captured without its head."""
-
-    @property
-    def scratch_page(self) -> int:
-        """A page that belongs to no sequence."""
-
-    def hidden(self, batch: PackedBatch) -> Tensor:
-        """Write the new keys and values and return the input of `head`: [tokens, hidden]."""
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return logits [n, vocab_size] of rows [n, hidden], as `forward` returns them."""
 
 
 class PrefillGraphs:
@@ -43,7 +29,7 @@ class PrefillGraphs:
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: PagedModel,
         buckets: Sequence[PrefillBucket],
         *,
         capture: Capture,
