@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.events import elapsed_seconds, make_events
 
+CUDA = torch.device("cuda")
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 """Returns work that repeats `work` on the contents that its tensors have by then.
@@ -65,12 +66,13 @@ class CudaGraphs:
         return graph.replay
 
 
-def replay_seconds(work: Work) -> float:
-    """Return how long captured work takes a CUDA device, the shorter of two times."""
-    events = make_events(torch.device("cuda"), 3)
+def replay_seconds(*works: Work, device: torch.device = CUDA) -> float:
+    """Return how long captured works take a device together, the shorter of two times."""
+    events = make_events(device, 3)
     events[0].record()
     for event in events[1:]:
-        work()
+        for work in works:
+            work()
         event.record()
     return min(elapsed_seconds(events))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch
 from outrider.engine.events import Event, elapsed_seconds, make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
-from outrider.engine.graphs.capture import CapturableModel, Capture, Work
+from outrider.engine.graphs.capture import CapturableModel, Capture, Work, replay_seconds
 from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.graphs.tree_inputs import BY_TORCH, TreeWork
@@ -126,21 +126,13 @@ class DecodeGraphs:
     def trial_times(self) -> list[tuple[int, int, float]]:
         """Return (rows, tokens, seconds) of every bucket over no context, as a first estimate."""
         times = []
-        events = self._places[0].events
         for bucket in self._buckets:
             captured = self._buckets[bucket]
             self._inputs.fill(Step((), 0), bucket)
             self._inputs.send(bucket)
-            seconds = []
-            for _ in range(2):
-                events[0].record()
-                captured.work()
-                if captured.walk is not None:
-                    captured.walk()
-                events[1].record()
-                events[2].record()
-                seconds.append(elapsed_seconds(events)[0])
-            times.append((bucket.rows, bucket.tokens, min(seconds)))
+            works = [work for work in (captured.work, captured.walk) if work is not None]
+            seconds = replay_seconds(*works, device=self._model.device)
+            times.append((bucket.rows, bucket.tokens, seconds))
         return times
 
     def _fit(self, step: Step) -> Bucket | None:
