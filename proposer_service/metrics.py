@@ -43,8 +43,7 @@ class ProposerMetrics:
             "forward_seconds", "Time of one drafting cycle spent in the model."
         )
         self.ahead = histogram(
-            "ahead_seconds",
-            "Time of guessing past the drafts, while the scorer verifies them.",
+            "ahead_seconds", "Time of guessing past the drafts, while the scorer verifies them."
         )
         self.branch_tokens = counter(
             "ahead_tokens", "Tokens in trees that were guessed ahead, drafts included."

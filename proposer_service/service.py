@@ -137,10 +137,7 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
     """Answers UNAVAILABLE until it is `ready`."""
 
     def __init__(
-        self,
-        worker: DraftWorker,
-        hello: Callable[[], draft_pb2.Hello],
-        links: ScorerLinks,
+        self, worker: DraftWorker, hello: Callable[[], draft_pb2.Hello], links: ScorerLinks
     ) -> None:
         self.ready = False
         self._worker = worker

@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from outrider import engines, flag_types, start_times
-from outrider.config import (
-    KV_CACHE_DTYPES,
-    THREAD_SWITCH_S,
-    acceptance_rates,
-)
+from outrider.config import KV_CACHE_DTYPES, THREAD_SWITCH_S, acceptance_rates
 from outrider.drafting.building.config import check_files
 from outrider.errors import ConfigError, refuse
 from outrider.models.local_files import check_target
@@ -22,12 +18,7 @@ from outrider.process.signals import end_at_sigterm
 from outrider.process.temporary import temporary_folder
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.settings import add_flag, settings_of
-from outrider.vllm.flags import (
-    add_parallel_flags,
-    node_rank,
-    num_devices,
-    take_parallel_flags,
-)
+from outrider.vllm.flags import add_parallel_flags, node_rank, num_devices, take_parallel_flags
 from scorer_service import prefetch
 from scorer_service.config import ScorerOptions
 

@@ -96,7 +96,7 @@ class Call:
         """Return the same without tokens and their kinds."""
         self.note_tokens(commits)
         response = scorer_pb2.ScorerServiceGenerateResponse(
-            logprobs=[codec.logprobs_to_proto(each) for c in commits for each in c.logprobs],
+            logprobs=[codec.logprobs_to_proto(each) for c in commits for each in c.logprobs]
         )
         for commit in commits:
             if commit.draft is not None:

@@ -215,9 +215,7 @@ def _watch(metrics: ScorerMetrics, engine: ServedEngine, hub: Hub, served: Serve
 
 
 def build_engine(
-    folder: Path,
-    options: ScorerOptions,
-    colocated: InProcessProposer | None = None,
+    folder: Path, options: ScorerOptions, colocated: InProcessProposer | None = None
 ) -> Engine:
     """Load, check and warm up the engine and its colocated proposer, on the engine's thread.
 

@@ -27,9 +27,7 @@ from scorer_service.config import ScorerOptions
 
 
 def load(
-    folder: Path,
-    options: ScorerOptions,
-    build_first: Callable[[], None] = lambda: None,
+    folder: Path, options: ScorerOptions, build_first: Callable[[], None] = lambda: None
 ) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
     """Return the model with its cache, its runner if torch alone is not, and step times.
 

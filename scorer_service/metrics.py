@@ -55,10 +55,7 @@ _LABELLED = {
         "Draft tokens accepted, by position in the draft, from 0.",
         "position",
     ),
-    "spec_decode_num_drafts_per_context": (
-        "Rounds that verified a draft" + _BY_CONTEXT,
-        "context",
-    ),
+    "spec_decode_num_drafts_per_context": ("Rounds that verified a draft" + _BY_CONTEXT, "context"),
     "spec_decode_num_accepted_tokens_per_context": (
         "Draft tokens accepted" + _BY_CONTEXT,
         "context",

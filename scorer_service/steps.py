@@ -256,11 +256,7 @@ class StepsStream:
         if self._queue:
             self._wake.set()
         return scorer_pb2.GenerateStepsResponse(
-            ids=ids,
-            counts=counts,
-            token_ids=token_ids,
-            kinds=b"".join(kinds),
-            details=details,
+            ids=ids, counts=counts, token_ids=token_ids, kinds=b"".join(kinds), details=details
         )
 
     def _details(

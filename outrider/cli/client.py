@@ -14,12 +14,7 @@ from outrider.errors import (
 )
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error, nothing_answers
-from outrider.v1 import (
-    generation_pb2,
-    generation_pb2_grpc,
-    proposer_pb2,
-    proposer_pb2_grpc,
-)
+from outrider.v1 import generation_pb2, generation_pb2_grpc, proposer_pb2, proposer_pb2_grpc
 
 
 async def stream(

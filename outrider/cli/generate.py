@@ -44,11 +44,7 @@ async def _generate(args: argparse.Namespace) -> int:
     console = Console()
     async with open_channel(args.address) as channel:
         answer = stream(
-            channel,
-            request,
-            timeout_s=args.timeout,
-            api_key=args.api_key,
-            address=args.address,
+            channel, request, timeout_s=args.timeout, api_key=args.api_key, address=args.address
         )
         async for response in answer:
             if console.is_terminal:

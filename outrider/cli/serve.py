@@ -33,12 +33,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if not args.dry_run:
             check_port(args.host, port, flag)
     config = take_config(
-        args,
-        tell,
-        dry=args.dry_run,
-        host=args.host,
-        http_port=args.port,
-        grpc_port=args.grpc_port,
+        args, tell, dry=args.dry_run, host=args.host, http_port=args.port, grpc_port=args.grpc_port
     )
     if args.dry_run:
         for spec in services(config, f"{memory_folder() or temporary_folder()}/outrider"):

@@ -41,8 +41,7 @@ PASSED: Final = (
         "for benchmarks only: accept drafts at these rates, whatever the model says",
     ),
     PassedFlag(
-        *("scorer", "synthetic-acceptance-length", float),
-        "the same by the mean tokens of a round",
+        *("scorer", "synthetic-acceptance-length", float), "the same by the mean tokens of a round"
     ),
     PassedFlag("scorer", "attention-backend", str, "flash, triton, numba or sdpa"),
     PassedFlag("gateway", "seed", flag_types.seed, "of requests that give none; default: new ones"),

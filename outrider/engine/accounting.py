@@ -18,15 +18,7 @@ from outrider.params import TokenIds
 from outrider.policy.base import StepDone
 from outrider.rounds import Round, token_kinds
 from outrider.rows.tracker import DraftTracker
-from outrider.types import (
-    PLAIN,
-    Commit,
-    Failure,
-    FinishReason,
-    Grown,
-    TokenLogprobs,
-    VerifiedDraft,
-)
+from outrider.types import PLAIN, Commit, Failure, FinishReason, Grown, TokenLogprobs, VerifiedDraft
 
 
 class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time

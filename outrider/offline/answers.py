@@ -103,12 +103,7 @@ class Answers:
             spelled = map(tokenizer.token_bytes, job.work[0].prompt_token_ids)
             prompt = b"".join(spelled).decode(errors="replace")
         return Tracker(
-            job,
-            tokenizer,
-            request_id=call.request_id,
-            prompt=prompt,
-            kind=call.kind,
-            index=number,
+            job, tokenizer, request_id=call.request_id, prompt=prompt, kind=call.kind, index=number
         )
 
 

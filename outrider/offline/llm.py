@@ -18,11 +18,7 @@ from gateway.openai.requests import CompletionRequest
 from outrider.errors import InvalidRequestError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
-from outrider.offline.arguments import (
-    Arguments,
-    scorer_options,
-    take_old_speculation,
-)
+from outrider.offline.arguments import Arguments, scorer_options, take_old_speculation
 from outrider.offline.engine import LocalEngine
 from outrider.offline.feed import Feed
 from outrider.offline.outputs import RequestOutput
@@ -48,10 +44,7 @@ class LoadedModel:
         self.folder = resolve_model(tokenizer or given.model, "target", tokenizer_only=True)
         self._seeds = random.Random(given.seed)
         self._ids = itertools.count()
-        config = GeneratorConfig(
-            served_model_name=options.served_model_name,
-            ends_at_context=True,
-        )
+        config = GeneratorConfig(served_model_name=options.served_model_name, ends_at_context=True)
         self.engine = LocalEngine(options, Tokenizer.load(self.folder), config)
 
     def completion(

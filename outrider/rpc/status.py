@@ -49,8 +49,7 @@ _CODE_BY_VALUE: Final[dict[int, grpc.StatusCode]] = {
 def code_of(error: errors.OutriderError) -> grpc.StatusCode:
     """Return the gRPC status code of an error."""
     return next(
-        (_CODE_OF[cls] for cls in type(error).__mro__ if cls in _CODE_OF),
-        grpc.StatusCode.INTERNAL,
+        (_CODE_OF[cls] for cls in type(error).__mro__ if cls in _CODE_OF), grpc.StatusCode.INTERNAL
     )
 
 

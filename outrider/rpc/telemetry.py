@@ -90,10 +90,7 @@ class Telemetry:
 
     @contextmanager
     def client_span(
-        self,
-        name: str,
-        parent: trace.Span | None = None,
-        attributes: Attributes | None = None,
+        self, name: str, parent: trace.Span | None = None, attributes: Attributes | None = None
     ) -> Iterator[trace.Span]:
         """Open a CLIENT span, whose call gets `metadata=inject(span)`.
 
@@ -103,11 +100,7 @@ class Telemetry:
         yield from self._span(name, trace.SpanKind.CLIENT, context, attributes)
 
     def _span(
-        self,
-        name: str,
-        kind: trace.SpanKind,
-        context: Context,
-        attributes: Attributes | None,
+        self, name: str, kind: trace.SpanKind, context: Context, attributes: Attributes | None
     ) -> Iterator[trace.Span]:
         # The span is not made current, since an async generator may be closed in another context.
         span = self.tracer.start_span(name, context, kind, attributes)

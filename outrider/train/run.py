@@ -277,11 +277,7 @@ def _responses(
 
 
 def _generate(
-    target: Target,
-    arrays: list[Tokens],
-    args: argparse.Namespace,
-    count: int,
-    processes: Processes,
+    target: Target, arrays: list[Tokens], args: argparse.Namespace, count: int, processes: Processes
 ) -> Tokens:
     """Return rows `[count, prompt + new]`, their prompts from all data in equal shares."""
     count = max(count, processes.world_size)

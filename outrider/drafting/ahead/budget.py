@@ -122,12 +122,7 @@ def _enter(best: Floats, outcomes: Ints, row: int, chance: float, outcome: int) 
 
 @compiled
 def _plan(
-    chances: Floats,
-    sizes: Ints,
-    verified: Ints,
-    undrafted: Floats,
-    best: Floats,
-    outcomes: Ints,
+    chances: Floats, sizes: Ints, verified: Ints, undrafted: Floats, best: Floats, outcomes: Ints
 ) -> None:
     """Fill `best` [sessions, B], which is zeros, and `outcomes` [sessions, B]."""
     first, num_ranks = 0, chances.shape[1]

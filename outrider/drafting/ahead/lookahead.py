@@ -71,11 +71,7 @@ class Lookahead:
         return known
 
     def _take(
-        self,
-        pool: BlockPool,
-        block_table: array[int],
-        fresh: Sequence[int],
-        chosen: DraftedBranch,
+        self, pool: BlockPool, block_table: array[int], fresh: Sequence[int], chosen: DraftedBranch
     ) -> int:
         """Follow the branch that `fresh` takes, as `follow` does."""
         adopt(pool, block_table, chosen)

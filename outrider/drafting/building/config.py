@@ -96,8 +96,7 @@ class ModelConfig(MethodConfig):
     )
     device: Literal["cpu", "cuda"] = setting("cpu", "of a model", choices=("cpu", "cuda"))
     attention_backend: str | None = setting(
-        None,
-        "of a model: flash, triton, numba or sdpa; unset: the best that fits",
+        None, "of a model: flash, triton, numba or sdpa; unset: the best that fits"
     )
     quantization: Literal["int8", "fp8", "none"] | None = setting(
         None,

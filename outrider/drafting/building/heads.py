@@ -21,12 +21,7 @@ from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
-from outrider.drafting.hidden_states.heads.base import (
-    HeadSetup,
-    OneShotHead,
-    Place,
-    RecurrentHead,
-)
+from outrider.drafting.hidden_states.heads.base import HeadSetup, OneShotHead, Place, RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.heads.dflash import DFlashHead
 from outrider.drafting.hidden_states.heads.dspark import DSparkHead

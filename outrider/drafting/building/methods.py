@@ -19,12 +19,7 @@ from outrider.drafting.building.config import (
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import (
-    NO_PACE,
-    FeatureProposer,
-    Proposer,
-    SessionStart,
-)
+from outrider.drafting.proposer import NO_PACE, FeatureProposer, Proposer, SessionStart
 from outrider.methods import BLOCK_METHODS
 from outrider.params import SamplingParams, VerificationRule
 
@@ -121,9 +116,7 @@ _BUILDERS: Final[Mapping[type[MethodConfig], Callable[[Any, int, Say], tuple[Pro
 
 
 def _warm_up(
-    proposer: Proposer,
-    prefill_budget: int = 0,
-    rule: VerificationRule = VerificationRule.COUPLED,
+    proposer: Proposer, prefill_budget: int = 0, rule: VerificationRule = VerificationRule.COUPLED
 ) -> None:
     """Draft for made-up sessions, so that the first real one does not pay for lazy set-up.
 

@@ -110,11 +110,7 @@ class LoopInputs:
     """
 
     def __init__(
-        self,
-        shapes: Sequence[LoopShape],
-        layout: PageLayout,
-        lead: int = 1,
-        feature_width: int = 0,
+        self, shapes: Sequence[LoopShape], layout: PageLayout, lead: int = 1, feature_width: int = 0
     ) -> None:
         self.device = device = layout.device
         self._layout = layout

@@ -23,12 +23,7 @@ from outrider.draft_port import DeviceNodes
 from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, features_of
 from outrider.drafting.graphs.beams import Beam, best_nodes, grow_beam
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.likeliest import (
-    BiasedLogits,
-    cut_to_likeliest,
-    likeliest,
-    top_candidates,
-)
+from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, likeliest, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
@@ -97,10 +92,7 @@ class CapturedLoops:
     """
 
     def __init__(
-        self,
-        capture: LoopCapture,
-        inputs: LoopInputs,
-        body: Callable[[LoopShape], Tensor],
+        self, capture: LoopCapture, inputs: LoopInputs, body: Callable[[LoopShape], Tensor]
     ) -> None:
         shapes = set(capture.shapes)
         self._inputs = inputs

@@ -92,12 +92,7 @@ class CachedHeadProposer(FeatureMethod):
     """Drafts with a `CachedDrafter`, batched over sessions: chains, or trees if it is wide."""
 
     def __init__(
-        self,
-        drafter: CachedDrafter,
-        *,
-        method: str,
-        name: str,
-        masks: DraftMasks | None = None,
+        self, drafter: CachedDrafter, *, method: str, name: str, masks: DraftMasks | None = None
     ) -> None:
         head, limits = drafter.head, drafter.limits
         super().__init__(

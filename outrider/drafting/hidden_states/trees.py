@@ -167,12 +167,7 @@ def guess_places(places: Tensor, draws: TargetDraws, width: int) -> Tensor:
 
 
 def guess_paths(
-    step: PathStep,
-    states: Tensor,
-    tokens: Tensor,
-    draws: TargetDraws,
-    depth: int,
-    width: int,
+    step: PathStep, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
 ) -> Tensor:
     """Follow paths in a beam: int32 [n, 3, nodes], the tokens, parents and scores of all.
 
@@ -204,11 +199,7 @@ def guess_paths(
 
 
 def _guess_chains(
-    step: PathStep,
-    states: Tensor,
-    tokens: Tensor,
-    draws: TargetDraws,
-    depth: int,
+    step: PathStep, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int
 ) -> Tensor:
     """Do as `guess_paths` with a beam of one path, which needs no order."""
     found: list[Tensor] = []

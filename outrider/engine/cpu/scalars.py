@@ -22,12 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import (
-    intrinsic,
-    models,
-    overload,
-    register_model,
-)
+from numba.extending import intrinsic, models, overload, register_model
 from numba.np.numpy_support import as_dtype
 
 # Vectorising needs sums in any order. NaN and infinity keep their meaning.

@@ -122,13 +122,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _thread.calls = None
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func in _MAKES or func.is_view
         assert made, f"{func} cannot be recorded"
         self._kept.append(func(*args, **(kwargs or {})))

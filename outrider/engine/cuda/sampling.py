@@ -147,12 +147,7 @@ def likeliest(
 
 
 def grow_beam(
-    scores: Tensor,
-    nodes: Tensor,
-    found: Tensor,
-    log_probs: Tensor,
-    width: int,
-    num_nodes: int,
+    scores: Tensor, nodes: Tensor, found: Tensor, log_probs: Tensor, width: int, num_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Do as `outrider.drafting.graphs.beams.grow_beam`, of equal scores the first.
 

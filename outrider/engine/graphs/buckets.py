@@ -17,10 +17,7 @@ class CapturedBuckets(Generic[B, T]):
     """
 
     def __init__(
-        self,
-        buckets: Iterable[B],
-        capture: Callable[[B], T | None],
-        cost: Callable[[B], Any],
+        self, buckets: Iterable[B], capture: Callable[[B], T | None], cost: Callable[[B], Any]
     ) -> None:
         captured: dict[B, T] = {}
         for bucket in sorted(set(buckets), key=cost, reverse=True):

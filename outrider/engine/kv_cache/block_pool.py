@@ -18,11 +18,7 @@ def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
 
 
 def extend_hashes(
-    hashes: list[PageHash],
-    token_ids: Sequence[int],
-    num_pages: int,
-    page_size: int,
-    lead: int = 0,
+    hashes: list[PageHash], token_ids: Sequence[int], num_pages: int, page_size: int, lead: int = 0
 ) -> None:
     """Append the missing hashes of the first `num_pages` pages of a text.
 

@@ -42,10 +42,7 @@ def read_config(folder: Path) -> Any:
 
 
 def read_model(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype,
-    tensors: dict[str, Tensor] | None = None,
+    folder: Path, config: Any, dtype: torch.dtype, tensors: dict[str, Tensor] | None = None
 ) -> nn.Module:
     """Read the weights of a folder that `check_folder` accepted.
 

@@ -143,8 +143,7 @@ class FusedLlama:
             down=down,
             pool=pool,
             params=AttentionParams(
-                scaling=attention.scaling,
-                sliding_window=_sliding_window(attention),
+                scaling=attention.scaling, sliding_window=_sliding_window(attention)
             ),
         )
 

@@ -17,11 +17,7 @@ from outrider.engine.kv_cache import fp8
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.ops import LlamaOps, TorchOps
 from outrider.engine.model.attention_backends import attention_traits, choose_backend
-from outrider.engine.model.checkpoint import (
-    check_finite,
-    read_config,
-    read_model,
-)
+from outrider.engine.model.checkpoint import check_finite, read_config, read_model
 from outrider.engine.model.config_sizes import caches_latents, head_dim, layer_configs, num_kv_heads
 from outrider.engine.model.device_reader import DeviceReader
 from outrider.engine.model.llama import FusedLlama, fits

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.drafting.hidden_states.heads.base import HeadSetup, spread
-from outrider.drafting.hidden_states.trees import (
-    Guess,
-    TargetDraws,
-    guess_places,
-    trees_of_places,
-)
+from outrider.drafting.hidden_states.trees import Guess, TargetDraws, guess_places, trees_of_places
 from outrider.engine.layers.linear import Linear
 from outrider.engine.layers.ops import Use
 from outrider.engine.model.pack import pack_linear

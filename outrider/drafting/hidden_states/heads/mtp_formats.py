@@ -110,11 +110,7 @@ _FORMATS = (
             ),
             "glm4_moe": Family("glm4_moe", "Glm4Moe", settings={"first_k_dense_replace": 0}),
         },
-        copies=(
-            "embed_tokens.weight",
-            "shared_head.head.weight",
-            "self_attn.rotary_emb.inv_freq",
-        ),
+        copies=("embed_tokens.weight", "shared_head.head.weight", "self_attn.rotary_emb.inv_freq"),
     ),
     MtpFormat(
         name="Qwen",

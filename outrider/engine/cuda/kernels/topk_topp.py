@@ -187,16 +187,7 @@ def choose_row_kernel(
     keys_ptr += 2 * row
     position = tl.load(position_ptr + row) + ahead
     token = _best_of_blocks(
-        best_ptr,
-        logits_ptr,
-        vocab,
-        blocks,
-        temperature,
-        keys_ptr,
-        position,
-        BLOCKS,
-        BLOCK,
-        ASM,
+        best_ptr, logits_ptr, vocab, blocks, temperature, keys_ptr, position, BLOCKS, BLOCK, ASM
     )
     tl.store(out_ptr + row, token.to(tl.int64))
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
