@@ -15,8 +15,8 @@ from outrider.engine.cuda.compile import compile_once
 from outrider.engine.cuda.sampling import choose_and_verify, sample
 from outrider.engine.cuda.trees import place_nodes, walk_nodes
 from outrider.engine.graphs.capture import CudaGraphs, Work, replay_seconds
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
 from outrider.engine.graphs.tree_inputs import TreeWork

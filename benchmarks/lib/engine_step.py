@@ -16,8 +16,8 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import Capture, Work
+from outrider.engine.graphs.decode_buckets import Bucket
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sequence import Sequence as Row
 from outrider.engine.step import ScheduledRow, Step

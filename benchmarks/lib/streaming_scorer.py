@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
+from outrider.engine.graphs.decode_buckets import make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.runner import Pending
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch, verify_rows

@@ -20,8 +20,9 @@ from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.models.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama

@@ -29,8 +29,9 @@ from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.cuda.trees import place_nodes, walk_nodes
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.engine.graphs.tree_inputs import TreeWork
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.kv_cache.pools import KVPools

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_buckets import make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.runner import Runner, StepRunner
 from outrider.features import FeatureSpec

@@ -24,8 +24,8 @@ from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.cuda.trees import place_nodes, walk_nodes
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.graphs.tree_inputs import TreeWork

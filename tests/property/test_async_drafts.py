@@ -23,8 +23,9 @@ from outrider.drafting.graphs.loop_inputs import make_shapes
 from outrider.drafting.graphs.loops import DraftSampler, LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify

@@ -32,8 +32,9 @@ from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.loader import ModelOptions, build_paged_model

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.policy.base import FixedPolicy, Policy
 from tests.property.test_engine_equality import EOS, Scenario, configs

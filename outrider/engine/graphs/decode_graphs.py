@@ -21,7 +21,8 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.events import Event, elapsed_seconds, make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import CapturableModel, Capture, Work, replay_seconds
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs
+from outrider.engine.graphs.decode_buckets import Bucket
+from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.graphs.tree_inputs import BY_TORCH, TreeWork
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from outrider.aux_layers import default_layers, trained_layers
 from outrider.engine.batch import RowSlice, pack
+from outrider.engine.graphs.decode_buckets import Bucket
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.loader import (

@@ -17,8 +17,9 @@ from outrider.draft_port import DeviceDrafts, DeviceNodes
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.capture import Work
+from outrider.engine.graphs.decode_buckets import Bucket, make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel

@@ -15,8 +15,8 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.decode_buckets import make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model
