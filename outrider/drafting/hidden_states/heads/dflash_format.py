@@ -44,7 +44,7 @@ class DFlashFormat(HeadFormat):
         origin = "speculators" if "speculators_model_type" in config else "z-lab"
         self.block_size = self._whole("block_size", _DEFAULT_BLOCK[origin], least=2)
         self.from_anchor = bool(self._setting("sample_from_anchor", self.samples_from_anchor))
-        count = self.num_layers(1)
+        count = self.num_layers()
         self.layer_prefixes = [f"{self.root}layers.{i}." for i in range(count)]
         self.windows, self.causal = self._attention(count)
         self.embedding_scale = self._number("input_embedding_scale", 1.0)
@@ -105,18 +105,14 @@ class DFlashFormat(HeadFormat):
         if causal is not None:
             return windows, [bool(causal)] * count
         # Without a word about it, sliding layers are causal, and the others are not.
-        return windows, [
-            slides and not self._flag("sliding_window_non_causal") for slides in sliding
-        ]
+        non_causal = bool(self._setting("sliding_window_non_causal"))
+        return windows, [slides and not non_causal for slides in sliding]
 
     def _setting(self, key: str, default: Any = None) -> Any:
         found = block_setting(self.checkpoint.config, key)
         if found is None:
             found = self.layer_config.get(key)
         return default if found is None else found
-
-    def _flag(self, key: str) -> bool:
-        return bool(self._setting(key, False))
 
     def _whole(self, key: str, default: int | None, least: int = 0) -> int:
         value = self._setting(key, default)

@@ -26,7 +26,7 @@ class Eagle3Format(HeadFormat):
                 f"{folder} holds a speculator of type {kind!r}, not an {_NAMES[self.kind]} module."
             )
         first = "midlayer." if any(n.startswith(f"{root}midlayer.") for n in names) else "layers.0."
-        later = [f"layers.{i}." for i in range(1, self.num_layers(1))]
+        later = [f"layers.{i}." for i in range(1, self.num_layers())]
         self.layer_prefixes = [root + name for name in (first, *later)]
 
     def flag(self, key: str, suffix: str | None = None) -> bool:

@@ -26,10 +26,10 @@ class HeadFormat:
             self.checkpoint.group("transformer_layer_config") or self.checkpoint.config
         )
 
-    def num_layers(self, default: int) -> int:
-        """Return the decoder layers that config.json names. Raises `ConfigError`."""
+    def num_layers(self) -> int:
+        """Return the decoder layers that config.json names, by default 1. Raises `ConfigError`."""
         try:
-            return int(self.layer_config.get("num_hidden_layers") or default)
+            return int(self.layer_config.get("num_hidden_layers") or 1)
         except (TypeError, ValueError) as error:
             where = self.checkpoint.folder
             raise ConfigError(f"config.json in {where}: num_hidden_layers: {error}") from error
