@@ -209,8 +209,7 @@ def _guesses(forks: Forks) -> tuple[list[list[int]], list[bytes]]:
 class ForkDrafter(Protocol):
     """Drafts chains of one length with candidates at each of their places."""
 
-    @property
-    def page_size(self) -> int: ...
+    page_size: int
 
     def captured_rows(self, num_rows: int) -> int:
         """Return how many rows the model runs for so many, padding included."""

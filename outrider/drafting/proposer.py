@@ -133,8 +133,7 @@ class DraftRound:
 class Proposer(Protocol):
     """A drafting method. Used from one thread; nothing that a scorer may send raises."""
 
-    @property
-    def traits(self) -> ProposerTraits: ...
+    traits: ProposerTraits
 
     @property
     def num_sessions(self) -> int: ...

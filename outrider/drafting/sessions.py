@@ -15,11 +15,8 @@ IDLE_S: Final = 5.0
 class FollowedSession(Protocol):
     """A method's state of a session."""
 
-    @property
-    def key(self) -> SessionKey: ...
-
-    @property
-    def follower(self) -> Follower: ...
+    key: SessionKey
+    follower: Follower
 
 
 S = TypeVar("S", bound=FollowedSession)

@@ -74,20 +74,14 @@ class PackedBatch:
 class Model(Protocol):
     """A causal language model over a paged KV cache that it owns."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
+    vocab_size: int
+    page_size: int
 
     @property
     def num_pages(self) -> int: ...
 
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    max_model_len: int
+    device: torch.device
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Write the new keys and values, and return float32 logits [num_logits, vocab_size].

@@ -21,14 +21,9 @@ from outrider.engine.tree_mask import TreeMask
 class DraftForward(Protocol):
     """A model over a paged KV cache, as `outrider.engine.batch.Model`."""
 
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    page_size: int
+    max_model_len: int
+    device: torch.device
 
     def forward(self, batch: PackedBatch) -> Tensor: ...
 

@@ -33,8 +33,7 @@ _SAFE = ".safetensors"
 class TensorSource(Protocol):
     """Tensors by name."""
 
-    @property
-    def folder(self) -> Path: ...
+    folder: Path
 
     def __contains__(self, name: str) -> bool: ...
 

@@ -29,8 +29,7 @@ class AttentionParams:
 class StepAttention(Protocol):
     """Attention of one step, made once of its batch and used by every layer."""
 
-    @property
-    def batch(self) -> PackedBatch: ...
+    batch: PackedBatch
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         """Map query [tokens, num_kv_heads, group, key_dim] to [..., value_dim].

@@ -27,8 +27,7 @@ Precompile = Callable[[Sequence[Work]], None]
 class CapturableModel(Model, Protocol):
     """A model whose forward can be captured."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    dtype: torch.dtype
 
     @property
     def scratch_page(self) -> int:

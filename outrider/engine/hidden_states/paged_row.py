@@ -11,11 +11,8 @@ from outrider.policy.row import Drafting
 class PagedRow(Protocol):
     """A request whose states are in the pages of its keys and values."""
 
-    @property
-    def session_id(self) -> int: ...
-
-    @property
-    def drafting(self) -> Drafting: ...
+    session_id: int
+    drafting: Drafting
 
     @property
     def num_computed(self) -> int:

@@ -34,8 +34,7 @@ _SPARE_BYTES = 2 * 2**30  # left free beside a float32 copy of the model
 
 
 class _Runnable(Model, Protocol):
-    @property
-    def dtype(self) -> torch.dtype: ...
+    dtype: torch.dtype
 
     def windows_at_most(self, length: int) -> AbstractContextManager[None]: ...
 
