@@ -77,9 +77,9 @@ def grow_trees(
 ) -> Tensor:
     """Return the best `num_tokens` nodes of each row, as `best_nodes` does: int32 [rows, 3, nodes].
 
-    `num_parents` returns, given all
-    levels and the numbers of nodes fed so far, how many of the latest level's best nodes get
-    children, by row. By default `width` do, and the loop may be captured.
+    `num_parents` returns, given all levels and the numbers of nodes fed so far, how many of the
+    latest level's best nodes get children, by row. By default `width` do, and the loop may be
+    captured.
     """
     rows = batches.num_rows[0]
     row = torch.arange(rows, device=forward.device)[:, None]
