@@ -10,6 +10,7 @@ from outrider.drafting.proposer import Pace, SessionKey
 
 _RISE: Final = 1 / 16
 _RISE_OF_BOUND: Final = 1 / 256
+_FORGOTTEN: Final = 64  # rounds without branches
 
 
 class PaceMeter:
@@ -25,7 +26,7 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._step = Average()
-        self._host = Average()
+        self._host, self._unmeasured = Average(), 0
         self._network_s: float | None = None
         self._arrived = 0.0  # time of the last commits
         # Times of hand-over:
@@ -51,7 +52,17 @@ class PaceMeter:
 
     def host(self, seconds: float) -> None:
         """Note the host's time beside the loops of a round with branches."""
+        self._unmeasured = 0
         self._host.add_time(seconds)
+
+    def no_branches(self) -> None:
+        """Note a round for which no branch was worth it.
+
+        The host's time may say so, which only branches measure: after many it is forgotten.
+        """
+        self._unmeasured += 1
+        if self._unmeasured == _FORGOTTEN:
+            self._host = Average()
 
     def step(self, seconds: float) -> None:
         """Note the time of a step that a batch of commits came from."""

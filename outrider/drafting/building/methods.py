@@ -141,10 +141,11 @@ def _warm_up(
                     proposer.commit(key, length, [1, 1], wanted)
                 proposer.draft(keys)
                 length += 2
+            proposer.ahead(keys, NO_PACE)
             for key in keys:  # what nobody asks a draft for yet
                 _make_up_features(proposer, key, length - 1, 1)
                 proposer.commit(key, length, [1], 0)
-            proposer.ahead(keys, NO_PACE)
+            proposer.ahead(keys, NO_PACE)  # in spare time
             for key in keys:
                 proposer.close(key)
 

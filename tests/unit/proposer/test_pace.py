@@ -67,3 +67,14 @@ def test_pace_meter_when_step_went_without_branches_measures_nothing() -> None:
     meter.committed(1, 0.005, 0.005, verified=False)
     meter.committed(1, 0.02, 0.005, verified=True)
     assert meter.pace.network_s == 0.0
+
+
+def test_pace_meter_when_no_branch_follows_forgets_a_slow_host() -> None:
+    """The first branches may have compiled their code, and then nothing is drafted ahead."""
+    meter = PaceMeter()
+    meter.host(2.0)
+    for _ in range(100):
+        meter.no_branches()
+    assert meter.pace.host_s == 0.0
+    meter.host(0.001)
+    assert meter.pace.host_s == pytest.approx(0.001)
