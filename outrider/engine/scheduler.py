@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
-from outrider.engine.accounting import Committed, Emitted
+from outrider.engine.accounting import Committed, Emitted, PlainRows
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -181,21 +181,17 @@ class Scheduler:
             # Prompts say little about a round: on a GPU they run another way.
             self.tracker.policy.measured.steps.observe_step(step.num_rows, step.num_tokens, seconds)
         num_running, page_size = max(1, len(self.running)), self.config.page_size
-        temperatures = [seq.temperature for seq in self.running]
-        drafting = self._drafting
-        may_be_asked = self.tracker.may_draft and not drafting
-        plain: list[Sequence] = []
+        may_draft, drafting = self.tracker.may_draft, self._drafting
+        temperatures = [seq.temperature for seq in self.running] if may_draft else []
+        may_be_asked = may_draft and not drafting
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         rest: list[int] = []  # places of rows that do more than grow by a token
-        num_singles = len(step.singles)
-        for i, (seq, choices) in enumerate(zip(step.seqs, result.choices, strict=True)):
-            length = len(seq.token_ids)
+        seqs, lengths = step.seqs, step.lengths
+        for i, (seq, length, choices) in enumerate(zip(seqs, lengths, result.choices, strict=True)):
             if (
-                seq.plain
+                length < seq.plain_below
                 and seq.draft is None
-                and length < seq.max_len - 1
-                and (i < num_singles or step.others[i - num_singles].ends_undrafted)
                 and choices[0] not in seq.stop_ids
                 and not (may_be_asked and seq.drafting.num_draft_tokens)
                 and seq.admitted
@@ -204,9 +200,10 @@ class Scheduler:
                 seq.num_uncomputed = 1
                 if length // page_size > seq.num_published:
                     self._publish(seq)
-                plain.append(seq)
             else:
                 rest.append(i)
+        tokens = [choices[0] if choices else 0 for choices in result.choices]
+        plain = PlainRows(seqs, lengths, tokens).without(rest)
         for i in rest:
             row, choices, accepted = step.row(i), result.choices[i], result.accepted[i]
             logprobs = result.logprobs[i] if result.logprobs else ()
@@ -253,7 +250,7 @@ class Scheduler:
             elif seq.constraint is not None and seq.constraint.error is not None:
                 self.remove(seq.session_id)
                 failures.append(Failure(seq.session_id, seq.constraint.error))
-        self.tracker.undrafted_done(plain, now)
+        self.tracker.undrafted_done(plain.seqs, now)
         return Committed(
             step=step,
             plain=plain,
