@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from gateway.intake import GenerationRequest, Intake, ModelLimits
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
 from gateway.replay import Replayer
-from gateway.routing.rounds import Round
+from gateway.routing.rounds import Round, TakeRound
 from gateway.routing.scorers import ScorerPool
 from gateway.thinking_budget import within_budget
 from gateway.workers.shared import SharedCounts
@@ -63,6 +63,18 @@ class Chunk(NamedTuple):  # one per round: a frozen dataclass takes three times 
     def text(self) -> str:
         tokens = self.tokens
         return tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Sends chunks in the turn of the event loop in which their tokens come.
+
+    So a round needs no turn of the request's task, which costs as much as all else that is done.
+    """
+
+    ready: Callable[[], bool]
+    """Tells whether nothing is to be waited for before the next chunk."""
+    send: Callable[[Chunk], None]
 
 
 class Writer:
@@ -199,9 +211,13 @@ class Generator(RequestMaker):
         return bool(self.pool.serving) or self.config.hold_timeout_s is not None
 
     async def generate(
-        self, request: GenerationRequest, deadline: float, metadata: Metadata | None = None
+        self,
+        request: GenerationRequest,
+        deadline: float,
+        metadata: Metadata | None = None,
+        direct: Direct | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the completion's chunks, the last with its ending.
+        """Yield the completion's chunks, the last with its ending, but for what `direct` sends.
 
         `deadline` is loop time; `metadata` may carry the caller's trace context. Closing the
         generator cancels the scorer's RPC. Raises `OutriderError`.
@@ -214,7 +230,8 @@ class Generator(RequestMaker):
                 f"{request.operation} {model}", metadata, _span_attributes(request, model)
             ) as span,
         ):
-            rounds = self._replayer.stream(request, account, span, deadline)
+            take = _take_rounds(request, writer, direct)
+            rounds = self._replayer.stream(request, account, span, deadline, take)
             if request.thinking is not None:
                 rounds = within_budget(
                     lambda part: self._replayer.stream(part, account, span, deadline),
@@ -252,6 +269,22 @@ class Generator(RequestMaker):
         )
         self.telemetry.latency.record(request.operation, self.config.served_model_name, times, span)
         self._metrics.completed(usage)
+
+
+def _take_rounds(request: GenerationRequest, writer: Writer, direct: Direct | None) -> TakeRound:
+    """Return what writes rounds directly; it takes none where a round may end the request."""
+    if direct is None or request.stop_strings or request.top_logprobs is not None:
+        return lambda _: False
+
+    def take(round_: Round) -> bool:
+        if not direct.ready():
+            return False
+        chunk = writer.add(round_)
+        if chunk is not None:
+            direct.send(chunk)
+        return True
+
+    return take
 
 
 def _logprobs(request: GenerationRequest, round_: Round) -> Sequence[TokenLogprobs]:

@@ -15,7 +15,7 @@ from gateway.answers.formats import Reading
 from gateway.answers.parser import AnswerParser
 from gateway.api_keys import ApiKeys
 from gateway.chat import Plan, plan_chat
-from gateway.generation import Chunk, Generator
+from gateway.generation import Chunk, Direct, Generator
 from gateway.grpc_chat import chat_from_proto, parts_of
 from gateway.grpc_writes import Writes
 from gateway.intake import GenerationRequest, Limits, Settings
@@ -77,8 +77,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await self._generator.ready()
                     work, reading = await self._prepare(request, tenant)
                     encode = _encoder(request, work, reading)
-                    chunks = self._generator.generate(work, deadline, _metadata(context))
-                    async with aclosing(chunks), Writes(context.write, self._burst) as writes:
+                    writes = Writes(context.write, self._burst)
+                    direct = Direct(
+                        lambda: writes.ready, lambda chunk: writes.add_now(encode(chunk))
+                    )
+                    metadata = _metadata(context)
+                    chunks = self._generator.generate(work, deadline, metadata, direct)
+                    async with aclosing(chunks), writes:
                         async for chunk in chunks:
                             if chunk.ending is not None:  # whose client may ask anew at once
                                 place.close()

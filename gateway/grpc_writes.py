@@ -51,6 +51,22 @@ class Writes:
             self._writing = self._write(message)
             self._go_on(self._writing)
 
+    @property
+    def ready(self) -> bool:
+        """Tell whether `add_now` may be called: the message before has been written."""
+        if self._writing is None or self._due is not None:
+            return False
+        while (future := self._waits_for) is not None:
+            if not future.done():
+                return False
+            self._go_on(self._writing)
+        return self._error is None
+
+    def add_now(self, message: bytes) -> None:
+        """Write a message, if `ready`."""
+        self._due = message
+        self._burst.add(self)
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -217,26 +217,37 @@ class PatientProtocol(H11Protocol):
             self._timer = self.loop.call_later(self.patience_s, self._look)
 
 
-def direct(scope: Scope, send: Send) -> Send:
-    """Return a `send` that writes the pieces of a body itself, if the server lets it.
+class DirectSend:
+    """A `send` that writes the pieces of a body itself, if the server lets it.
 
     The layers of ASGI and h11 between take as long for a piece as all else that a gateway does for
     it. They get every other message, and the last piece.
     """
-    extensions: dict[str, Any] = scope.get("extensions", {})
-    cycle: RequestResponseCycle | None = extensions.get(_BODY, lambda: None)()
-    if cycle is None:
-        return send
-    flow, write = cycle.flow, cycle.transport.write
 
-    async def sending(message: Message) -> None:
-        if not (message.get("more_body") and (piece := message["body"])):
-            await send(message)
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send = send
+        self._extensions: dict[str, Any] = scope.get("extensions", {})
+        cycle: RequestResponseCycle | None = self._extensions.get(_BODY, lambda: None)()
+        self._cycle = cycle
+
+    async def __call__(self, message: Message) -> None:
+        cycle = self._cycle
+        if cycle is None or not (message.get("more_body") and (piece := message["body"])):
+            await self._send(message)
             return
-        if flow.write_paused and not cycle.disconnected:
-            await flow.drain()
-        if not cycle.disconnected:
-            extensions[_STREAMED] = {}
-            write(b"%x\r\n%b\r\n" % (len(piece), piece))  # a chunk of RFC 9112, section 7.1
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        self.write(piece)
 
-    return sending
+    @property
+    def ready(self) -> bool:
+        """Tell whether `write` waits for nothing."""
+        return self._cycle is not None and not self._cycle.flow.write_paused
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece of a body that has begun, unless the client is gone."""
+        assert self._cycle is not None
+        if not self._cycle.disconnected:
+            self._extensions[_STREAMED] = {}
+            # A chunk of RFC 9112, section 7.1.
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

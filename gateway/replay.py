@@ -15,7 +15,7 @@ from opentelemetry.trace import Span
 
 from gateway.account import Account
 from gateway.intake import GenerationRequest
-from gateway.routing.rounds import Round
+from gateway.routing.rounds import Round, TakeRound
 from gateway.routing.scorer import Scorer
 from gateway.routing.scorers import ScorerPool
 from outrider.errors import CapacityError, UnavailableError
@@ -54,9 +54,16 @@ class Replayer:
         self._on_retry = on_retry
 
     async def stream(
-        self, request: GenerationRequest, account: Account, parent: Span, deadline: float
+        self,
+        request: GenerationRequest,
+        account: Account,
+        parent: Span,
+        deadline: float,
+        take_round: TakeRound = lambda _: False,
     ) -> AsyncGenerator[Round, None]:
         """Yield the request's rounds from as many scorers as it takes; `deadline` is loop time.
+
+        Rounds that `take_round` takes are left out.
 
         Raises what the scorer refuses the request with; `UnavailableError` if no scorer is left
         to continue on; `DeadlineError`. Closing the generator cancels the RPC.
@@ -66,12 +73,22 @@ class Replayer:
         full: frozenset[Scorer] = frozenset()
         give_up: float | None = None  # set by the first failure since the last token
         held_until = min(deadline, _now() + self._hold_timeout_s)
+
+        def take(round_: Round) -> bool:
+            if give_up is not None or not take_round(round_):
+                return False
+            account.observe(round_.kinds)
+            committed.extend(round_.token_ids)
+            return True
+
         while True:
             patience = held_until if give_up is None else give_up
             scorer = await self._pool.pick(request.affinity, full, patience - _now())
             message = _continuation(request, committed)
             try:
-                async with self._segment(scorer, message, account, parent, deadline) as rounds:
+                async with self._segment(
+                    scorer, message, account, parent, deadline, take
+                ) as rounds:
                     async for round_ in rounds:
                         account.observe(round_.kinds)
                         if round_.usage is not None and round_.aux_info is not None:
@@ -116,12 +133,14 @@ class Replayer:
         account: Account,
         parent: Span,
         deadline: float,
+        take_round: TakeRound,
     ) -> AsyncGenerator[AsyncGenerator[Round, None], None]:
         """Give what one scorer adds, within a span and a segment of the account."""
         with self._telemetry.client_span(
             "outrider.v1.ScorerService/Generate", parent, {"server.address": scorer.target}
         ) as span:
-            rounds = scorer.generate(message, inject(span), max(0.0, deadline - _now()))
+            left_s = max(0.0, deadline - _now())
+            rounds = scorer.generate(message, inject(span), left_s, take_round)
             try:
                 async with aclosing(rounds):
                     yield rounds

@@ -210,7 +210,10 @@ class Grown(NamedTuple):
         """Return those of some sessions."""
         if sessions.issuperset(self.session_ids):
             return self
-        kept = [session_id in sessions for session_id in self.session_ids]
+        return self.where([session_id in sessions for session_id in self.session_ids])
+
+    def where(self, kept: Sequence[bool]) -> Grown:
+        """Return those that are `kept`."""
         return Grown(*[tuple(compress(column, kept)) for column in self])
 
 

@@ -17,6 +17,7 @@ from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session, SessionProposer
+from scorer_service.token_columns import TokenColumns
 
 _MAX_FAILED_STEPS = 8  # in a row
 
@@ -38,6 +39,9 @@ class Hub:
         self._metrics = metrics
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
+        self._drafted: dict[int, Session] = {}  # those that are drafted for
+        self.columns: list[TokenColumns] = []
+        """Take the plain tokens of the requests of their streams."""
         self.registry = ProposerRegistry(engine, served, limits, metrics, clock=clock)
         self.blocks = BlockReceiver(engine, self.registry, metrics)
         self._failed_steps = 0
@@ -84,6 +88,7 @@ class Hub:
             self._sessions[session.id] = session
             self._idle.clear()
             if session.num_speculative_tokens:
+                self._drafted[session.id] = session
                 self.registry.probe()
                 self.registry.assign(session)
         return session
@@ -178,25 +183,30 @@ class Hub:
 
     def _grow(self, grown: Grown, timings: StepTimings | None, step_us: int) -> None:
         """Do what `_advance` does for plain tokens."""
-        sessions = self._sessions
+        if self._drafted:
+            self._grow_drafted(grown, step_us)
+        for columns in self.columns:
+            grown = columns.add(grown)
         for session_id, base_len, token, num_draft_tokens in zip(*grown, strict=True):
-            session = sessions.get(session_id)
-            if session is None:
-                continue
-            if session.num_speculative_tokens:
-                if session.proposer is not None:
-                    self._count_round(session.proposer, session, 0)
-                if len(session.committed) == base_len:  # else heard early
-                    session.committed.append(token)
-                session.num_draft_tokens = num_draft_tokens
-                if session.proposer is not None:
-                    self._tell(session.proposer, session, step_us)
-            take, rounds = session.take_token, session.rounds
-            if rounds is not None or take is None or not take(token):
+            session = self._sessions.get(session_id)
+            if session is not None:
                 commit = Commit(session_id, base_len, (token,), PLAIN, num_draft_tokens)
                 session.mailbox.put(commit)
-                if rounds is not None:
-                    rounds.commit(commit, timings)
+                if session.rounds is not None:
+                    session.rounds.commit(commit, timings)
+
+    def _grow_drafted(self, grown: Grown, step_us: int) -> None:
+        for session_id, base_len, token, num_draft_tokens in zip(*grown, strict=True):
+            session = self._drafted.get(session_id)
+            if session is None:
+                continue
+            if session.proposer is not None:
+                self._count_round(session.proposer, session, 0)
+            if len(session.committed) == base_len:  # else heard early
+                session.committed.append(token)
+            session.num_draft_tokens = num_draft_tokens
+            if session.proposer is not None:
+                self._tell(session.proposer, session, step_us)
 
     def _advance(self, session: Session, commit: Commit, step_us: int) -> None:
         proposer = session.proposer
@@ -227,6 +237,7 @@ class Hub:
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.id]
+        self._drafted.pop(session.id, None)
         self.registry.leave(session)
         if not self._sessions:
             self._idle.set()

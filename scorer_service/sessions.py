@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,8 +60,6 @@ class Session:
     committed: list[int]  # only the prompt where it is not drafted for
     num_draft_tokens: int  # the policy's latest advice, where it is drafted for
     mailbox: Mailbox = field(init=False)
-    take_token: Callable[[int], bool] | None = None
-    """Takes a plain token that would be a commit of its own, or returns False: it is to be put."""
     epoch: int = 0  # of the latest Open
     proposer: SessionProposer | None = None
     drafted: bool = False  # a block came for this epoch: the proposer had room for it

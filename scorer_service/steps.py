@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Final
 
 from outrider.errors import CapacityError, DeadlineError, InvalidRequestError, OutriderError
@@ -17,8 +16,10 @@ from outrider.rpc.telemetry import Telemetry
 from outrider.types import PLAIN, Commit
 from outrider.v1 import scorer_pb2
 from scorer_service.call import Call, Serving
+from scorer_service.hub import Hub
 from scorer_service.mailbox import Mailbox
 from scorer_service.sessions import Session
+from scorer_service.token_columns import TokenColumns
 
 StepsRequests = AsyncIterator[scorer_pb2.GenerateStepsRequest | Unreadable]
 Write = Callable[[scorer_pb2.GenerateStepsResponse], Awaitable[None]]
@@ -34,35 +35,12 @@ _TOKEN_BYTES: Final = 5
 _MAX_COMMITS: Final = 256  # of a request in a message
 
 
-class _Singles:
-    """Rows that have one plain token in the next message, as most have in most steps."""
-
-    __slots__ = ("ids", "number", "token_ids")
-
-    def __init__(self) -> None:
-        self.number = 0  # of the next message
-        self.ids: list[int] = []
-        self.token_ids: list[int] = []
-
-    def take(self) -> tuple[list[int], list[int]]:
-        """Return ids and tokens for a message, and begin with the next one."""
-        taken = self.ids, self.token_ids
-        self.number, self.ids, self.token_ids = self.number + 1, [], []
-        return taken
-
-    def drop(self, row_id: int) -> None:
-        """Forget a row, if it is there."""
-        if row_id in self.ids:
-            place = self.ids.index(row_id)
-            del self.ids[place], self.token_ids[place]
-
-
 class _Row:
     """A request of the stream."""
 
     __slots__ = (
-        *("call", "ended", "error", "id", "mailbox", "queue", "queued", "session", "single_in"),
-        *("singles", "task", "timer", "wake"),
+        *("call", "columns", "ended", "error", "id", "mailbox", "queue", "queued", "session"),
+        *("task", "timer", "wake"),
     )
 
     def __init__(
@@ -70,16 +48,15 @@ class _Row:
         row_id: int,
         call: Call | None,
         queue: deque[_Row],
-        singles: _Singles,
+        columns: TokenColumns,
         wake: Callable[[], object],
     ) -> None:
         self.id = row_id
         self.call = call  # None: refused
         self.queue = queue  # of rows with something to write,
-        self.singles = singles  # those whose token is in no mailbox,
+        self.columns = columns  # those whose token is in no mailbox,
         self.wake = wake  # and who writes it
         self.session: Session | None = None  # None: not with the engine
-        self.single_in = -1  # number of the last message with a token of `singles`
         self.mailbox: Mailbox | None = None  # None: not with the engine, or nothing is wanted of it
         self.error: OutriderError | None = None
         self.queued = False
@@ -91,23 +68,17 @@ class _Row:
         """Note that there is something to write."""
         if not self.queued:
             self.queued = True
-            self._wake_first()
+            if not (self.queue or self.columns.ids):
+                self.wake()
             self.queue.append(self)
+            if self.session is not None:
+                self.columns.leave(self.session.id)
 
-    def take_token(self, token: int) -> bool:
-        """Write a token that comes alone, if nothing of the row is to be written before it."""
-        singles = self.singles
-        if self.queued or self.single_in == singles.number:
-            return False
-        self._wake_first()
-        self.single_in = singles.number
-        singles.ids.append(self.id)
-        singles.token_ids.append(token)
-        return True
-
-    def _wake_first(self) -> None:
-        if not (self.queue or self.singles.ids):
-            self.wake()
+    def written(self) -> None:
+        """Let the next token come in columns, if nothing is to be written before it."""
+        session = self.session
+        if session is not None and session.rounds is None and not (self.queued or self.ended):
+            self.columns.join(session.id, self.id)
 
     def end(self, error: BaseException | None = None) -> None:
         """Abort what still runs. What the mailbox holds may still be taken."""
@@ -121,7 +92,7 @@ class _Row:
         if self.mailbox is not None:
             self.mailbox.on_ready = None
         if self.session is not None:
-            self.session.take_token = None
+            self.columns.leave(self.session.id)
         assert self.call is not None
         self.call.end(error)
 
@@ -137,12 +108,13 @@ class StepsStream:
 
     def __init__(self, telemetry: Telemetry, ready: Callable[[], Serving]) -> None:
         self._telemetry = telemetry
-        self._serving = ready
+        self._ready = ready
+        self._hub: Hub | None = None  # None: no request came
         self._rows: dict[int, _Row] = {}  # whose end was not written
         self._last_id = -1
         self._queue: deque[_Row] = deque()
-        self._singles = _Singles()
         self._wake = asyncio.Event()
+        self._columns = TokenColumns(self._wake_later)
         self._written = asyncio.Event()
         self._finishing = False
 
@@ -162,6 +134,8 @@ class StepsStream:
             for row in self._rows.values():
                 row.end(asyncio.CancelledError())
             self._rows.clear()
+            if self._hub is not None:
+                self._hub.columns.remove(self._columns)
 
     async def _read(self, requests: StepsRequests) -> None:
         async for message in requests:
@@ -172,7 +146,7 @@ class StepsStream:
                 if row is not None:
                     row.end(asyncio.CancelledError())
                     row.mailbox = row.error = None
-                    self._singles.drop(row_id)
+                    self._columns.drop(row_id)
             if message.HasField("begin"):
                 self._begin(message.begin)
             while len(self._queue) >= _MAX_UNWRITTEN:
@@ -206,13 +180,22 @@ class StepsStream:
             row.fail(status.outrider_error(error))
             return
         row.session, row.mailbox = session, session.mailbox
-        row.mailbox.on_ready, session.take_token = row.ready, row.take_token
+        row.mailbox.on_ready = row.ready
+        row.written()
+
+    def _serving(self) -> Serving:
+        serving = self._ready()
+        if self._hub is None:
+            self._hub = serving.hub
+            self._hub.columns.append(self._columns)
+        return serving
 
     def _row(self, row_id: int, call: Call | None) -> _Row:
-        loop = asyncio.get_running_loop()
-        # Later than those whom the same step has woken: proposers come first.
-        wake = partial(loop.call_soon, self._wake.set)
-        return _Row(row_id, call, self._queue, self._singles, wake)
+        return _Row(row_id, call, self._queue, self._columns, self._wake_later)
+
+    def _wake_later(self) -> None:
+        """Write later than those whom the same step has woken: proposers come first."""
+        asyncio.get_running_loop().call_soon(self._wake.set)
 
     async def _write(self, write: Write) -> None:
         while self._rows or not self._finishing:
@@ -226,14 +209,15 @@ class StepsStream:
 
     def _message(self) -> scorer_pb2.GenerateStepsResponse:
         """Return the next message, of about `_MESSAGE_BYTES` at most."""
-        ids, token_ids = self._singles.take()
+        ids, token_ids = self._columns.take()
+        singles = frozenset(ids if self._queue else ())
         counts = [1] * len(ids)
         kinds = [codec.kinds_to_bytes(PLAIN) * len(ids)]
         details: list[scorer_pb2.StepsDetails] = []
         room = _MESSAGE_BYTES - len(ids) * _TOKEN_BYTES
         for _ in range(len(self._queue)):
             row = self._queue.popleft()
-            if row.single_in == self._singles.number - 1:  # a message has a row once
+            if row.id in singles:  # a message has a row once
                 self._queue.append(row)
                 continue
             row.queued = False
@@ -251,6 +235,7 @@ class StepsStream:
             if about is not None:
                 details.append(about)
                 room -= about.ByteSize()
+            row.written()
             if room <= 0:
                 break
         if self._queue:

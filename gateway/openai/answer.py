@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.generation import Chunk, Generator
-from gateway.http_connection import direct
+from gateway.generation import Chunk, Direct, Generator
+from gateway.http_connection import DirectSend
 from gateway.openai.choices import Completion
 from gateway.openai.errors import public_error
 from gateway.openai.job import Job, completions_of, run_job
@@ -77,7 +77,7 @@ class CompletionResponse(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         made: Made | None = None
         events: EventStream | None = None
-        send = direct(scope, send)
+        send = DirectSend(scope, send)
         stream = _Stream(send)
         try:
             async with self._generator.admission.until(self._deadline):
@@ -86,10 +86,13 @@ class CompletionResponse(Response):
                     making = _beating(making, stream, KEEP_ALIVE)  # else it is short enough
                 job, rendering = made = await making
                 headers = Request(scope).headers.items()
-                chunks = run_job(job, self._generator, self._deadline, headers)
+                direct = None
+                if self._stream:
+                    events = rendering.stream()
+                    direct = stream.direct(events)
+                chunks = run_job(job, self._generator, self._deadline, headers, direct)
                 async with aclosing(chunks):
-                    if self._stream:
-                        events = rendering.stream()
+                    if events is not None:
                         giving_back = self._giving_back(chunks, len(job.work))
                         await _send_events(giving_back, events, stream)
                         return
@@ -148,7 +151,7 @@ def _whole(rendering: Rendering, completions: Sequence[Completion], *, large: bo
 class _Stream:
     """Sends a stream of events, whose status goes with the first of them."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: DirectSend) -> None:
         self._send = send
         self._now = asyncio.get_running_loop().time
         self._sent = 0.0
@@ -164,6 +167,17 @@ class _Stream:
         if data or not more:
             self._sent = self._now()
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def direct(self, events: EventStream) -> Direct:
+        """Return what sends the events of a single completion."""
+
+        def send_now(chunk: Chunk) -> None:
+            data = events.piece(0, chunk)
+            if data or self.silent:
+                self._sent = self._now()
+                self._send.write(data or events.keep_alive)
+
+        return Direct(lambda: self.started and self._send.ready, send_now)
 
     @property
     def silent(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.chat import Plan, plan_chat
-from gateway.generation import Chunk, Ending, Generator, RequestMaker
+from gateway.generation import Chunk, Direct, Ending, Generator, RequestMaker
 from gateway.intake import GenerationRequest, Settings
 from gateway.merge import merged, one_ahead
 from gateway.openai.advice import read_advice
@@ -121,19 +121,26 @@ async def make_job(body: Request, maker: RequestMaker, tenant: str, request_id: 
 
 
 def run_job(
-    job: Job, generator: Generator, deadline: float, metadata: Metadata | None = None
+    job: Job,
+    generator: Generator,
+    deadline: float,
+    metadata: Metadata | None = None,
+    direct: Direct | None = None,
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Return an iterator over the chunks of all completions, with their completion's index.
 
+    A single completion's are left out as far as `direct` sends them.
     A prompt's other choices find it in the cache of the first. Raises `OutriderError`s.
     """
+    if len(job.work) > 1:
+        direct = None  # it would come before chunks of others that wait to be sent
 
     def streams() -> Iterator[AsyncGenerator[Chunk, None]]:
         size = job.shaper.per_prompt
         for start in range(0, len(job.work), size):
             yield from one_ahead(
                 [
-                    generator.generate(request, deadline, metadata)
+                    generator.generate(request, deadline, metadata, direct)
                     for request in job.work[start : start + size]
                 ]
             )

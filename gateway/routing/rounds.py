@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from outrider.params import TokenIds
@@ -23,6 +23,10 @@ class Round(NamedTuple):  # one per request and step: a frozen dataclass takes t
     usage: common_pb2.Usage | None = None  # with the last, or always if the request asks
     aux_info: common_pb2.AuxInfo | None = None  # with usage
     drafts: tuple[VerifiedDraft, ...] = ()  # that were verified, if the request asks
+
+
+TakeRound = Callable[[Round], bool]
+"""Takes a round of tokens alone at once, or returns False: it is to wait for the request's task."""
 
 
 def round_from_proto(

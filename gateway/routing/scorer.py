@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.routing.rounds import Round
+from gateway.routing.rounds import Round, TakeRound
 from gateway.routing.steps import StepsStream
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, open_channel
@@ -50,10 +50,11 @@ class Scorer:
         request: scorer_pb2.ScorerServiceGenerateRequest,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
+        take_round: TakeRound | None = None,
     ) -> AsyncGenerator[Round, None]:
-        """Yield the scorer's answer; closing the iterator aborts the request.
+        """Yield the scorer's answer, but for what `take_round` takes.
 
-        Raises `OutriderError`s.
+        Closing the iterator aborts the request. Raises `OutriderError`s.
         """
         size = request.ByteSize()
         if size > _MAX_REQUEST_BYTES:  # it would end the stream with all its requests
@@ -63,7 +64,7 @@ class Scorer:
             )
         self.in_flight += 1
         try:
-            with self._stream().begun(request, metadata, timeout_s) as answer:
+            with self._stream().begun(request, metadata, timeout_s, take_round) as answer:
                 finish_reason = None
                 while finish_reason is None:
                     round_ = await answer.take()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import grpc
 
-from gateway.routing.rounds import Round, round_from_proto
+from gateway.routing.rounds import Round, TakeRound, round_from_proto
 from outrider.errors import DeadlineError, OutriderError, UnavailableError
 from outrider.rpc.codec import kinds_from_bytes
 from outrider.rpc.status import from_rpc_error, from_status
@@ -32,15 +32,23 @@ _log = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """The tokens of one request that have come and were not taken."""
+    """The tokens of one request that have come and were not taken.
 
-    __slots__ = ("_error", "_kinds", "_loop", "_more", "_response", "_token_ids", "_waiter")
+    Tokens alone go to `take_round` instead, if the request's task waits for nothing but these.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        *("_error", "_kinds", "_loop", "_more", "_response", "_take_round", "_token_ids"),
+        *("_waiter", "_waiting"),
+    )
+
+    def __init__(self, take_round: TakeRound | None = None) -> None:
+        self._take_round = take_round
+        self._waiting = False
         self._token_ids: list[int] = []
         self._kinds = b""
         self._response: scorer_pb2.ScorerServiceGenerateResponse | None = None
-        self._error: OutriderError | None = None
+        self._error: Exception | None = None
         self._more = False  # tokens were left for a later turn
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -52,6 +60,8 @@ class Mailbox:
         response: scorer_pb2.ScorerServiceGenerateResponse | None = None,
     ) -> None:
         """Add tokens, with their details."""
+        if response is None and self._taken(token_ids, kinds):
+            return
         self._token_ids += token_ids
         self._kinds += kinds
         if self._response is None:
@@ -62,6 +72,17 @@ class Mailbox:
                     self._response.ClearField(name)
             self._response.MergeFrom(response)
         self._notify()
+
+    def _taken(self, token_ids: list[int], kinds: bytes) -> bool:
+        take = self._take_round if self._waiting else None
+        if take is None or len(token_ids) > _TOKENS_A_TURN:
+            return False
+        try:
+            return take(Round(tuple(token_ids), kinds_from_bytes(kinds), None))
+        except Exception as error:  # the request's task raises it, and no other request fails
+            self._error = error
+            self._notify()
+            return True
 
     def fail(self, error: OutriderError) -> None:
         """End with an error, after what has come."""
@@ -79,7 +100,7 @@ class Mailbox:
         while not self._token_ids and self._response is None:
             if self._error is not None:
                 raise self._error
-            self._waiter = self._loop.create_future()
+            self._waiter, self._waiting = self._loop.create_future(), True
             await self._waiter
         token_ids, kinds, response = self._token_ids, self._kinds, self._response
         self._more = len(token_ids) > _TOKENS_A_TURN
@@ -96,6 +117,7 @@ class Mailbox:
         return round_from_proto(token_ids, kinds_from_bytes(kinds), response)
 
     def _notify(self) -> None:
+        self._waiting = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -125,9 +147,10 @@ class StepsStream:
         request: scorer_pb2.ScorerServiceGenerateRequest,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
+        take_round: TakeRound | None = None,
     ) -> Iterator[Mailbox]:
         """Send a request; at the end of the context, it is aborted if it still runs."""
-        answer = Mailbox()
+        answer = Mailbox(take_round)
         if self._error is not None:
             raise self._error
         self._last_id += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 from outrider.draft_port import EarlyTokens, GrownText, NewTokens
@@ -35,12 +36,32 @@ class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
     draft: VerifiedDraft | None  # that was verified, if the request asks
 
 
+class PlainRows(NamedTuple):
+    """Rows that got a token without a draft, and no more than that, in columns."""
+
+    seqs: Rows[Sequence]
+    base_lens: Rows[int]  # committed tokens before the step
+    token_ids: Rows[int]
+
+    def without(self, places: Rows[int]) -> PlainRows:
+        """Return the rows that are at none of these places."""
+        if not places:
+            return self
+        left = [True] * len(self.seqs)
+        for place in places:
+            left[place] = False
+        seqs, base_lens, token_ids = self
+        return PlainRows(
+            [*compress(seqs, left)], [*compress(base_lens, left)], [*compress(token_ids, left)]
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """Result of a step over all rows."""
 
     step: Step
-    plain: Rows[Sequence]  # rows that got a token without a draft, and no more than that
+    plain: PlainRows
     emitted: tuple[Emitted, ...]  # of the other rows
     failures: tuple[Failure, ...]  # of requests whose constraint leads nowhere
     num_running: int  # rows that were admitted
@@ -57,7 +78,7 @@ class Committed:
         rows = [(row.seq, row.finish_reason is not None) for row in self.emitted]
         if not drafting:
             return [GrownText(seq.session_id, seq.token_ids, 0, True) for seq, end in rows if end]
-        rows += [(seq, False) for seq in self.plain]
+        rows += [(seq, False) for seq in self.plain.seqs]
         return [
             GrownText(seq.session_id, seq.token_ids, asked, end)
             for seq, end in rows
@@ -75,8 +96,8 @@ class Committed:
             if row.finish_reason is None and _hears_early(seq := row.seq)
         ]
         heard += [
-            NewTokens(seq.session_id, len(seq.token_ids) - 1, (seq.token_ids[-1],))
-            for seq in self.plain
+            NewTokens(seq.session_id, base_len, (token,))
+            for seq, base_len, token in zip(*self.plain, strict=True)
             if _hears_early(seq)
         ]
         return EarlyTokens(tuple(heard), self.seconds) if heard else None
@@ -87,23 +108,24 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
     seqs, others = committed.step.seqs, committed.step.others
     emitted, seconds = committed.emitted, committed.seconds
     _count_rounds(tracker, emitted, seconds)
-    tracker.account.undrafted_rounds([seq.counters for seq in committed.plain], seconds)
+    plain = committed.plain
+    tracker.account.undrafted_rounds([seq.counters for seq in plain.seqs], seconds)
     told = [_finalize_row(tracker, row) for row in emitted if not _waits(row)]
-    told += [_held_back(seq) for seq in committed.plain if seq.report_interval > 1 and _due(seq)]
-    grown = [seq for seq in committed.plain if seq.report_interval <= 1]
-    texts = [seq.token_ids for seq in grown]
-    asked = [seq.drafting.num_draft_tokens for seq in grown] if tracker.may_draft else None
+    held = [i for i, seq in enumerate(plain.seqs) if seq.report_interval > 1]
+    told += [_held_back(seq) for seq in map(plain.seqs.__getitem__, held) if _due(seq)]
+    grown = plain.without(held)
+    asked = [seq.drafting.num_draft_tokens for seq in grown.seqs] if tracker.may_draft else None
     columns = Grown(
-        tuple([seq.session_id for seq in grown]),
-        tuple([len(text) - 1 for text in texts]),
-        tuple([text[-1] for text in texts]),
-        (0,) * len(grown) if asked is None else tuple(asked),
+        tuple([seq.session_id for seq in grown.seqs]),
+        tuple(grown.base_lens),
+        tuple(grown.token_ids),
+        (0,) * len(grown.seqs) if asked is None else tuple(asked),
     )
     prompts = [len(r.slice.token_ids) for r in others if r.slice.start < r.seq.num_prompt_tokens]
     step = StepDone(
         num_running=committed.num_running,
         num_rows=len(seqs),
-        tokens=len(committed.plain) + sum([len(row.output) for row in emitted]),
+        tokens=len(plain.seqs) + sum([len(row.output) for row in emitted]),
         at=committed.now,
         drafted=sum([bool(row.draft) for row in others]),
         # Rows' first steps, however short, may follow on any time without work.

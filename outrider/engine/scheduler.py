@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outrider.engine.accounting import Committed, Emitted
+from outrider.engine.accounting import Committed, Emitted, PlainRows
 from outrider.engine.batch import RowSlice
 from outrider.engine.queues import Queues
 from outrider.engine.sampling.logprobs import narrow
@@ -140,14 +140,16 @@ class Scheduler(Queues):
             # Prompts say little about a round: on a GPU they run another way.
             self.tracker.policy.measured.steps.observe_step(step.num_rows, step.num_tokens, seconds)
         num_running = max(1, len(self.running))
-        temperatures = [seq.temperature for seq in self.running]
-        drafting = self._drafting
-        plain, rest = self._grow(step, result, drafting=drafting)
+        may_draft, drafting = self.tracker.may_draft, self._drafting
+        temperatures = [seq.temperature for seq in self.running] if may_draft else []
+        rest = self._grow(step, result, drafting=drafting)
+        tokens = [choices[0] if choices else 0 for choices in result.choices]
+        plain = PlainRows(step.seqs, step.lengths, tokens).without(rest)
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         for i in rest:
             self._commit_row(step, result, i, now, drafting, emitted, failures)
-        self.tracker.undrafted_done(plain, now)
+        self.tracker.undrafted_done(plain.seqs, now)
         return Committed(
             step=step,
             plain=plain,
@@ -160,21 +162,15 @@ class Scheduler(Queues):
             now=now,
         )
 
-    def _grow(
-        self, step: Step, result: StepResult, *, drafting: bool
-    ) -> tuple[list[Sequence], list[int]]:
-        """Add a token to the rows that do nothing else; return them, and the others' places."""
+    def _grow(self, step: Step, result: StepResult, *, drafting: bool) -> list[int]:
+        """Add a token to the rows that do nothing else; return the places of the others."""
         page_size, may_be_asked = self.config.page_size, self.tracker.may_draft and not drafting
-        plain: list[Sequence] = []
         rest: list[int] = []
-        num_singles = len(step.singles)
-        for i, (seq, choices) in enumerate(zip(step.seqs, result.choices, strict=True)):
-            length = len(seq.token_ids)
+        seqs, lengths = step.seqs, step.lengths
+        for i, (seq, length, choices) in enumerate(zip(seqs, lengths, result.choices, strict=True)):
             if (
-                seq.plain
+                length < seq.plain_below
                 and seq.draft is None
-                and length < seq.max_len - 1
-                and (i < num_singles or step.others[i - num_singles].ends_undrafted)
                 and choices[0] not in seq.stop_ids
                 and not (may_be_asked and seq.drafting.num_draft_tokens)
                 and seq.admitted
@@ -183,10 +179,9 @@ class Scheduler(Queues):
                 seq.num_uncomputed = 1
                 if length // page_size > seq.num_published:
                     self._publish(seq)
-                plain.append(seq)
             else:
                 rest.append(i)
-        return plain, rest
+        return rest
 
     def _commit_row(
         self,

@@ -20,7 +20,7 @@ class Sequence(DraftedRow):
 
     __slots__ = (
         *("adjuster", "admitted", "block_table", "constraint", "editors", "edits_logits"),
-        *("num_published", "num_reported", "num_uncomputed", "page_hashes", "plain"),
+        *("num_published", "num_reported", "num_uncomputed", "page_hashes", "plain_below"),
         *("prompt_logprobs", "queued_at", "report_interval", "submitted_at", "temperature"),
     )
 
@@ -42,8 +42,9 @@ class Sequence(DraftedRow):
         self.adjuster = make_adjuster(request)
         self.edits_logits = bool(self.editors) or self.adjuster is not None
         shown = request.draft_trees or request.top_logprobs is not None
-        self.plain = not (shown or self.edits_logits or constraint or request.running_stats)
-        """A token without a draft needs no more than its place in the text."""
+        plain = not (shown or self.edits_logits or constraint or request.running_stats)
+        self.plain_below = max_len - 1 if plain else 0
+        """In shorter texts a token without a draft needs no more than its place."""
         self.temperature = request.sampling.temperature
         self.num_uncomputed = len(self.token_ids)  # of a text that decodes it stays 1
         self.block_table: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
@@ -204,6 +205,17 @@ class Step:
     @property
     def seqs(self) -> list[Sequence]:
         return self.singles.seqs + [row.seq for row in self.others]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the lengths of texts once the step before is committed, by rows.
+
+        Rows that do not end their texts, or end them with a draft, have a greater number.
+        """
+        singles = [start + 1 for start in self.singles.starts]
+        return singles + [
+            len(row.seq.token_ids) if row.ends_undrafted else sys.maxsize for row in self.others
+        ]
 
     @property
     def has_drafts(self) -> bool:

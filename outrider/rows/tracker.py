@@ -215,7 +215,8 @@ class DraftTracker:
         """
         self._launched_at = now
         if not self.may_draft:
-            self.account.launched_at_rest(chain(undrafted, (row for row, _ in rows)))
+            for row in chain(undrafted, [row for row, _ in rows]):
+                row.counters.iter_count += 1
             return []
         drafting, opened, learning = self.policy.drafting, [], []
         resting: list[R] = []

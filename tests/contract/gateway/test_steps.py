@@ -14,12 +14,18 @@ import pytest
 
 from gateway.routing import scorer as scorer_module
 from gateway.routing import steps as steps_module
-from gateway.routing.rounds import round_from_proto
+from gateway.routing.rounds import Round, round_from_proto
 from gateway.routing.steps import Mailbox, StepsStream
 from outrider.errors import DeadlineError, UnavailableError
 from outrider.rpc.channel import open_channel
 from outrider.types import FinishReason, TokenKind
-from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from outrider.v1 import (
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    scorer_pb2,
+    scorer_pb2_grpc,
+)
 from tests.support.services.fake_scorer import FakeScorer, Script, logprobs_of
 from tests.support.services.fake_scorer_process import scorer_process
 from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
@@ -166,6 +172,84 @@ async def test_many_tokens_at_once_become_text_over_several_turns_of_the_event_l
     assert sum((each.logprobs for each in rounds), ()) == expected
     assert [each.finish_reason for each in rounds] == [None] * 3 + [FinishReason.LENGTH]
     assert [each.usage is None for each in rounds] == [True] * 3 + [False]
+
+
+async def test_tokens_alone_are_taken_at_once_where_the_task_waits_for_nothing_else() -> None:
+    taken: list[Round] = []
+    free = True
+
+    def take_round(round_: Round) -> bool:
+        if round_.token_ids == (13,):
+            raise ValueError("unlucky")
+        if free:
+            taken.append(round_)
+        return free
+
+    plain = bytes([common_pb2.TOKEN_KIND_PLAIN])
+    answer = Mailbox(take_round)
+    answer.put([1], plain)  # before the task waits
+    assert (await answer.take()).token_ids == (1,)
+    waiting = asyncio.create_task(answer.take())
+    await asyncio.sleep(0)
+    answer.put([2], plain)
+    answer.put([3, 4], plain * 2)
+    assert [(each.token_ids, each.kinds) for each in taken] == [
+        ((2,), (TokenKind.PLAIN,)),
+        ((3, 4), (TokenKind.PLAIN,) * 2),
+    ]
+    assert not waiting.done()
+    free = False
+    answer.put([5], plain)
+    free = True
+    answer.put([6], plain)  # behind what the task is to take
+    assert (await waiting).token_ids == (5, 6)
+    waiting = asyncio.create_task(answer.take())
+    await asyncio.sleep(0)
+    answer.put([7], plain, scorer_pb2.ScorerServiceGenerateResponse(stop_token_id=9))
+    assert (await waiting).stop_token_id == 9
+    waiting = asyncio.create_task(answer.take())
+    await asyncio.sleep(0)
+    answer.put([1] * 257, plain * 257)  # too many for one turn of the event loop
+    assert len((await waiting).token_ids) == 256
+    assert (await answer.take()).token_ids == (1,)
+    waiting = asyncio.create_task(answer.take())
+    await asyncio.sleep(0)
+    answer.put([13], plain)
+    with pytest.raises(ValueError, match="unlucky"):
+        await waiting
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+async def test_rounds_of_a_stream_reach_its_client_without_a_turn_of_its_task(
+    face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = 0
+    take = Mailbox.take
+
+    async def counted(mailbox: Mailbox) -> Round:
+        nonlocal takes
+        takes += 1
+        return await take(mailbox)
+
+    monkeypatch.setattr(Mailbox, "take", counted)
+    async with running_gateway(Script(tokens(TEXT), per_round=1, delay_s=0.01)) as gateway:
+        if face == "grpc":
+            request = generation_pb2.GenerateRequest(text="x")
+            async with open_channel(gateway.grpc) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                answers = [answer async for answer in stub.Generate(request, timeout=30)]
+            texts, usage = [answer.text for answer in answers], answers[-1].usage
+        else:
+            stream = await gateway.client.completions.create(
+                model="default", prompt="x", stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+            usage = chunks[-1].usage
+    assert "".join(texts) == TEXT
+    assert usage.completion_tokens == len(tokens(TEXT))
+    assert takes < len(tokens(TEXT)) / 4
 
 
 async def test_step_of_many_rows_reaches_its_clients_over_several_turns(

@@ -119,7 +119,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
                 )
                 response.ClearField("token_ids")
                 response.ClearField("kinds")
-                step.details.add(id=begin.id, response=response)
+                if response.ListFields():
+                    step.details.add(id=begin.id, response=response)
                 down.put_nowait(step)
         except OutriderError as error:
             details = scorer_pb2.StepsDetails(

@@ -59,6 +59,27 @@ async def test_add_waits_for_the_first_message_and_then_for_the_one_before() -> 
     assert call.ended == [b"0", b"1", b"2"]
 
 
+async def test_message_is_added_at_once_only_where_the_one_before_is_written() -> None:
+    call = Call()
+    burst = EndOfTurn(Writes.begin)
+    assert not Writes(call.write, burst).ready, "the first message is waited for"
+    writes = await begun(call, burst)
+    for number in (1, 2):
+        assert writes.ready
+        writes.add_now(b"%d" % number)
+        assert not writes.ready, "it is due"
+        pending = await call.writing(number)
+        assert not writes.ready, "it is under way"
+        pending.set_result(None)
+    assert writes.ready
+    assert call.ended == [b"0", b"1", b"2"]
+    writes.add_now(b"3")
+    (await call.writing(3)).set_exception(ConnectionError("gone"))
+    assert not writes.ready
+    with pytest.raises(ConnectionError, match="gone"):
+        await writes.add(b"4")
+
+
 async def test_messages_of_a_turn_begin_together_after_it() -> None:
     burst, calls = EndOfTurn(Writes.begin), [Call(), Call()]
     writes = [await begun(call, burst) for call in calls]

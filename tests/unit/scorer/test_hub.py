@@ -34,6 +34,7 @@ from scorer_service.drafting.outbox import HELD_TOKENS
 from scorer_service.drafting.registry import EXPLORE, ON_TRIAL
 from scorer_service.mailbox import Mailbox
 from scorer_service.sessions import Session
+from scorer_service.token_columns import TokenColumns
 from tests.support.services.hub import FINAL, TIMINGS, Bench, commit, sent
 from tests.support.services.scorer import VOCAB
 from tests.support.services.scripted_proposer import hello
@@ -674,19 +675,21 @@ async def test_hub_passes_single_tokens_on_as_it_does_commits() -> None:
     """To a stream that takes them so, to another's mailbox, and to a session's proposer."""
     bench = Bench()
     straight, boxed, drafted = sessions = [bench.submit() for _ in range(3)]
-    taken: list[int] = []
-    straight.take_token = lambda token: not taken.append(token)
+    columns, taken = TokenColumns(lambda: None), []
+    columns.join(straight.id, 70)
+    bench.hub.columns.append(columns)
     ids = tuple([session.id for session in sessions])
     for base_len in (3, 4):
         grown = Grown((*ids, 99), (base_len,) * 4, (5, 6, 7, 8), (2,) * 4)
         bench.hub.on_events(StepEvents((), (), TIMINGS, grown=grown))
+        taken.append(columns.take())
         for session, token in ((boxed, 6), (drafted, 7)):
             [got] = await session.mailbox.take()
             assert got == Commit(session.id, base_len, (token,), (TokenKind.PLAIN,), 2)
         if base_len == 3:
             proposer = bench.attach("a")
             await sent(proposer)
-    assert taken == [5] * 2
+    assert taken == [([70], [5])] * 2
     assert not straight.mailbox.holds_commits
     assert [session.committed[3:] for session in sessions] == [[5] * 2, [6] * 2, [7] * 2]
     told = {c.session: c for c in (await sent(proposer)).commits}
