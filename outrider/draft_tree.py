@@ -94,10 +94,6 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         token_ids = tuple(token_ids[:])  # a slice of a message's field is faster than its items
         if token_ids and max(token_ids) >= vocab_size:
             raise InvalidRequestError(f"token ids must be below {vocab_size}", param="token_ids")
-        if not (parents or probs):  # most are; the constructor would take twice as long
-            return tuple.__new__(
-                DraftTree, (base_len, token_ids, chain_parents(num_nodes), (), confidences)
-            )
         drawn_from: tuple[DraftProbs | None, ...] = ()
         if probs:
             if len(probs) != num_nodes:
@@ -111,12 +107,13 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
                 ]
             )
         if not parents:
-            return DraftTree(base_len, token_ids, chain_parents(num_nodes), drawn_from, confidences)
-        if len(parents) != num_nodes:
+            above = chain_parents(num_nodes)
+        elif len(parents) != num_nodes:
             raise InvalidRequestError("one parent per token, or none at all", param="parents")
-        if any(not -1 <= parent < i for i, parent in enumerate(parents)):
-            raise InvalidRequestError("a parent comes before its child", param="parents")
-        return DraftTree(base_len, token_ids, tuple(parents), drawn_from, confidences)
+        else:
+            above = _checked_parents(tuple(parents[:]))
+        # The constructor would take three times as long.
+        return tuple.__new__(DraftTree, (base_len, token_ids, above, drawn_from, confidences))
 
     def walk(self, committed: Sequence[int]) -> DraftTree | None:
         """Return the rest of the tree below `committed`, the tokens from base_len on.
@@ -240,6 +237,17 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 def chain_parents(num_nodes: int) -> tuple[int, ...]:
     """Return the parents of a tree with one path."""
     return tuple(range(-1, num_nodes - 1))
+
+
+@lru_cache(maxsize=1024)
+def _checked_parents(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `parents` if each comes before its child; raises `InvalidRequestError`.
+
+    Most blocks have the shape of an earlier one.
+    """
+    if any(not -1 <= parent < i for i, parent in enumerate(parents)):
+        raise InvalidRequestError("a parent comes before its child", param="parents")
+    return parents
 
 
 def _checked(drawn_from: DraftProbs, token: int, vocab_size: int) -> DraftProbs:

@@ -29,10 +29,13 @@ class Inbox:
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
         with self._wakeup:
+            waiting = self._blocks
             for block in blocks:
-                queue = self._blocks.setdefault(block.session_id, [])
-                queue.append(block)
-                del queue[:-MAX_BLOCKS_AT_ONCE]
+                if (queue := waiting.get(block.session_id)) is None:
+                    waiting[block.session_id] = [block]
+                else:
+                    queue.append(block)
+                    del queue[:-MAX_BLOCKS_AT_ONCE]
             self._wakeup.notify()
 
     def take(
