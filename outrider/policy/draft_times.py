@@ -27,32 +27,19 @@ class Delays:
         self.whole_s = Average()
         self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
         self._token_s = Average(AGEING)  # by which a token more makes it longer
-        self._usual_s, self._usual_tokens = Average(), Average()  # of drafts without accidents
-        self._last_s = 0.0
+        self._last = (0.0, 0)  # seconds and tokens
 
     def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
         self.whole_s.add_time(seconds)
-        if num_tokens:  # a proposer is not believed to have drafted for longer than it took
-            self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
-            self.tokens.add(num_tokens)
-            self._compare(seconds, num_tokens)
-
-    def _compare(self, seconds: float, num_tokens: int) -> None:
-        """Learn what a token takes, unless this draft or the last one met an accident.
-
-        What an accident showed would stay where drafts are of one length from then on.
-        """
-        last_s, self._last_s = self._last_s, seconds
-        if max(seconds, last_s) >= OUTLIER * min(seconds, last_s):
+        if not num_tokens:
             return
-        longer = num_tokens - self._usual_tokens.mean
-        if abs(longer) < 1.0:
-            longer = 0.0  # it tells nothing, and what others told gets older
-        if self._usual_tokens.weight:
-            per_token_s = (seconds - self._usual_s.mean) / longer if longer else 0.0
-            self._token_s.add(per_token_s, longer * longer)
-        self._usual_s.add(seconds)
-        self._usual_tokens.add(num_tokens)
+        # A proposer is not believed to have drafted for longer than it took.
+        self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
+        self.tokens.add(num_tokens)
+        (last_s, last_tokens), self._last = self._last, (seconds, num_tokens)
+        if max(seconds, last_s) < OUTLIER * min(seconds, last_s):  # else one met an accident
+            longer = num_tokens - last_tokens
+            self._token_s.add((seconds - last_s) / longer if longer else 0.0, longer * longer)
 
     def mean_s(self, num_tokens: Num) -> Num:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
