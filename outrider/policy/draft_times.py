@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from outrider.averages import OUTLIER, Average
 
-Num = TypeVar("Num", float, NDArray[np.float64])
 AGEING = 64.0  # drafts: the load changes, and with it what a token takes
 TOLD_APART = 4.0  # squares of differences in length: so many tell what a token takes
 
@@ -41,7 +36,7 @@ class Delays:
             longer = num_tokens - last_tokens
             self._token_s.add((seconds - last_s) / longer if longer else 0.0, longer * longer)
 
-    def mean_s(self, num_tokens: Num) -> Num:
+    def mean_s(self, num_tokens: float) -> float:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
         drafting = self.drafting.mean
         if self._token_s.weight >= TOLD_APART and self.whole_s.mean:
@@ -100,8 +95,8 @@ class DraftTimes:
         known = alone.whole_s.weight and beside.whole_s.weight
         return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
 
-    def contention_s(self, num_tokens: float, unknown_s: Num) -> Num | float:
-        """Return the mean seconds by which a step beside a draft makes it late, or `unknown_s`."""
+    def contention_s(self, num_tokens: float) -> float | None:
+        """Return the mean seconds by which a step beside a draft makes it late, if known."""
         if not self._agree:
-            return unknown_s
+            return None
         return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))

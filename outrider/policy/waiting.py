@@ -133,8 +133,9 @@ class Waiting:
         last_to_come = {d.drafter: (at, d) for at, d in awaited if at < d.round.deadline}
         all_there_s: Any = due[-1]
         for due_at, d in last_to_come.values():
-            shared_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
-            late_s = self._measured.draft_times(d).contention_s(per_row - 1, shared_s)
+            late_s: Any = self._measured.draft_times(d).contention_s(per_row - 1)
+            if late_s is None:
+                late_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
             all_there_s = np.maximum(all_there_s, due_at - now + late_s)
         first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]
         first_s[:-1] = np.maximum(first_s[:-1], all_there_s)
