@@ -181,26 +181,23 @@ def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdat
     assert times.contention_s(4) == near_s
 
 
-def test_delays_forget_what_a_change_of_load_seemed_to_tell_of_tokens() -> None:
-    delays = Delays()
-    for _ in range(20):
-        delays.add(0.010, 0.010, 8)
-    for _ in range(400):  # more rows, and shorter drafts
-        delays.add(0.020, 0.020, 4)
-    assert delays.mean_s(8) > 1.5 * delays.mean_s(4) > 0.0
+UNLIKE, ALIKE = [(n, 0.002 + 0.001 * n) for n in (6, 8)] * 10, [(8, 0.010)] * 30
+# Drafts, as tokens and seconds; and the seconds of so many tokens after them.
+TOLD: dict[str, tuple[list[tuple[int, float]], int, float]] = {
+    "a draft took a second": ([*UNLIKE, (4, 1.0), *ALIKE], 16, 0.018),
+    "a draft came at once": ([*UNLIKE, (12, 0.0001), *ALIKE], 16, 0.018),
+    "more rows, and shorter drafts": ([(8, 0.01)] * 20 + [(4, 0.02)] * 400, 8, 0.04),
+}
 
 
-@pytest.mark.parametrize(("seconds", "num_tokens"), [(1.0, 4), (0.0001, 12)])
-def test_one_accident_does_not_make_the_tokens_of_drafts_free(
-    seconds: float, num_tokens: int
+@pytest.mark.parametrize(("drafts", "num_tokens", "seconds"), TOLD.values(), ids=TOLD)
+def test_neither_accidents_nor_other_loads_tell_what_tokens_take(
+    drafts: list[tuple[int, float]], num_tokens: int, seconds: float
 ) -> None:
     delays = Delays()
-    for n in [6, 8] * 10:
-        delays.add(0.002 + 0.001 * n, 0.001 * n, n)
-    delays.add(seconds, seconds / 2, num_tokens)
-    for _ in range(30):
-        delays.add(0.010, 0.008, 8)
-    assert delays.mean_s(16) == pytest.approx(0.018, rel=0.05)
+    for n, took_s in drafts:
+        delays.add(took_s, took_s, n)
+    assert delays.mean_s(num_tokens) == pytest.approx(seconds, rel=0.05)
 
 
 SECONDS = st.floats(0.0, 1e4)
@@ -281,16 +278,6 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
     assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
 
 
-def test_drafts_under_rules_that_cut_none_are_counted_although_others_told_confidences() -> None:
-    """No draft comes true, and those under rejection are verified whole."""
-    policy = policy_after(step_s=EVEN_STEP_S, num_rows=2)
-    both, told = rows(2, 12), DraftNodes(bytes([100] * 12))
-    for _ in range(60):
-        rounds = zip(both, (told, NO_NODES), strict=True)
-        policy.measured.acceptance.observe([(d, chain_round(12, 0), nodes) for d, nodes in rounds])
-    assert max(policy.choose_counts(both)) <= 1
-
-
 @pytest.mark.parametrize("num_waiting", [0, 16])
 def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None:
     """Drafts that take longer than a step, of which all are at hand, or as many are missed."""
@@ -314,23 +301,13 @@ def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2
 
 
-@given(
-    st.binary(min_size=1, max_size=12),
-    st.integers(1, 4),
-    st.integers(1, 20),
-    st.sampled_from((STEP_S, EVEN_STEP_S, DEAR_STEP_S)),
-    st.booleans(),
-)
-def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
-    told: bytes, num_rows: int, num_others: int, step_s: Mapping[int, float], captured: bool
-) -> None:
-    policy, each = policy_after(step_s=step_s, num_rows=num_rows), row(12)
-    if captured:
-        policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)))
-    policy.measured.acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
-    chain, path = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
-    cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
-    assert cuts[0] == cuts[1]
+@given(st.binary(min_size=1, max_size=12))
+def test_survivals_of_a_chain_are_those_of_a_tree_with_one_path(told: bytes) -> None:
+    acceptance, each = Acceptance(), row(12)
+    acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
+    drafts = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
+    chain, path = (acceptance.survivals_of_nodes([(each, nodes)]) for nodes in drafts)
+    np.testing.assert_array_equal(chain, path)
 
 
 def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
