@@ -94,8 +94,7 @@ class DraftTimes:
         known = alone.whole_s.weight and beside.whole_s.weight
         return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
 
-    def contention_s(self, num_tokens: float) -> float | None:
-        """Return the mean seconds by which a step beside a draft makes it late, if known."""
-        if not self._agree:
-            return None
-        return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))
+    def contention_s(self, num_tokens: float) -> float:
+        """Return the mean seconds by which a step beside a draft makes it late; 0 if unknown."""
+        late_s = self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens)
+        return max(0.0, late_s) if self._agree else 0.0
