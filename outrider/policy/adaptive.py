@@ -11,17 +11,15 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafted_nodes import DraftNodes
 from outrider.policy.base import Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
-from outrider.policy.measurements import CONFIDENCES_PER_BIN
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting
 
 Seconds = NDArray[np.float64]
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
-UNCUT_AFTER = 16  # steps in which a chain was cut: what a longer step takes may have changed
+UNCUT_AFTER = 16  # steps in which a lone draft was cut: what a longer step takes may have changed
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
 
 
@@ -34,7 +32,7 @@ class AdaptivePolicy(Policy):
         self._waiting = Waiting(self.measured, num_speculative_tokens)
         self._num_running = 1
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
-        self._cut_steps = 0  # of lone chains, since one was verified whole
+        self._cut_steps = 0  # of a lone draft, since one was verified whole
 
     @property
     def drafting(self) -> bool:
@@ -80,69 +78,49 @@ class AdaptivePolicy(Policy):
         All rows wait for the longest draft, and the likeliest nodes are the deep ones of few rows.
         So greatest depths are compared, each with its own likeliest nodes.
         """
-        steps, most = self.measured.steps, survivals.shape[1]
+        steps, depths = self.measured.steps, [survivals.shape[1]]
+        while depths[-1] > 1:
+            depths.append(3 * depths[-1] // 4)
         num_rows = max(len(rows), steps.num_rows)
         alike = num_rows / len(rows)  # rows beside one that is new
         steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0) * alike)
-        # Whether to draft at all is not added up, but measured.
-        none_s = np.inf if self._modes.current.compared else steps_s[0]
-        waits_s, best, fastest = self._waits_s(rows, most), np.zeros(survivals.shape, bool), 0.0
-        while most:
+        best, fastest = np.zeros(survivals.shape, bool), 0.0
+        for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
             nodes = survivals[:, :most]
             likeliest = np.sort(nodes, axis=None)[::-1]
-            seconds = self._round_s(num_rows, steps_s[: nodes.size + 1], waits_s[most])
-            seconds[0] = none_s
+            seconds = self._round_s(num_rows, steps_s[: nodes.size + 1], wait_s)
+            seconds[0] = np.inf  # whether to draft at all is not added up, but measured
             chosen = choose_nodes(nodes, likeliest, seconds, len(rows))
             speed = (len(rows) + nodes[chosen].sum()) / seconds[np.count_nonzero(chosen)]
             if speed > fastest:
                 fastest, best[:, :most], best[:, most:] = speed, chosen, False
-            most = 3 * most // 4
         return best
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
         steps, rows = self.measured.steps, [d for d, _ in drafts]
-        if steps.padded or self._unknown or not steps.estimate(1):
+        whole = steps.padded or self._unknown or self._cut_steps == UNCUT_AFTER
+        if whole or not steps.estimate(1):
+            self._cut_steps = 0
             return super().cut(drafts, num_rows, num_others)
-        if len(drafts) == 1 and not drafts[0][1].parents:
-            return self._cut_chain(*drafts[0], num_rows, num_others)
         survivals = self.measured.acceptance.survivals_of_nodes(drafts)
         tokens = np.arange(num_others, num_others + survivals.size + 1.0)
-        waited_s = self._waits_s(rows, max([d.num_draft_tokens for d in rows]))[-1]
+        [waited_s] = self._waits_s(rows, [max([d.num_draft_tokens for d in rows])])
         seconds = self._round_s(num_rows, steps.of_rows(num_rows, tokens), waited_s)
-        return [*choose_nodes(survivals, np.sort(survivals)[::-1], seconds, num_rows).tolist()]
+        chosen = choose_nodes(survivals, np.sort(survivals)[::-1], seconds, num_rows)
+        self._cut_steps = 0 if len(rows) > 1 or chosen.all() else self._cut_steps + 1
+        return [*chosen.tolist()]
 
-    def _cut_chain(
-        self, d: Drafting, nodes: DraftNodes, num_rows: int, num_others: int
-    ) -> list[bool]:
-        """Do what `cut` does for one chain, for which arrays take longer than loops."""
-        rates, steps = self.measured.acceptance.by_confidence(d), self.measured.steps
-        tokens_of = range(num_others, num_others + len(nodes.confidences) + 1)
-        run = [steps.sizes.run_one(num_rows, num_tokens) for num_tokens in tokens_of]
-        waited_s = self._waits_s([d], d.num_draft_tokens)[-1]
-        seconds = self._round_s(num_rows, np.array([*map(steps.estimate, run)]), waited_s).tolist()
-        survival, tokens, best, count = 1.0, float(num_rows), 0.0, 0
-        for i, told in enumerate([0, *nodes.confidences]):
-            if i:
-                survival *= rates[i - 1, told // CONFIDENCES_PER_BIN]
-                tokens += survival
-            speed = tokens / seconds[i]
-            if speed > best:
-                best, count = speed, i
-        whole = count == len(nodes.confidences) or self._cut_steps == UNCUT_AFTER
-        self._cut_steps = 0 if whole else self._cut_steps + 1
-        return [whole or i < count for i in range(len(nodes.confidences))]
-
-    def _round_s(self, num_rows: int, steps_s: Seconds, wait_s: Seconds) -> Seconds:
+    def _round_s(self, num_rows: int, steps_s: Seconds, wait_s: float) -> Seconds:
         """Return the seconds from step to step; other rows have steps while these wait."""
         cohorts = max(num_rows, self._num_running) / num_rows
         return np.maximum(steps_s, (steps_s + wait_s) / cohorts)
 
-    def _waits_s(self, rows: Rows[Drafting], depth: int) -> Seconds:
-        """Return how long a step waits for drafts of 0, 1 .. `depth` tokens, in the mean."""
-        tokens, drafters = np.arange(1.0, depth + 1.0), {d.drafter: d for d in rows}.values()
-        delays = [self.measured.draft_times(d).delays.mean_s(tokens) for d in drafters]
+    def _waits_s(self, rows: Rows[Drafting], depths: Rows[int]) -> list[float]:
+        """Return how long a step waits for drafts of so many tokens, in the mean."""
+        drafters = {d.drafter: d for d in rows}.values()
+        delays = [self.measured.draft_times(d).delays for d in drafters]
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
-        return np.append(0.0, np.max(delays, axis=0)) * missed
+        return [missed * max([each.mean_s(depth) for each in delays]) for depth in depths]
 
     def patience_s(self, row: Row) -> float:
         return self._waiting.patience_s(row, self._num_running, unknown=self._unknown)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from outrider.averages import OUTLIER, Average
 
-Num = TypeVar("Num", float, NDArray[np.float64])
 AGEING = 64.0  # drafts: the load changes, and with it what a token takes
 TOLD_APART = 4.0  # squares of differences in length: so many tell what a token takes
 
@@ -27,34 +22,21 @@ class Delays:
         self.whole_s = Average()
         self.drafting, self.tokens = Average(), Average()  # the share, and of how many tokens
         self._token_s = Average(AGEING)  # by which a token more makes it longer
-        self._usual_s, self._usual_tokens = Average(), Average()  # of drafts without accidents
-        self._last_s = 0.0
+        self._last = (0.0, 0)  # seconds and tokens
 
     def add(self, seconds: float, draft_s: float, num_tokens: int) -> None:
         self.whole_s.add_time(seconds)
-        if num_tokens:  # a proposer is not believed to have drafted for longer than it took
-            self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
-            self.tokens.add(num_tokens)
-            self._compare(seconds, num_tokens)
-
-    def _compare(self, seconds: float, num_tokens: int) -> None:
-        """Learn what a token takes, unless this draft or the last one met an accident.
-
-        What an accident showed would stay where drafts are of one length from then on.
-        """
-        last_s, self._last_s = self._last_s, seconds
-        if max(seconds, last_s) >= OUTLIER * min(seconds, last_s):
+        if not num_tokens:
             return
-        longer = num_tokens - self._usual_tokens.mean
-        if abs(longer) < 1.0:
-            longer = 0.0  # it tells nothing, and what others told gets older
-        if self._usual_tokens.weight:
-            per_token_s = (seconds - self._usual_s.mean) / longer if longer else 0.0
-            self._token_s.add(per_token_s, longer * longer)
-        self._usual_s.add(seconds)
-        self._usual_tokens.add(num_tokens)
+        # A proposer is not believed to have drafted for longer than it took.
+        self.drafting.add(draft_s / seconds if draft_s < seconds else 1.0)
+        self.tokens.add(num_tokens)
+        (last_s, last_tokens), self._last = self._last, (seconds, num_tokens)
+        if max(seconds, last_s) < OUTLIER * min(seconds, last_s):  # else one met an accident
+            longer = num_tokens - last_tokens
+            self._token_s.add((seconds - last_s) / longer if longer else 0.0, longer * longer)
 
-    def mean_s(self, num_tokens: Num) -> Num:
+    def mean_s(self, num_tokens: float) -> float:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
         drafting = self.drafting.mean
         if self._token_s.weight >= TOLD_APART and self.whole_s.mean:
@@ -65,9 +47,8 @@ class Delays:
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
-        if not self.whole_s.weight:
-            return math.inf
-        return self.mean_s(num_tokens) + 4 * self.whole_s.deviation
+        usual_s = self.mean_s(num_tokens) + 4 * self.whole_s.deviation
+        return usual_s if self.whole_s.weight else math.inf
 
 
 class DraftTimes:
@@ -113,8 +94,7 @@ class DraftTimes:
         known = alone.whole_s.weight and beside.whole_s.weight
         return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
 
-    def contention_s(self, num_tokens: float, unknown_s: Num) -> Num | float:
-        """Return the mean seconds by which a step beside a draft makes it late, or `unknown_s`."""
-        if not self._agree:
-            return unknown_s
-        return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))
+    def contention_s(self, num_tokens: float) -> float:
+        """Return the mean seconds by which a step beside a draft makes it late; 0 if unknown."""
+        late_s = self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens)
+        return max(0.0, late_s) if self._agree else 0.0
