@@ -33,7 +33,7 @@ from outrider.rounds import UNDRAFTED, USEFUL, BlockFate, Round
 from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
-ROUNDS_AT_ONCE = 8  # that are learned from
+ROUNDS_AT_ONCE, OF_A_ROW = 8, 4  # rounds that are learned from, at least
 
 
 class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -94,7 +94,7 @@ class DraftTracker:
         """
         d = row.drafting
         if d.proposer.colocated and not d.awaited.blocks:
-            d.num_draft_tokens = 0
+            d.num_draft_tokens, d.stance = 0, None  # until it goes into a step
 
     def measure_no_delay(self, rows: Iterable[Row]) -> None:
         """Leave the delay of rows' next drafts out: others than the proposer make it longer."""
@@ -344,14 +344,14 @@ class DraftTracker:
         """Learn from rows, and choose how many tokens they draft in the round after the next.
 
         That is when they go into a step. Earlier the device or the proposer would have to wait for
-        it. A few rounds take the host as long as one, so those of few rows are taken together,
-        unless the policy would choose by other rules by now, or a row drafts nothing, or has
-        another drafter.
+        it. Several rounds take the host little longer than one, so they are taken together, unless
+        the policy would choose by other rules by now, or a row has another drafter.
         """
         rows = [row for row in rows if row.drafting.unlearned or row.drafting.stance is None]
         drafting, stance = [row.drafting for row in rows], self.policy.stance
-        enough = sum([len(d.unlearned) for d in drafting]) >= ROUNDS_AT_ONCE
-        if enough or any(d.stance != stance or not d.num_draft_tokens for d in drafting):
+        rounds = [len(d.unlearned) for d in drafting]
+        enough = sum(rounds) >= ROUNDS_AT_ONCE and max(rounds) >= OF_A_ROW
+        if enough or any(d.stance != stance for d in drafting):
             self.learn(rows)
             self._choose_counts(drafting)
 
