@@ -83,7 +83,7 @@ class Policy:
     @property
     def stance(self) -> object:
         """Return what a choice of draft tokens follows from, besides what was measured."""
-        return self.may_wait
+        return self.drafting, self.may_wait
 
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         """Return the draft tokens of each row's next round, of a tree all nodes.

@@ -33,7 +33,7 @@ from outrider.rounds import UNDRAFTED, USEFUL, BlockFate, Round
 from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
-ROUNDS_AT_ONCE = 8  # of a row, that are learned from
+ROUNDS_AT_ONCE, OF_A_ROW = 8, 4  # rounds that are learned from, at least
 
 
 class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -350,7 +350,9 @@ class DraftTracker:
         """
         rows = [row for row in rows if row.drafting.unlearned or row.drafting.stance is None]
         drafting, stance = [row.drafting for row in rows], self.policy.stance
-        if any(d.stance != stance or len(d.unlearned) >= ROUNDS_AT_ONCE for d in drafting):
+        rounds = [len(d.unlearned) for d in drafting]
+        enough = sum(rounds) >= ROUNDS_AT_ONCE and max(rounds) >= OF_A_ROW
+        if enough or any(d.stance != stance for d in drafting):
             self.learn(rows)
             self._choose_counts(drafting)
 

@@ -132,6 +132,10 @@ class Switched(FixedPolicy):
 
     on = False
 
+    @property
+    def stance(self) -> object:
+        return self.on
+
     def choose_counts(self, rows: Sequence[Drafting]) -> list[int]:
         return [self.on * count for count in super().choose_counts(rows)]
 
