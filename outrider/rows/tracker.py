@@ -33,7 +33,8 @@ from outrider.rounds import UNDRAFTED, USEFUL, BlockFate, Round
 from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
-ROUNDS_AT_ONCE = 8  # that are learned from
+ROUNDS_AT_ONCE = 8  # that are learned from,
+ROUNDS_OF_EACH = 4  # and of each row in the mean
 
 
 class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -350,7 +351,8 @@ class DraftTracker:
         """
         rows = [row for row in rows if row.drafting.unlearned or row.drafting.stance is None]
         drafting, stance = [row.drafting for row in rows], self.policy.stance
-        enough = sum([len(d.unlearned) for d in drafting]) >= ROUNDS_AT_ONCE
+        rounds = sum([len(d.unlearned) for d in drafting])
+        enough = rounds >= max(ROUNDS_AT_ONCE, ROUNDS_OF_EACH * len(rows))
         if enough or any(d.stance != stance or not d.num_draft_tokens for d in drafting):
             self.learn(rows)
             self._choose_counts(drafting)
