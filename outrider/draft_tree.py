@@ -11,6 +11,7 @@ from outrider.params import TokenIds
 
 MAX_DRAFT_PROBS: Final = 256
 """Tokens of one node's distribution at most."""
+_LONG: Final = 8  # tokens, from which the whole of a chain is compared at once
 _SUM_TOLERANCE: Final = 1e-3  # float32, summed in any order
 
 
@@ -135,21 +136,17 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 
     def descend(self, tokens: Sequence[int], node: int = -1) -> int | None:
         """Return the node that `tokens` lead to from `node`; None if they fall off the tree."""
-        token_ids, parents = self.token_ids, self.parents
-        first, end = node + 1, node + 1 + len(tokens)
-        if token_ids[first:end] == tuple(tokens):
-            if parents[first:end] == chain_parents(end)[first:]:  # as most are
-                return end - 1
-        elif parents == chain_parents(len(parents)):  # an exception for each is slow
-            return None
-        try:
-            for token in tokens:
-                child = node + 1  # the first one, as a rule
-                while token_ids[child] != token or parents[child] != node:
-                    child = parents.index(node, child + 1)
-                node = child
-        except (IndexError, ValueError):
-            return None
+        token_ids, parents, num_nodes = self.token_ids, self.parents, len(self.parents)
+        if len(tokens) > _LONG and self.is_chain:
+            end = node + 1 + len(tokens)
+            return end - 1 if token_ids[node + 1 : end] == tuple(tokens) else None
+        for token in tokens:
+            child = node + 1  # the first one, as a rule
+            while child == num_nodes or token_ids[child] != token or parents[child] != node:
+                if node not in parents[child + 1 :]:
+                    return None
+                child = parents.index(node, child + 1)
+            node = child
         return node
 
     def is_outrun(self, tokens: Sequence[int]) -> bool:
@@ -201,12 +198,17 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
         """Return at most `max_len` tokens of the preferred path: always the first child."""
-        first = node + 1
-        parents = self.parents[first : first + max_len]
-        end = first + len(parents)
-        if parents == chain_parents(end)[first:]:
-            return self.token_ids[first:end]  # one after another, as most are
-        return tuple([self.token_ids[i] for i in self._first_nodes(max_len, node)])
+        parents, first = self.parents, node + 1
+        if max_len > _LONG and self.is_chain:
+            return self.token_ids[first : first + max_len]
+        end, stop = first, min(first + max_len, len(parents))
+        while end < stop and parents[end] == end - 1:  # one after another, as most are
+            end += 1
+        path = self.token_ids[first:end]
+        if len(path) < max_len and end - 1 in parents[end:]:
+            further = self._first_nodes(max_len - len(path), end - 1)
+            path += tuple([self.token_ids[i] for i in further])
+        return path
 
     def first_probs(self, max_len: int, node: int = -1) -> tuple[DraftProbs | None, ...]:
         """Return the distributions of `first_path`; empty if all are point masses."""
@@ -223,13 +225,15 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         return bytes([self.confidences[i] for i in self._first_nodes(max_len, node)])
 
     def _first_nodes(self, max_len: int, node: int) -> list[int]:
-        path: list[int] = []
-        try:
-            while len(path) < max_len:
-                node = self.parents.index(node, node + 1)
-                path.append(node)
-        except ValueError:
-            pass  # a leaf
+        parents, num_nodes, path = self.parents, len(self.parents), list[int]()
+        while len(path) < max_len:
+            child = node + 1  # the first one, as a rule
+            if child == num_nodes or parents[child] != node:
+                if node not in parents[child:]:
+                    break  # a leaf
+                child = parents.index(node, child)
+            path.append(child)
+            node = child
         return path
 
 

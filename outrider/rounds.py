@@ -89,3 +89,10 @@ def token_kinds(tried: int, accepted: int, emitted: int) -> tuple[TokenKind, ...
     else:
         last = TokenKind.BONUS if accepted == tried else TokenKind.RECOVERED
     return ((TokenKind.ACCEPTED,) * accepted + (last,))[:emitted]
+
+
+@lru_cache(maxsize=4096)
+def chain_outcome(drafted: int, accepted: int, emitted: int) -> tuple[Round, tuple[TokenKind, ...]]:
+    """Return the round of a chain, and where each of its `emitted` tokens came from."""
+    round_ = chain_round(drafted, accepted)
+    return round_, token_kinds(round_.tried, min(accepted, emitted), emitted)

@@ -77,12 +77,12 @@ class StepSizes:
 
     def __init__(self, sizes: Iterable[tuple[int, int]] = ()) -> None:
         self._sizes = sorted(sizes, key=lambda size: size[1])
-        self._by_rows: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._by_rows: dict[int, tuple[float, list[float]]] = {}
 
     def run(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the tokens that steps of `num_rows` rows run, given in any shape."""
         single, longer = self._by_rows.get(num_rows) or self._find(num_rows)
-        several = longer[np.searchsorted(longer, num_tokens)]
+        several = np.array(longer)[np.searchsorted(longer, num_tokens)]
         filled = np.where(num_tokens <= num_rows, single, several)
         return np.where(np.isinf(filled), num_tokens, filled)
 
@@ -91,14 +91,14 @@ class StepSizes:
         single, longer = self._by_rows.get(num_rows) or self._find(num_rows)
         if num_tokens > num_rows:
             single = longer[bisect_left(longer, num_tokens)]
-        return num_tokens if math.isinf(single) else float(single)
+        return num_tokens if math.isinf(single) else single
 
-    def _find(self, num_rows: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _find(self, num_rows: int) -> tuple[float, list[float]]:
         """Return the size of rows of one token, and the others in order; both end in infinity."""
         fitting = [size for size in self._sizes if size[0] >= num_rows]
-        single = next((float(tokens) for rows, tokens in fitting if rows == tokens), np.inf)
+        single = next((float(tokens) for rows, tokens in fitting if rows == tokens), math.inf)
         longer = [float(tokens) for rows, tokens in fitting if tokens > rows]
-        found = np.array(single), np.array([*longer, np.inf])
+        found = single, [*longer, math.inf]
         self._by_rows[num_rows] = found
         return found
 

@@ -232,12 +232,12 @@ class ScorerMetrics:
             labelled["pool_rounds"](self._pools.get(proposer_id, _OTHER), fate).inc(rounds)
 
     def _observe_times(self, timings: StepTimings, counts: StepCounts) -> None:
-        parts = (
+        parts = (  # of 0 nothing is told: the engine has no such part
             timings.draft_ms or None,
-            timings.schedule_ms,
+            timings.schedule_ms or None,
             timings.forward_ms,
-            timings.verify_ms,
-            timings.commit_ms,
+            timings.verify_ms or None,
+            timings.commit_ms or None,
             timings.idle_ms,
             timings.gap_ms,
         )

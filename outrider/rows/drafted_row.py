@@ -64,25 +64,26 @@ class DraftedRow:
         A block from an older base than the present draft's does not replace it, nor does a smaller
         one from the same: branches arrive after the chain that they belong to.
         """
-        length = len(self.token_ids)
-        if block.base_len == length and block.token_ids:  # as most are, of a proposer in time
+        length, base_len = len(self.token_ids), block.base_len
+        if base_len == length and block.token_ids:  # as most are, of a proposer in time
             node = -1
-        elif not 0 <= block.base_len <= length:
+        elif not 0 <= base_len <= length:
             return BlockFate.INVALID
         else:
-            since = self.token_ids[block.base_len :]
+            since = self.token_ids[base_len:]
             reached = block.descend(since)
             if reached is None:
                 return BlockFate.LATE if block.is_outrun(since) else BlockFate.WRONG
             if block.is_leaf(reached):
                 return BlockFate.LATE
             node = reached
-        if self.draft is None or (block.base_len, len(block.token_ids)) >= (
-            self.draft_base,
-            len(self.draft.token_ids),
-        ):
-            self.draft, self.draft_node, self.draft_base = block, node, block.base_len
-            self.draft_method = method
+        draft, draft_base = self.draft, self.draft_base
+        if draft is not None:
+            smaller = len(block.token_ids) < len(draft.token_ids)
+            if base_len < draft_base or (base_len == draft_base and smaller):
+                return USEFUL
+        self.draft, self.draft_node, self.draft_base = block, node, base_len
+        self.draft_method = method
         return USEFUL
 
     def walk(self, base_len: int, emitted: TokenIds, drafted: int) -> bool:

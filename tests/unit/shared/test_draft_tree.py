@@ -98,6 +98,28 @@ def test_draft_tree_validated_without_a_tree_refuses(
     assert caught.value.param == param
 
 
+def test_draft_tree_walks_and_paths_equal_the_definition() -> None:
+    rng = random.Random(7)
+    for i in range(400):
+        size = rng.randrange(1, 30)
+        chain = range(-1, size - 1)
+        parents = tuple(chain if i % 2 else [rng.randrange(-1, j) for j in range(size)])
+        tree = DraftTree(0, tuple(rng.randrange(3) for _ in range(size)), parents)
+        node = start = rng.randrange(-1, size)
+        preferred: list[int] = []
+        while node in parents:
+            node = parents.index(node)
+            preferred.append(tree.token_ids[node])
+        for most in (1, 3, 4, 9, 30):
+            assert tree.first_path(most, start) == tuple(preferred[:most])
+        wrong = [3] * rng.randrange(2)
+        tokens, reached = preferred[: rng.randrange(len(preferred) + 1)] + wrong, start
+        for token in tokens[: len(tokens) - len(wrong)]:
+            below = [j for j, parent in enumerate(parents) if parent == reached]
+            reached = next(j for j in below if tree.token_ids[j] == token)
+        assert tree.descend(tokens, start) == (None if wrong else reached)
+
+
 def test_draft_tree_walk_of_large_tree_is_fast() -> None:
     chain = tuple(range(1000, 1008))
     branches = [(a, tuple(range(a * 100, a * 100 + 6))) for a in range(9)]
