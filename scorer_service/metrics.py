@@ -195,7 +195,8 @@ class ScorerMetrics:
         if counts.way:
             self._steps[counts.way].inc()
         self._counters["generation_tokens"].inc(counts.output_tokens)
-        self._counters["num_preemptions"].inc(counts.preemptions)
+        if counts.preemptions:
+            self._counters["num_preemptions"].inc(counts.preemptions)
         for queue_s, prompt_tokens, cached in counts.admissions:
             self._histograms["request_queue_time_seconds"].observe(queue_s)
             self._counters["prompt_tokens"].inc(prompt_tokens)
@@ -212,9 +213,10 @@ class ScorerMetrics:
 
     def _count_rounds(self, counts: StepCounts) -> None:
         sums = sum_rounds(counts.rounds)
-        self._counters["spec_decode_num_drafts"].inc(counts.rounds.total() - sums.by_k[0])
-        self._counters["spec_decode_num_draft_tokens"].inc(sums.drafted)
-        self._counters["spec_decode_num_accepted_tokens"].inc(sums.accepted)
+        if sums.drafted:
+            self._counters["spec_decode_num_drafts"].inc(counts.rounds.total() - sums.by_k[0])
+            self._counters["spec_decode_num_draft_tokens"].inc(sums.drafted)
+            self._counters["spec_decode_num_accepted_tokens"].inc(sums.accepted)
         labelled = self._labelled
         for k, rounds in sums.by_k.items():
             labelled["spec_decode_num_rounds"](k).inc(rounds)
@@ -250,7 +252,8 @@ class ScorerMetrics:
         commit_s = host_s * counts.rounds.total()
         round_s = (counts.propose_s, counts.network_s, counts.wait_s, counts.score_s, commit_s)
         for counter, seconds in zip(self._round_parts, round_s, strict=True):
-            counter.inc(seconds)
+            if seconds:
+                counter.inc(seconds)
         if counts.plain_s:
             self._counters["decode_plain_seconds"].inc(counts.plain_s)
             # Where other rows' steps ran meanwhile, rows waited longer than the engine.

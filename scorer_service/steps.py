@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
@@ -117,6 +116,7 @@ class StepsStream:
         self._columns = TokenColumns(self._wake_later)
         self._written = asyncio.Event()
         self._finishing = False
+        self._written_at = asyncio.get_running_loop().time()
 
     def finish(self) -> None:
         """End the stream as soon as it has no requests."""
@@ -129,7 +129,7 @@ class StepsStream:
         Raises `InvalidRequestError` after a message that does not parse.
         """
         try:
-            await first_of(self._read(requests), self._write(write))
+            await first_of(self._read(requests), self._write(write), self._beat())
         finally:
             for row in self._rows.values():
                 row.end(asyncio.CancelledError())
@@ -198,14 +198,24 @@ class StepsStream:
         asyncio.get_running_loop().call_soon(self._wake.set)
 
     async def _write(self, write: Write) -> None:
+        now = asyncio.get_running_loop().time
         while self._rows or not self._finishing:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HEARTBEAT_S):
-                    await self._wake.wait()
+            await self._wake.wait()
             self._wake.clear()
             message = self._message()
             self._written.set()
             await write(message)
+            self._written_at = now()
+
+    async def _beat(self) -> None:
+        """Have a message written after a silence; a timeout for each message would cost more."""
+        now = asyncio.get_running_loop().time
+        while True:
+            silent_s = now() - self._written_at
+            if silent_s >= _HEARTBEAT_S:
+                self._wake.set()
+                silent_s = 0.0
+            await asyncio.sleep(_HEARTBEAT_S - silent_s)
 
     def _message(self) -> scorer_pb2.GenerateStepsResponse:
         """Return the next message, of about `_MESSAGE_BYTES` at most."""

@@ -76,7 +76,8 @@ class Queues:
             shared: list[int] = []
             if self.config.enable_prefix_caching and not seq.wants_prompt_logits:
                 # At least one token is left to compute: its forward yields the next one.
-                shared = self.pool.match(seq.hashes((length - 1) // page_size, page_size))
+                num_pages = (length - 1) // page_size
+                shared = self.pool.match(seq.hashes(num_pages, page_size)[:num_pages])
             needed = self._missing_pages(seq, length + 1) - len(shared)
             if needed + self.pool.num_unused(shared) + promised > self.pool.num_free:
                 return

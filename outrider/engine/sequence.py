@@ -75,9 +75,9 @@ class Sequence(DraftedRow):
         return self.request.prompt_logprobs is not None and not self.num_output_tokens
 
     def hashes(self, num_pages: int, page_size: int) -> list[PageHash]:
-        """Return chained hashes of the first `num_pages` pages of `token_ids`."""
+        """Return chained hashes of the first `num_pages` pages of `token_ids`, maybe of more."""
         extend_hashes(self.page_hashes, self.token_ids, num_pages, page_size)
-        return self.page_hashes[:num_pages]
+        return self.page_hashes
 
     @property
     def needs_eager_sampling(self) -> bool:

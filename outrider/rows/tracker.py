@@ -34,18 +34,6 @@ from outrider.types import Request
 ROUNDS_AT_ONCE, OF_A_ROW = 8, 4  # rounds that are learned from, at least
 
 
-class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
-    """A block that came for a row, and its fate."""
-
-    row: Row
-    block: DraftTree
-    fate: BlockFate
-    proposer_id: str
-    method: str
-    draft_s: float  # as the proposer says
-    at: float
-
-
 class DraftTracker:
     """Keeps the state of all rows' drafts."""
 

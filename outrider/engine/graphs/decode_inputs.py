@@ -190,8 +190,10 @@ class DecodeInputs:
 
         to = self._views.get(bucket) or self._view(bucket)
         padding = [0] * (bucket.rows - num_rows)
-        lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
-        counts = np.array(lengths + padding)
+        counts = to.ones
+        if slices or padding:
+            lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
+            counts = np.array(lengths + padding)
         first = np.array(singles.starts + [part.start for part in slices] + padding)
         if bucket.query_len == 1:  # each row has one token, also those of padding
             lens, row_of, steps = to.ones, to.rows, to.zeros

@@ -14,7 +14,7 @@ ROOT_HASH: PageHash = b""
 
 def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
     """Hash the tokens of a full page and, through `parent`, all tokens before it."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
+    return hashlib.blake2b(array("q", token_ids), digest_size=16, key=parent).digest()
 
 
 def extend_hashes(
