@@ -14,8 +14,7 @@ class Delays:
     """Delays under like circumstances, each in part by the draft's tokens.
 
     How large that part is shows where drafts differ in length: a block drafter takes as long for
-    any. Until they do, all of the time that a proposer says it drafted for counts. None can become
-    negative: a mean of times has a mean share in its drafts' tokens.
+    any. Until they do, all of the time that a proposer says it drafted for counts.
     """
 
     def __init__(self) -> None:
@@ -38,12 +37,11 @@ class Delays:
 
     def mean_s(self, num_tokens: float) -> float:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
-        drafting = self.drafting.mean
-        if self._token_s.weight >= TOLD_APART and self.whole_s.mean:
-            told = max(0.0, self._token_s.mean) * self.tokens.mean / self.whole_s.mean
-            drafting = min(drafting, told)
-        longer = num_tokens / self.tokens.mean if drafting else 0.0 * num_tokens
-        return self.whole_s.mean * (1.0 - drafting + drafting * longer)
+        usual = self.tokens.mean
+        token_s = self.drafting.mean * self.whole_s.mean / usual if usual else 0.0
+        if self._token_s.weight >= TOLD_APART:
+            token_s = min(token_s, max(0.0, self._token_s.mean))
+        return max(0.0, self.whole_s.mean + token_s * (num_tokens - usual))
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
@@ -64,7 +62,7 @@ class DraftTimes:
     def __init__(self) -> None:
         self.share = Average(mean=1.0)  # of answers that hold a draft
         self._alone, self._beside = Delays(), Delays()
-        self._last_draft_at, self._latest = -1.0, self._alone
+        self._last_at, self._latest = -1.0, self._alone
 
     def observe(
         self, at: float, seconds: float, draft_s: float, num_tokens: int, *, alone: bool
@@ -75,26 +73,25 @@ class DraftTimes:
         only while no draft is known. `alone`: beside no step.
         """
         self.share.add(num_tokens > 0)
-        if at == self._last_draft_at or (not num_tokens and self.delays.whole_s.weight):
+        if at == self._last_at or (not num_tokens and self.delays.whole_s.weight):
             return
-        if num_tokens:
-            self._last_draft_at = at
+        self._last_at = at
         self._latest = self._alone if alone else self._beside
         self._latest.add(seconds, draft_s, num_tokens)
 
     @property
     def delays(self) -> Delays:
-        """The delays that count."""
         return self._alone if self._agree else self._latest
 
     @property
     def _agree(self) -> bool:
         alone, beside = self._alone, self._beside
         as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
-        known = alone.whole_s.weight and beside.whole_s.weight
-        return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
+        known = min(alone.whole_s.weight, beside.whole_s.weight) > 0.0
+        return known and beside.whole_s.mean >= alone.mean_s(as_long)
 
     def contention_s(self, num_tokens: float) -> float:
-        """Return the mean seconds by which a step beside a draft makes it late; 0 if unknown."""
-        late_s = self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens)
-        return max(0.0, late_s) if self._agree else 0.0
+        """Return by how much a step beside a draft makes it late; if unknown, as if both shared."""
+        if not self._agree:
+            return self.delays.mean_s(num_tokens) * self.delays.drafting.mean
+        return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))
