@@ -207,7 +207,7 @@ class Hub:
             self._count_round(proposer, session, commit.kinds.count(TokenKind.ACCEPTED))
         if session.num_speculative_tokens:
             heard_early = len(session.committed) - commit.base_len
-            session.committed += commit.token_ids[heard_early:]
+            session.committed += commit.token_ids[heard_early:] if heard_early else commit.token_ids
             session.num_draft_tokens = commit.num_draft_tokens
         if commit.stats is not None:
             session.stats = commit.stats

@@ -16,6 +16,7 @@ class Mailbox:
 
     def __init__(self, interval: int = 0) -> None:
         self._interval = interval
+        self._closed = False
         self._num_tokens = 0
         self._wanted = 0  # tokens of the next message
         self._commits: list[Commit] = []
@@ -25,8 +26,14 @@ class Mailbox:
         self.on_ready: Callable[[], None] | None = None
         """Called once there is enough to take, for a stream that never waits in `take`."""
 
+    def close(self) -> None:
+        """Keep nothing from now on: nobody takes it."""
+        self._closed = True
+
     def put(self, commit: Commit) -> None:
         """Take a commit, and let the stream take all once they are enough."""
+        if self._closed:
+            return
         self._commits.append(commit)
         if self._wanted:
             self._num_tokens += len(commit.token_ids)

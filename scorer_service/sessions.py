@@ -70,15 +70,12 @@ class Session:
     stats: RequestStats | None = None  # the engine's latest
     rounds: RoundSpans | None = None  # only of a request whose trace is sampled
     id: int = field(init=False)
+    sampled: bool = field(init=False)  # its temperature makes drafts meet clearly less
 
     def __post_init__(self) -> None:
         self.id = self.request.session_id
         self.mailbox = Mailbox(self.request.stream_interval)
-
-    @property
-    def sampled(self) -> bool:
-        """Return whether its temperature makes drafts meet clearly less."""
-        return self.request.sampling.temperature >= SAMPLED_TEMPERATURE
+        self.sampled = self.request.sampling.temperature >= SAMPLED_TEMPERATURE
 
     @property
     def num_given_tokens(self) -> int:

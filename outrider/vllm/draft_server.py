@@ -117,7 +117,7 @@ class DraftServer(Listener):
             self._thread.join(2 * _STOP_S)
 
     def opened(self, request: Request, traceparent: str) -> None:
-        self._post(self._hub.submit, request, traceparent)
+        self._post(self._open, request, traceparent)
 
     def stepped(self, events: StepEvents) -> None:
         self._post(self._hub.on_events, events)
@@ -128,6 +128,9 @@ class DraftServer(Listener):
                 self._loop.call_soon_threadsafe(call, *args)
 
     # The event loop's thread.
+
+    def _open(self, request: Request, traceparent: str) -> None:
+        self._hub.submit(request, traceparent).mailbox.close()  # vLLM answers the client
 
     def _run(self) -> None:
         import uvloop

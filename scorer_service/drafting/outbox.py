@@ -37,7 +37,7 @@ class Outbox:
         self._sent: dict[int, tuple[int, int]] = {}
         """Committed length and number of draft tokens of the last message, by open session."""
         self._max_tokens = max_tokens
-        self._batch = draft_pb2.SessionBatch()
+        self._batch, self._step_us = draft_pb2.SessionBatch(), 0
         self._features: list[FeatureRows] = []
         self._size = 0
         self._prompts: deque[FeatureRows] = deque()
@@ -93,22 +93,23 @@ class Outbox:
         Without new tokens, another number of draft tokens goes with the next ones.
         """
         length, k = self._sent[session.id]
-        if length == len(session.committed):
+        committed, wanted = len(session.committed), session.num_draft_tokens
+        if length == committed:
             return
-        if k or session.num_draft_tokens or len(session.committed) - length >= HELD_TOKENS:
-            self._batch.step_us = step_us
+        if k or wanted or committed - length >= HELD_TOKENS:
+            self._step_us = step_us
             self._send_since(session, length)
 
     def _send_since(self, session: Session, base_len: int) -> None:
-        tokens, k = session.committed[base_len:], session.num_draft_tokens
+        tokens, k, session_id = session.committed[base_len:], session.num_draft_tokens, session.id
         self._batch.commits.add(
-            session=session.id,
+            session=session_id,
             epoch=session.epoch,
             base_len=base_len,
             tokens=tokens,
             num_draft_tokens=k,
         )
-        self._sent[session.id] = base_len + len(tokens), k
+        self._sent[session_id] = base_len + len(tokens), k
         self._grow(len(tokens))
 
     def features(self, rows: FeatureRows) -> None:
@@ -142,6 +143,7 @@ class Outbox:
         return message
 
     def _take_batch(self) -> SessionMessage:
+        self._batch.step_us, self._step_us = self._step_us, 0
         message = SessionMessage(self._batch, self._features)
         self.made_room = self.crowded or self.num_closing > 0
         self.taken_feature_bytes, self._feature_bytes = self._feature_bytes, Counter()
@@ -167,8 +169,9 @@ class Outbox:
         return SessionMessage(draft_pb2.SessionBatch(), sent)
 
     def _grow(self, tokens: int) -> None:
+        if not self._size:
+            self._wake.set()
         self._size += 1 + tokens
-        self._wake.set()
 
 
 def _divided(rows: FeatureRows, size: int) -> tuple[FeatureRows, FeatureRows | None]:

@@ -97,6 +97,8 @@ async def test_hosted_drafts_come_from_a_proposer_that_dials_in(
             assert drafts["a"], "a draft that was waited for"
             assert text == [truth("a", i) for i in range(len(text))]
             assert len(text) > 3 + 4 + 4, "some were accepted"
+            (session,) = up.server._hub._sessions.values()
+            assert not session.mailbox.holds_commits, "nobody takes them"
         if secured:
             async with dialled(up.address) as stranger:
                 with pytest.raises(grpc.aio.AioRpcError):

@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 import pytest
 
 from outrider.draft_port import EarlyTokens, NewTokens
+from outrider.draft_tree import DraftTree
 from outrider.errors import (
     CapacityError,
     InternalError,
@@ -195,6 +196,34 @@ async def test_block_receiver_with_many_blocks_of_a_session_checks_the_newest() 
         (session.id, token) for token in range(VOCAB - 4, VOCAB) for session in sessions
     ]
     assert proposer.bad_blocks == 0
+
+
+async def test_block_receiver_drops_each_bad_block_alone() -> None:
+    bench = Bench(DraftLimits(max_bad_blocks=1000))
+    proposer = bench.attach("a")
+    session = bench.submit()
+    good = {"session": session.id, "epoch": 1, "base_len": 3, "token_ids": [1, 2, 3]}
+    shape = {"parents": [-1, 0, -1], "confidences": b"abc"}
+    bad: list[dict[str, object]] = [
+        {"session": 99},
+        {"base_len": 4},
+        {"method_index": 1},
+        {"token_ids": [1, VOCAB, 3]},
+        {"token_ids": [1] * 513},
+        {"confidences": b"ab"},
+        {"parents": [-1, 0]},
+        {"parents": [-1, 1, -1]},
+        {"parents": [-1, -2, -1]},  # -1 and -2 have one hash
+        {"parents": [0, 0, -1]},
+    ]
+    for _ in range(2):  # a shape is known by then
+        for fields in bad:
+            blocks = [{}, {**shape, **fields}, {"epoch": 2}, shape]
+            bench.hub.blocks.receive(proposer, [draft_pb2.Block(**good | each) for each in blocks])  # type: ignore[arg-type]
+    assert proposer.bad_blocks == 2 * len(bad)
+    trees = [tree for _, tree, _ in bench.worker.blocks]
+    chain, tree = DraftTree.chain(3, (1, 2, 3)), DraftTree(3, (1, 2, 3), (-1, 0, -1), (), b"abc")
+    assert trees == 2 * len(bad) * [chain, tree]
 
 
 async def test_block_receiver_with_impossible_distributions_does_not_convert_them(
