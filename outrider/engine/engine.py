@@ -35,9 +35,8 @@ from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds, Verification, VerificationRule
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy
+from outrider.policy.base import Policy, Row
 from outrider.rounds import USEFUL, BlockFate
-from outrider.rows.tracker import ArrivedBlock
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class Engine:
         self._behind: InFlight | None = None  # launched behind the step in flight
         self._collected: tuple[Committed, StepEvents] | None = None  # not finalized yet
         self._failed: StepEvents | None = None  # a step that failed, not reported yet
-        self._uncounted: list[ArrivedBlock] = []  # useful blocks
+        self._uncounted: list[tuple[Row, PostedBlock, float]] = []  # useful; and the arrival
 
     def step(self) -> StepEvents | None:
         """Run one step from its schedule to its events; None if no row is ready."""
@@ -287,13 +286,10 @@ class Engine:
             return None
         fate = seq.take_block(block.tree, block.method)
         at = self._clock.now() if block.arrived_at is None else block.arrived_at
-        arrived = ArrivedBlock(
-            seq, block.tree, fate, block.proposer_id, block.method, block.draft_us * 1e-6, at
-        )
         if fate is USEFUL:  # the row can run, and counting can wait
-            self._uncounted.append(arrived)
+            self._uncounted.append((seq, block, at))
         elif fate is not BlockFate.INVALID:
-            self._tracker.block_arrived(arrived)
+            self._tracker.block_arrived(seq, block, fate, at)
         return fate
 
     # For a proposer on the engine's thread.
@@ -376,8 +372,8 @@ class Engine:
 
     def _count_blocks(self) -> None:
         arrived, self._uncounted = self._uncounted, []
-        for each in arrived:
-            self._tracker.block_arrived(each)
+        for seq, block, at in arrived:
+            self._tracker.block_arrived(seq, block, USEFUL, at)
 
     def _fail(self, session_ids: list[int], error: Exception) -> StepEvents:
         failures = []

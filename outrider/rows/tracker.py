@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from itertools import chain, islice, repeat
-from typing import NamedTuple
 
 from outrider.bounded import remember
-from outrider.draft_port import DraftOffer
-from outrider.draft_tree import DraftTree
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.base import Policy, R, Ready, Row, StepDone
@@ -35,18 +33,6 @@ from outrider.types import Request
 
 ROUNDS_AT_ONCE = 8  # that are learned from,
 ROUNDS_OF_EACH = 4  # and of each row in the mean
-
-
-class ArrivedBlock(NamedTuple):  # made in a third of a frozen dataclass's time
-    """A block that came for a row, and its fate."""
-
-    row: Row
-    block: DraftTree
-    fate: BlockFate
-    proposer_id: str
-    method: str
-    draft_s: float  # as the proposer says
-    at: float
 
 
 class DraftTracker:
@@ -104,60 +90,56 @@ class DraftTracker:
             if commits:
                 commits[-1] = commits[-1]._replace(measures=False)
 
-    def block_arrived(self, arrived: ArrivedBlock) -> None:
-        """Learn from a block, and count the time that it took."""
-        row, block, fate = arrived.row, arrived.block, arrived.fate
+    def block_arrived(self, row: Row, posted: PostedBlock, fate: BlockFate, at: float) -> None:
+        """Learn from a block that came at `at`, and count the time that it took."""
         d, length = row.drafting, len(row.token_ids)
-        d.awaited.blocks += 1
-        if block.token_ids:
-            drafter = f"{arrived.proposer_id} {arrived.method}"
+        awaited, proposer_id = d.awaited, posted.proposer_id
+        base_len, token_ids = posted.tree.base_len, posted.tree.token_ids
+        awaited.blocks += 1
+        if token_ids:
+            drafter = f"{proposer_id} {posted.method}"
             if drafter != d.drafter:
                 self.learn([row])  # from the drafter before
                 d.drafter, d.stance = drafter, None
-            if self._drafters.get(arrived.proposer_id) != drafter:
-                remember(self._drafters, arrived.proposer_id, drafter)
+            if self._drafters.get(proposer_id) != drafter:
+                remember(self._drafters, proposer_id, drafter)
         if fate is USEFUL:
             d.breaker.close()
-            if block.base_len < length:  # the guess was right, and late
+            if base_len < length:  # the guess was right, and late
                 d.round.wrong = False
         elif fate is BlockFate.WRONG:
             d.round.wrong = True
-        elif block.base_len == length:  # an empty block
-            d.awaited.no_guess_at = length
+        elif base_len == length:  # an empty block
+            awaited.no_guess_at = length
             d.breaker.deadline_misses = 0
-        commit = self._answered(arrived)
+        commit = _answered(awaited, base_len)
         # No proposer drafted for longer than it was asked; without a commit, since its last block.
-        since = d.awaited.last_block_at if commit is None else commit.at
-        passed_s = max(0.0, arrived.at - since)  # a guess may come before the commit that it meets
-        if commit is not None and commit.measures and d.awaited.blocks > 1:
-            self._measure(arrived, commit.at, passed_s)  # the first one took the prompt's time
-        d.awaited.last_block_at = max(d.awaited.last_block_at, arrived.at)
+        since = awaited.last_block_at if commit is None else commit.at
+        passed_s = max(0.0, at - since)  # a guess may come before the commit that it meets
+        draft_s = posted.draft_us * 1e-6  # as the proposer says
+        if commit is not None and commit.measures and awaited.blocks > 1:
+            # The first one took the prompt's time.
+            self._measure(d, len(token_ids), commit.at, at, draft_s)
+        awaited.last_block_at = max(awaited.last_block_at, at)
         if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
-            self._in_vain.pop(arrived.proposer_id, None)
-        propose_s = min(arrived.draft_s, passed_s)
+            self._in_vain.pop(proposer_id, None)
+        propose_s = min(draft_s, passed_s)
         network_s = 0.0 if commit is None else passed_s - propose_s
-        self.account.arrived(row, arrived.proposer_id, propose_s, network_s)
+        self.account.arrived(row, proposer_id, propose_s, network_s)
 
-    def _answered(self, arrived: ArrivedBlock) -> PastCommit | None:
-        """Return the commit that a block answers, if any."""
-        commits = arrived.row.drafting.awaited.commits
-        for i, commit in enumerate(commits):
-            if commit.length == arrived.block.base_len:
-                del commits[i]  # a second block for the same commit measures nothing
-                return commit
-        return None
-
-    def _measure(self, arrived: ArrivedBlock, since: float, seconds: float) -> None:
-        """Measure the delay `seconds` of an answer to the commit at `since`."""
-        d, num_tokens = arrived.row.drafting, len(arrived.block.token_ids)
+    def _measure(
+        self, d: Drafting, num_tokens: int, since: float, at: float, draft_s: float
+    ) -> None:
+        """Measure the delay of an answer that came at `at` to the commit at `since`."""
+        seconds = max(0.0, at - since)
         # However late: whether waiting pays is decided again.
         d.measured.worth_waiting |= num_tokens > 0
         alone = d.proposer.colocated or self._launched_at < since
         began, ended = d.awaited.in_vain
         if began == since:  # afterwards draft and step went on at half their speed
             alone, seconds = True, (ended - began + seconds) / 2
-        times = self.policy.measured.draft_times(d)
-        times.observe(arrived.at, seconds, arrived.draft_s, num_tokens, alone=alone)
+        delays = self.policy.measured.draft_times(d)
+        delays.observe(at, seconds, draft_s, num_tokens, alone=alone)
 
     def choose_rows(
         self, rows: Rows[R], num_prefilling: int, now: float, ready_rows: Rows[R] = ()
@@ -371,3 +353,12 @@ def _is_awaited(row: Row) -> bool:
     """Return whether a row waits for a draft, and its proposer has not said that it has none."""
     d = row.drafting
     return d.waits and d.awaited.no_guess_at != len(row.token_ids)
+
+
+def _answered(awaited: Awaited, base_len: int) -> PastCommit | None:
+    """Return the commit that a block from `base_len` on answers, if any."""
+    for i, commit in enumerate(awaited.commits):
+        if commit.length == base_len:
+            del awaited.commits[i]  # a second block for the same commit measures nothing
+            return commit
+    return None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.draft_port import PostedBlock
 from outrider.policy.base import StepDone
 from outrider.rounds import BlockFate, Round
-from outrider.rows.tracker import ArrivedBlock, DraftTracker
+from outrider.rows.tracker import DraftTracker
 from outrider.types import Commit, StepEvents, StepTimings
 from outrider.vllm.hosted_row import HostedRow
 
@@ -183,7 +183,4 @@ class Accounting:
         """Tell the tracker of blocks that came."""
         for row, block, fate in blocks:
             at = self._clock() if block.arrived_at is None else block.arrived_at
-            made_by, draft_s = block.proposer_id, block.draft_us * 1e-6
-            self.tracker.block_arrived(
-                ArrivedBlock(row, block.tree, fate, made_by, block.method, draft_s, at)
-            )
+            self.tracker.block_arrived(row, block, fate, at)

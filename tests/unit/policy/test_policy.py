@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from outrider.config import SPECULATION_POLICIES, EngineConfig
-from outrider.draft_port import DraftOffer
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
@@ -22,7 +22,7 @@ from outrider.policy.circuit_breaker import CircuitBreaker
 from outrider.policy.row import Drafting
 from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.rounds import UNDRAFTED, USEFUL, Counters, Round, chain_round
-from outrider.rows.tracker import ArrivedBlock, DraftTracker
+from outrider.rows.tracker import DraftTracker
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
@@ -160,7 +160,8 @@ def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> N
         row.draft = draft = DraftTree.chain(len(row.token_ids), (7, 7, 7, 7))
         row.draft_base = draft.base_len
         method = "right" if right else "wrong"
-        tracker.block_arrived(ArrivedBlock(row, draft, USEFUL, "a", method, 0.001, n - 0.5))
+        posted = PostedBlock(1, draft, "a", 1000, method=method)
+        tracker.block_arrived(row, posted, USEFUL, n - 0.5)
         row.drafting.round.looked_at = n - 0.5
         row.drafting.num_draft_tokens = 3  # to see that it is chosen anew
         tracker.launched([(row, 4)], n - 0.5)

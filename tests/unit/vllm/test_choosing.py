@@ -46,9 +46,9 @@ async def test_host_notes_each_round_once_after_what_came_before_it(
         noted.append((row.name, "round"))
         round_done(row, *args)
 
-    def arrived(block: Any) -> None:
-        noted.append((block.row.name, "block"))
-        block_arrived(block)
+    def arrived(row: Any, *args: Any) -> None:
+        noted.append((row.name, "block"))
+        block_arrived(row, *args)
 
     monkeypatch.setattr(tracker, "round_done", done)
     monkeypatch.setattr(tracker, "block_arrived", arrived)
