@@ -21,6 +21,7 @@ from outrider.engine.sampling.logprobs import narrow
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import (
     NO_DRAFT,
+    TO_BE_DRAWN,
     ChosenDraft,
     DrawnTokens,
     ScheduledRow,
@@ -32,9 +33,6 @@ from outrider.engine.step import (
 from outrider.policy.base import Ready
 from outrider.rounds import UNDRAFTED, chain_round
 from outrider.types import Failure, VerifiedDraft
-
-_TO_BE_DRAWN = 0
-"""A placeholder for a token of the step in flight."""
 
 
 class Scheduler(Queues):
@@ -81,6 +79,8 @@ class Scheduler(Queues):
         """
         if step.has_drafts:
             return None
+        if (same := self._same_ahead(step, verified, now)) is not None:
+            return same
         drafting = self._drafting
         for seq in self.running if self.tracker.may_draft else ():
             if seq.drafting.num_draft_tokens and not drafting:
@@ -96,7 +96,7 @@ class Scheduler(Queues):
         for row in others:
             row.seq.num_uncomputed += bool(row.slice.num_logits) - len(row.slice.token_ids)
         for seq in drawing:
-            seq.token_ids.append(_TO_BE_DRAWN)
+            seq.token_ids.append(TO_BE_DRAWN)
         try:
             page_size = self.config.page_size
             short = [s for s in self.running if len(s.token_ids) > len(s.block_table) * page_size]
@@ -119,6 +119,30 @@ class Scheduler(Queues):
         if max(sources) < 0:
             return following
         return replace(following, drawn=DrawnTokens(verified, sources))
+
+    def _same_ahead(self, step: Step, verified: Tensor, now: float) -> Step | None:
+        """Return the step of the same rows, if all of them go on and no other comes; else None.
+
+        It is what `schedule` would return, in a fifth of the time.
+        """
+        singles, page_size = step.singles, self.config.page_size
+        may_admit = self.waiting and len(self.running) < self.config.max_num_seqs
+        if self.tracker.may_draft or may_admit or step.others or singles.seqs != self.running:
+            return None
+        rows = zip(singles.seqs, singles.starts, strict=True)
+        if [seq for seq, start in rows if start + 2 >= seq.max_len or seq.edits_logits]:
+            return None
+        following = singles.following()
+        starts, tables = following.starts, following.tables
+        at_page = [i for i, start in enumerate(starts) if not start % page_size]
+        short = [tables[i] for i in at_page if starts[i] >= len(tables[i]) * page_size]
+        if not singles.seqs or len(short) > self.pool.num_free:
+            return None
+        for table in short:
+            table.append(self.pool.allocate())
+        self.wake_at = now
+        drawn = DrawnTokens(verified, range(len(following)))
+        return Step((), len(following), drawn=drawn, singles=following)
 
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
         """Note that a step is on its way. Return sessions whose proposer was awaited in vain."""

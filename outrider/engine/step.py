@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -148,6 +148,10 @@ def fill_in_drafts(
     to.index_copy_(0, target, numbers.flatten().index_select(0, source).to(to.dtype))
 
 
+TO_BE_DRAWN: Final = 0
+"""A placeholder for a token of the step in flight."""
+
+
 class SingleRows:
     """Rows of one token each, a text's last, without drafts: in columns, since most rows are."""
 
@@ -160,6 +164,14 @@ class SingleRows:
         self.tokens = [text[-1] for text in texts]
         self.tables = [seq.block_table for seq in seqs]
         self._rows: tuple[ScheduledRow, ...] | None = None
+
+    def following(self) -> SingleRows:
+        """Return the same rows with the tokens that they draw, which are placeholders yet."""
+        rows = SingleRows.__new__(SingleRows)
+        rows.seqs, rows.tables, rows._rows = self.seqs, self.tables, None
+        rows.starts = [start + 1 for start in self.starts]
+        rows.tokens = [TO_BE_DRAWN] * len(self.seqs)
+        return rows
 
     def __len__(self) -> int:
         return len(self.seqs)

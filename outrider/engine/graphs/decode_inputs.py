@@ -131,7 +131,7 @@ class DecodeInputs:
         self._tables_at = [self._padding.table] * rows
         self._lengths = [0] * rows  # pages that the buffer has
         self._eager = [False] * rows  # it needs eager sampling
-        self._sampling_of: Bucket | None = None  # of one token a row, whose columns hold these rows
+        self._rows_of: Bucket | None = None  # of one token a row, whose columns hold these rows
 
     def batch(self, bucket: Bucket) -> PackedBatch:
         """Return a bucket's batch: views of the device's buffer, and constants."""
@@ -204,13 +204,13 @@ class DecodeInputs:
             lens = counts + np.clip(bucket.tokens - num_tokens - after, 0, free)
             row_of = np.repeat(to.rows, lens)  # of each token
             steps = to.places - (lens.cumsum() - lens)[row_of]  # 0, 1, ... in each row
-        np.cumsum(lens, out=to.cu_seqlens[1:])
-        np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
         np.add(first, lens, out=to.seq_lens, casting="same_kind")
-        if self._sampling_of is not bucket:
+        if self._rows_of is not bucket:
+            np.cumsum(lens, out=to.cu_seqlens[1:])
+            np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
             for by_row, by_token in to.sampling:
                 np.take(by_row, row_of, axis=0, out=by_token, mode="clip")
-            self._sampling_of = bucket if bucket.query_len == 1 else None
+            self._rows_of = bucket if bucket.query_len == 1 else None
         np.add(first[row_of], steps, out=to.positions)
         # There are no positions behind the longest context, which only padding tokens reach.
         np.minimum(to.positions, layout.max_model_len - 1, out=to.positions)
@@ -319,7 +319,7 @@ class DecodeInputs:
         return constants
 
     def _place(self, i: int, constants: _RowConstants) -> None:
-        self._sampling_of = None
+        self._rows_of = None
         pages = slice(max(self._lengths[i], constants.num_pages))  # behind it is the scratch page
         self._at[i], self._tables_at[i] = constants, constants.table
         self._lengths[i], self._eager[i] = constants.num_pages, constants.needs_eager_sampling
@@ -332,6 +332,10 @@ class DecodeInputs:
         """Take in what was appended to the page table of row i of the buffer."""
         # Trees may reach beyond the longest context, and run eagerly then.
         known, length = constants.num_pages, min(len(constants.table), self._table_width)
+        if known == self._lengths[i] == length - 1:  # as most do, in a tenth of the time
+            constants.pages[known] = self._tables[i, known] = constants.table[known]
+            constants.num_pages = self._lengths[i] = length
+            return
         constants.pages[known:length] = constants.table[known:length]
         constants.num_pages = length
         new = slice(self._lengths[i], length)

@@ -15,7 +15,9 @@ from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence
+from outrider.engine.step import Step
 from outrider.params import (
     Constraint,
     ConstraintKind,
@@ -119,6 +121,51 @@ def test_drafts_that_the_first_of_many_asked_for_hold_up_no_step_behind() -> Non
     for session in range(2, 40):
         submit(e, session, 3)
     assert e.launch_ahead(), "with so many nobody drafts"
+
+
+@pytest.mark.parametrize("num_pages", [20, 64])
+def test_step_ahead_of_the_same_rows_is_the_one_that_would_be_scheduled(
+    num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows that end and others that come, whether there are pages for all or not."""
+    short = 0
+    found = Scheduler._same_ahead
+
+    def counted(self: Scheduler, step: Step, verified: Tensor, now: float) -> Step | None:
+        nonlocal short
+        same = found(self, step, verified, now)
+        short += same is not None
+        return same
+
+    def steps() -> list[object]:
+        config = EngineConfig(4, num_pages, 4, 16, 64)
+        model = HashModel(32, config.page_size, config.num_pages, 64)
+        e = Engine(model, config, policy=FixedPolicy(0), runner=AtOnce(model))
+        for session in range(1, 9):
+            submit(e, session, 2 + session, 5 * session, start=session)
+        launched: list[object] = []
+        for _ in range(500):
+            ahead = e.launch_ahead()
+            if e.in_flight:
+                e.collect()
+            if not ahead and not e.launch():
+                break
+            e.finalize_step()
+            flight = e._in_flight
+            assert flight is not None
+            singles, drawn = flight.step.singles, flight.step.drawn
+            rows = [seq.session_id for seq in flight.step.seqs]
+            tables = [table[:] for table in singles.tables]
+            columns = rows, singles.starts, singles.tokens, tables, flight.step.num_tokens
+            launched.append((ahead, *columns, None if drawn is None else [*drawn.sources]))
+        assert not e.snapshot().running
+        return launched
+
+    monkeypatch.setattr(Scheduler, "_same_ahead", counted)
+    with_same = steps()
+    monkeypatch.setattr(Scheduler, "_same_ahead", lambda *_: None)
+    assert steps() == with_same
+    assert short > len(with_same) / 4
 
 
 def test_row_that_gets_a_proposer_reports_what_it_held_and_then_each_round() -> None:
