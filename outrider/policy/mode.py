@@ -17,8 +17,7 @@ from outrider.policy.row import SAMPLED_TEMPERATURE
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row at most after a change: drafts and delays are of before
-MOST_LOST = 0.005  # of the time, by trials; and so many steps they are where nothing changes
-MOST_RARER = 4.0  # times as rare are trials, doubled with each that is lost after another
+MOST_LOST = 0.002  # of the time, by trials: of a steady load more of them tell nothing
 MIXED_TEXTS = 0.2 * SAMPLED_TEMPERATURE  # to either side: a mean within it is of both kinds
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
@@ -46,7 +45,6 @@ class ModeTrials:
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
-        self._rarer = 1.0  # the next trial
         self.settle()
 
     @property
@@ -110,10 +108,9 @@ class ModeTrials:
         compared = rows * (self._trial_steps - self._steps_left)
         if self._steps_left > 0.0 and tried >= best * (1.0 - 2.0 / math.sqrt(max(1.0, compared))):
             return
-        self._steps_left = self._rarer * max(MOST_STEPS, self._lost_steps / MOST_LOST)
-        self._rarer = min(MOST_RARER, 2.0 * self._rarer)
+        self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
         if tried > best * (WORTH if self.drafting else 1.0):
-            self._steps_left, self._rarer = float(self._trial_steps), 1.0
+            self._steps_left = float(self._trial_steps)
             self.incumbent = self.drafting
         self.drafting = self.incumbent
         self.settle()
@@ -140,9 +137,8 @@ class ModeSelector:
 
     def step_done(self, step: StepDone) -> None:
         """Take in a step."""
-        if unknown := step.proposer_ids - self._proposers.keys():
-            for proposer_id in unknown:
-                remember(self._proposers, proposer_id, None)
+        for proposer_id in step.proposer_ids - self._proposers.keys():
+            remember(self._proposers, proposer_id, None)
             self._restart()
         before, self._last_step_at = self._last_step_at, step.at
         changed = self._change(step.num_running, step.temperature)
