@@ -84,14 +84,12 @@ class AdaptivePolicy(Policy):
         num_rows = max(len(rows), steps.num_rows)
         alike = num_rows / len(rows)  # rows beside one that is new
         steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0) * alike)
-        # Whether to draft at all is not added up, but measured.
-        none_s = np.inf if self._modes.current.compared else steps_s[0]
         best, fastest = np.zeros(survivals.shape, bool), 0.0
         for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
             nodes = survivals[:, :most]
             likeliest = np.sort(nodes, axis=None)[::-1]
             seconds = self._round_s(num_rows, steps_s[: nodes.size + 1], wait_s)
-            seconds[0] = none_s
+            seconds[0] = np.inf  # whether to draft at all is not added up, but measured
             chosen = choose_nodes(nodes, likeliest, seconds, len(rows))
             speed = (len(rows) + nodes[chosen].sum()) / seconds[np.count_nonzero(chosen)]
             if speed > fastest:

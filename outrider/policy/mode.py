@@ -52,11 +52,6 @@ class ModeTrials:
         """True if the mode is not the incumbent."""
         return self.drafting is not self.incumbent
 
-    @property
-    def compared(self) -> bool:
-        """True if drafts are on trial, or were compared with none."""
-        return self.on_trial or self._speeds[False].rate > 0.0
-
     def settle(self) -> None:
         """Compare none of the next steps: something changed."""
         rounds = min(SETTLING_ROUNDS, self._trial_steps / 4)
