@@ -47,9 +47,8 @@ class Delays:
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
-        if not self.whole_s.weight:
-            return math.inf
-        return self.mean_s(num_tokens) + 4 * self.whole_s.deviation
+        usual_s = self.mean_s(num_tokens) + 4 * self.whole_s.deviation
+        return usual_s if self.whole_s.weight else math.inf
 
 
 class DraftTimes:

@@ -69,11 +69,8 @@ class ModeTrials:
             answered = 2 * step.answered * step.num_rows
             self.catching_up = answered <= step.draftable * step.num_running
         if self.settling > 0.0:
-            # Settling ends in any case, though no proposer catches up, or nothing is drafted.
-            if self.catching_up:
-                rounds = SETTLING_ROUNDS / MOST_STEPS / 4
-            elif drafting:
-                rounds = max(drafted, rounds / SETTLING_ROUNDS)
+            if drafting:  # it ends in any case, though no proposer catches up or nothing is drafted
+                rounds = max(drafted * (not self.catching_up), rounds / FEWEST_STEPS)
             self.settling -= rounds
             return
         if seconds > 0.0:
@@ -150,8 +147,7 @@ class ModeSelector:
         if (size, sampled) == (self._size, self._sampled):
             return False
         if (size, sampled) not in self._known:
-            incumbent = self.current.incumbent if size == self._size else self.drafting_at(size)
-            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent=incumbent)
+            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent=self.drafting_at(size))
         self.current = self._known[size, sampled]
         self.current.settle()
         self._size, self._sampled = size, sampled
