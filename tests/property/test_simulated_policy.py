@@ -9,7 +9,6 @@ import pytest
 
 from outrider.policy.waiting import Waiting
 from tests.support.simulators.devices import PROMPT, InProcess, OneDevice, TwoDevices
-from tests.support.simulators.lock_step import LockStep
 
 OFTEN, AT_TIMES = ({"slow": slow, "slow_s": 0.003} for slow in (0.35, 0.2))
 
@@ -124,16 +123,3 @@ def test_many_rows_after_one_keep_their_drafts() -> None:
         world.set_rows(rows)
     rate = world.rate(1.0)
     assert rate > 0.85 * world.rate(2.0, after=1.0)
-
-
-@pytest.mark.parametrize(("rows", "least"), [(1, 520), (8, 3700), (32, 10_100)])
-def test_proposer_keeps_pace_with_steps_of_all_rows(rows: int, least: float) -> None:
-    """With a draft for each miss before the branches, half of all rounds missed."""
-    world = LockStep(rows)
-    world.rate(3.0)
-    rate = world.rate(2.0)
-    rounds = sum([stats.rounds for stats in world.stats])
-    assert world.policy._modes.current.incumbent, "but for a trial"
-    assert sum([stats.misses_late for stats in world.stats]) < 0.1 * rounds
-    assert sum([stats.hits for stats in world.stats]) > 0.75 * rounds
-    assert rate > least
