@@ -94,8 +94,8 @@ class DraftTimes:
         known = alone.whole_s.weight and beside.whole_s.weight
         return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
 
-    def contention_s(self, num_tokens: float) -> float | None:
-        """Return the mean seconds by which a step beside a draft makes it late, if known."""
+    def contention_s(self, num_tokens: float) -> float:
+        """Return by how much a step beside a draft makes it late; if unknown, as if both shared."""
         if not self._agree:
-            return None
+            return self.delays.mean_s(num_tokens) * self.delays.drafting.mean
         return max(0.0, self._beside.mean_s(num_tokens) - self._alone.mean_s(num_tokens))

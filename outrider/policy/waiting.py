@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -119,8 +118,7 @@ class Waiting:
             max(wait + t(ready + j), D) + t(m - j)
 
         with D the time until the last draft is there. One that is still expected comes later where
-        a step shares its device: as measured, or else by the step's time, as if device time were
-        shared out. For j = m there is no second step.
+        a step shares its device. For j = m there is no second step.
         """
         awaited = sorted(
             [(self.due(row.drafting, now), row.drafting) for row in waiting], key=itemgetter(0)
@@ -130,15 +128,12 @@ class Waiting:
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
-        last_to_come = {d.drafter: (at, d) for at, d in awaited if at < d.round.deadline}
-        all_there_s: Any = due[-1]
-        for due_at, d in last_to_come.values():
-            late_s: Any = self._measured.draft_times(d).contention_s(per_row - 1)
-            if late_s is None:
-                late_s = steps_s[going + joining[:-1]] * (not d.proposer.own_device)
-            all_there_s = np.maximum(all_there_s, due_at - now + late_s)
+        sharing = [(at, d) for at, d in awaited if not d.proposer.own_device]
+        last_to_come = {d.drafter: (at, d) for at, d in sharing if at < d.round.deadline}
+        times, k = self._measured.draft_times, per_row - 1
+        late_s = [at - now + times(d).contention_s(k) for at, d in last_to_come.values()]
         first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]
-        first_s[:-1] = np.maximum(first_s[:-1], all_there_s)
+        first_s[:-1] = np.maximum(first_s[:-1], max([due[-1], *late_s]))
         best = int((first_s + steps_s[len(due) - joining]).argmin())
         return now + float(due[best - 1]) if best else now
 

@@ -133,25 +133,24 @@ def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
 
 # Drafts, as numbers of like ones with their delay, alone or beside steps; and the delay and the
 # contention that follow from them.
-DELAYS: dict[str, tuple[list[tuple[int, float, bool]], float, float | None]] = {
-    "no others": ([(1, 0.020, False)], 0.020, None),
+DELAYS: dict[str, tuple[list[tuple[int, float, bool]], float, float]] = {
+    "no others": ([(1, 0.020, False)], 0.020, 0.001),
     "others alone": ([(1, 0.02, False), (1, 4e-3, True), (99, 0.02, False)], 4e-3, 0.016),
-    "faster beside steps": ([(1, 1.0, True), (20, 0.006, False)], 0.006, None),
-    "slower alone": ([(1, 0.005, False), (20, 0.006, True)], 0.006, None),
+    "faster beside steps": ([(1, 1.0, True), (20, 0.006, False)], 0.006, 0.001),
+    "slower alone": ([(1, 0.005, False), (20, 0.006, True)], 0.006, 0.001),
 }
 
 
 @pytest.mark.parametrize(("drafts", "mean_s", "contention_s"), DELAYS.values(), ids=DELAYS)
 def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdated(
-    drafts: list[tuple[int, float, bool]], mean_s: float, contention_s: float | None
+    drafts: list[tuple[int, float, bool]], mean_s: float, contention_s: float
 ) -> None:
     """Rows that do not wait have no others; 32 rows in one step have none beside steps again."""
     times, each = DraftTimes(), [draft for num, *draft in drafts for _ in range(num)]
     for at, (seconds, alone) in enumerate(each):
         times.observe(at, seconds, 0.001, 4, alone=alone)
     assert times.delays.mean_s(4) == pytest.approx(mean_s)
-    near_s = contention_s and pytest.approx(contention_s, rel=0.1)
-    assert times.contention_s(4) == near_s
+    assert times.contention_s(4) == pytest.approx(contention_s, rel=0.1)
 
 
 UNLIKE, ALIKE = [(n, 0.002 + 0.001 * n) for n in (6, 8)] * 10, [(8, 0.010)] * 30
@@ -184,7 +183,7 @@ def test_delays_are_numbers_and_not_negative_whatever_is_measured(
     for at, (seconds, draft_s, num_tokens, alone) in enumerate(answers):
         times.observe(at, seconds, draft_s, num_tokens, alone=alone)
         for k in (0, 1, 128):
-            found = times.delays.mean_s(k), times.delays.most_s(k), times.contention_s(k) or 0.0
+            found = times.delays.mean_s(k), times.delays.most_s(k), times.contention_s(k)
             assert all(0.0 <= each < float("inf") for each in found)
 
 
