@@ -64,7 +64,7 @@ class DraftTimes:
     def __init__(self) -> None:
         self.share = Average(mean=1.0)  # of answers that hold a draft
         self._alone, self._beside = Delays(), Delays()
-        self._last_draft_at, self._latest = -1.0, self._alone
+        self._last_at, self._latest = -1.0, self._alone
 
     def observe(
         self, at: float, seconds: float, draft_s: float, num_tokens: int, *, alone: bool
@@ -75,10 +75,9 @@ class DraftTimes:
         only while no draft is known. `alone`: beside no step.
         """
         self.share.add(num_tokens > 0)
-        if at == self._last_draft_at or (not num_tokens and self.delays.whole_s.weight):
+        if at == self._last_at or (not num_tokens and self.delays.whole_s.weight):
             return
-        if num_tokens:
-            self._last_draft_at = at
+        self._last_at = at
         self._latest = self._alone if alone else self._beside
         self._latest.add(seconds, draft_s, num_tokens)
 
@@ -91,8 +90,8 @@ class DraftTimes:
     def _agree(self) -> bool:
         alone, beside = self._alone, self._beside
         as_long = min(alone.tokens.mean, beside.tokens.mean)  # made ahead, whole trees are beside
-        known = alone.whole_s.weight and beside.whole_s.weight
-        return bool(known) and beside.whole_s.mean >= alone.mean_s(as_long)
+        known = min(alone.whole_s.weight, beside.whole_s.weight) > 0.0
+        return known and beside.whole_s.mean >= alone.mean_s(as_long)
 
     def contention_s(self, num_tokens: float) -> float:
         """Return by how much a step beside a draft makes it late; if unknown, as if both shared."""

@@ -66,8 +66,7 @@ class ModeTrials:
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         if self.catching_up:  # the rows of the step stand for all
-            answered = 2 * step.answered * step.num_rows
-            self.catching_up = answered <= step.draftable * step.num_running
+            self.catching_up = 2 * step.answered * rounds <= step.draftable
         if self.settling > 0.0:
             if drafting:  # it ends in any case, though no proposer catches up or nothing is drafted
                 rounds = max(drafted * (not self.catching_up), rounds / FEWEST_STEPS)
