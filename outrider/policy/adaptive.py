@@ -82,8 +82,7 @@ class AdaptivePolicy(Policy):
         while depths[-1] > 1:
             depths.append(3 * depths[-1] // 4)
         num_rows = max(len(rows), steps.num_rows)
-        alike = num_rows / len(rows)  # rows beside one that is new
-        steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0) * alike)
+        steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0))
         best, fastest = np.zeros(survivals.shape, bool), 0.0
         for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
             nodes = survivals[:, :most]
