@@ -49,8 +49,9 @@ class AdaptivePolicy(Policy):
     def _unknown(self) -> bool:
         """True while the times and the acceptance of drafts are unknown, or outdated."""
         current = self._modes.current
-        on_trial = current.on_trial and current.settling > 0.0
-        return self.drafting and (on_trial or self._idle_steps >= self._try_after)
+        begun = current.on_trial and current.settling > 0.0
+        outdated = self.drafting and (begun or self._idle_steps >= self._try_after)
+        return outdated or not self.measured.steps.estimate(1)
 
     @property
     def stance(self) -> object:
@@ -64,7 +65,7 @@ class AdaptivePolicy(Policy):
         survivals = self.measured.acceptance.survivals(rows, depth)
         depths = np.arange(depth)
         survivals *= depths < limits[:, None]  # [rows, depth]
-        if self._unknown or not self.measured.steps.estimate(1):
+        if self._unknown:
             chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
             chosen = self._choose(rows, survivals) & (survivals > 0.0)
@@ -97,8 +98,7 @@ class AdaptivePolicy(Policy):
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
         steps, rows = self.measured.steps, [d for d, _ in drafts]
-        whole = steps.padded or self._unknown or self._cut_steps == UNCUT_AFTER
-        if whole or not steps.estimate(1):
+        if steps.padded or self._unknown or self._cut_steps == UNCUT_AFTER:
             self._cut_steps = 0
             return super().cut(drafts, num_rows, num_others)
         survivals = self.measured.acceptance.survivals_of_nodes(drafts)

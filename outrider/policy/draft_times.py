@@ -14,8 +14,7 @@ class Delays:
     """Delays under like circumstances, each in part by the draft's tokens.
 
     How large that part is shows where drafts differ in length: a block drafter takes as long for
-    any. Until they do, all of the time that a proposer says it drafted for counts. None can become
-    negative: a mean of times has a mean share in its drafts' tokens.
+    any. Until they do, all of the time that a proposer says it drafted for counts.
     """
 
     def __init__(self) -> None:
@@ -38,12 +37,11 @@ class Delays:
 
     def mean_s(self, num_tokens: float) -> float:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
-        drafting = self.drafting.mean
-        if self._token_s.weight >= TOLD_APART and self.whole_s.mean:
-            told = max(0.0, self._token_s.mean) * self.tokens.mean / self.whole_s.mean
-            drafting = min(drafting, told)
-        longer = num_tokens / self.tokens.mean if drafting else 0.0 * num_tokens
-        return self.whole_s.mean * (1.0 - drafting + drafting * longer)
+        usual = self.tokens.mean
+        token_s = self.drafting.mean * self.whole_s.mean / usual if usual else 0.0
+        if self._token_s.weight >= TOLD_APART:
+            token_s = min(token_s, max(0.0, self._token_s.mean))
+        return max(0.0, self.whole_s.mean + token_s * (num_tokens - usual))
 
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
