@@ -106,10 +106,7 @@ class Policy:
     def choose_rows(
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
-        """Return the rows that run now, of those `ready`, and of those `waiting` for drafts.
-
-        `num_prefilling` rows run in any case.
-        """
+        """Return which of these rows run now, beside the `num_prefilling` that do in any case."""
         if ready or num_prefilling or not waiting:
             return Ready(ready, now)
         return Ready([], min([row.drafting.round.deadline for row in waiting]))

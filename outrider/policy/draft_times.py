@@ -81,7 +81,6 @@ class DraftTimes:
 
     @property
     def delays(self) -> Delays:
-        """The delays that count."""
         return self._alone if self._agree else self._latest
 
     @property

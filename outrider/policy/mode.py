@@ -49,7 +49,6 @@ class ModeTrials:
 
     @property
     def on_trial(self) -> bool:
-        """True if the mode is not the incumbent."""
         return self.drafting is not self.incumbent
 
     def settle(self) -> None:

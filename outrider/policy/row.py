@@ -30,7 +30,6 @@ class Offered:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Return how many tokens a draft has at most."""
         return min(self.limit, self.proposer.max_draft_tokens)
 
 

@@ -45,7 +45,7 @@ class Waiting:
 
         That is until most drafts have come, and no longer than waiting pays. All rounds together
         wait for a session's first block about as long as the prompt took. While it is `unknown`
-        what drafts take, a row waits longer: a draft that comes too late says little.
+        what drafts take, a row waits longer: one that is too late says little.
         """
         d = row.drafting
         step_s = self._steps.round_s(d.num_draft_tokens)
@@ -63,10 +63,7 @@ class Waiting:
         return most_s if d.measured.worth_waiting else 0.0
 
     def in_halves(self, rows: Rows[Row]) -> bool:
-        """Return whether one half of the rows is to be verified while others are drafted for.
-
-        Delays measured in halves are of half the drafts: more cost less than as many again.
-        """
+        """Return whether one half of the rows is to be verified while others are drafted for."""
         waiting = [row.drafting for row in rows if row.drafting.waits]
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
@@ -74,7 +71,7 @@ class Waiting:
         k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
         step_s = self._steps.estimate((len(rows) + 1) // 2 * (1 + k))
         drafting_s = delays.mean_s(k) * delays.drafting.mean
-        delay_s = delays.mean_s(k) + drafting_s / 2 * self._halves
+        delay_s = delays.mean_s(k) + drafting_s / 2 * self._halves  # then it is of half the drafts
         together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s
         self._halves = 0.0 < 2 * max(step_s, drafting_s) <= together_s
         return self._halves
@@ -120,11 +117,10 @@ class Waiting:
         with D the time until the last draft is there. One that is still expected comes later where
         a step shares its device. For j = m there is no second step.
         """
-        awaited = sorted(
-            [(self.due(row.drafting, now), row.drafting) for row in waiting], key=itemgetter(0)
-        )
+        lacking = [row.drafting for row in waiting]
+        awaited = sorted([(self.due(d, now), d) for d in lacking], key=itemgetter(0))
         due = np.array([due_at for due_at, _ in awaited]) - now
-        per_row = 1 + max([row.drafting.num_draft_tokens for row in waiting])
+        per_row = 1 + max([d.num_draft_tokens for d in lacking])
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
