@@ -35,7 +35,7 @@ class StepTimes:
         tokens, times = self._sizes.setdefault(size, (Average(), Average()))
         tokens.add(num_tokens)
         self._steps += 1
-        if self._steps - self._ran_at.get(size, 0) > STALE_STEPS and seconds < times.mean:
+        if self.outdated(num_tokens) and seconds < times.mean:
             times.weight = 0.0
         self._ran_at[size] = self._steps
         times.add_time(seconds)
@@ -44,6 +44,11 @@ class StepTimes:
         self._seconds = [*accumulate([seconds for _, seconds in reversed(points)], min)][::-1]
         more_s, more = self._seconds[-1] - self._seconds[0], self._tokens[-1] - self._tokens[0]
         self._slope = more_s / more if more else 0.0
+
+    def outdated(self, num_tokens: float) -> bool:
+        """Tell whether no step of this size ran for long."""
+        ran_at = self._ran_at.get(int(4 * math.log2(num_tokens)), 0)
+        return self._steps - ran_at > STALE_STEPS
 
     def estimate(self, num_tokens: float) -> float:
         """Return the seconds of a step; see `estimates`."""

@@ -69,6 +69,8 @@ class AdaptivePolicy(Policy):
             chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
             chosen = self._choose(rows, survivals) & (survivals > 0.0)
+            if len(rows) == self.measured.steps.num_rows == 1:
+                self._try_longer(rows[0], chosen[0])
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
         return [*chosen.sum(1).tolist()]
@@ -95,6 +97,17 @@ class AdaptivePolicy(Policy):
             if speed > fastest:
                 fastest, best[:, :most], best[:, most:] = speed, chosen, False
         return best
+
+    def _try_longer(self, d: Drafting, chosen: NDArray[np.bool_]) -> None:
+        """Let a lone row draft longer until a step tells what that takes, if none did for long.
+
+        Else what it took in a burst of other work would stay.
+        """
+        count = int(chosen.sum())
+        longer = min(count + max(1, count // 3), chosen.size)
+        steps = self.measured.steps
+        if 0 < count < longer and steps.outdated(steps.sizes.run_one(1, 1 + longer)):
+            chosen[:longer], d.stance, self._cut_steps = True, None, UNCUT_AFTER
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
         steps, rows = self.measured.steps, [d for d, _ in drafts]

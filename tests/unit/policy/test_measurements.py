@@ -296,3 +296,21 @@ def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
     assert counts[:21] == [4] * 21
     assert counts[21] < 4, "one step is believed"
     assert counts[60:] == [4] * 40
+
+
+@pytest.mark.parametrize(("longer_s", "tries"), [(0.02, range(155, 161)), (0.08, range(1, 20))])
+def test_lone_row_drafts_longer_after_other_work_made_such_steps_slow(
+    longer_s: float, tries: range
+) -> None:
+    """Of 5 tokens in all; else that would be remembered for good, as no such step runs."""
+    as_fast = {1: 0.02, 4: 0.02, 5: 0.02}
+    policy, each = policy_after((row(), chain_round(4, 4)), step_s=as_fast), row()
+    counts: list[int] = []
+    for i in range(200):
+        counts += policy.choose_counts([each])
+        whole_s = 0.08 if i <= 20 else longer_s
+        policy.measured.steps.observe_step(1, 1 + counts[-1], whole_s if counts[-1] == 4 else 0.02)
+        if i == 20:  # a text's last tokens run without other work
+            policy.measured.steps.observe_step(1, 4, 0.02)
+    assert counts[21:25] == [3] * 4, "what ran last is believed"
+    assert counts[40:].count(4) in tries
