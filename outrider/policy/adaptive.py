@@ -69,8 +69,7 @@ class AdaptivePolicy(Policy):
             chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
         else:
             chosen = self._choose(rows, survivals) & (survivals > 0.0)
-            if len(rows) == self.measured.steps.num_rows == 1:
-                self._try_longer(rows[0], chosen[0])
+            self._try_longer(rows, chosen)
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
         return [*chosen.sum(1).tolist()]
@@ -98,16 +97,13 @@ class AdaptivePolicy(Policy):
                 fastest, best[:, :most], best[:, most:] = speed, chosen, False
         return best
 
-    def _try_longer(self, d: Drafting, chosen: NDArray[np.bool_]) -> None:
-        """Let a lone row draft longer until a step tells what that takes, if none did for long.
-
-        Else what it took in a burst of other work would stay.
-        """
-        count = int(chosen.sum())
-        longer = min(count + max(1, count // 3), chosen.size)
-        steps = self.measured.steps
-        if 0 < count < longer and steps.outdated(steps.sizes.run_one(1, 1 + longer)):
-            chosen[:longer], d.stance, self._cut_steps = True, None, UNCUT_AFTER
+    def _try_longer(self, rows: Rows[Drafting], chosen: NDArray[np.bool_]) -> None:
+        """Let a lone row draft longer if no such step ran for long: a burst may have slowed it."""
+        steps, count = self.measured.steps, int(chosen[0].sum())
+        longer = min(count + max(1, count // 3), chosen.shape[1])
+        alone = len(rows) == steps.num_rows == 1 and 0 < count < longer
+        if alone and steps.outdated(steps.sizes.run_one(1, 1 + longer)):
+            chosen[0, :longer], rows[0].stance, self._cut_steps = True, None, UNCUT_AFTER
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
         steps, rows = self.measured.steps, [d for d, _ in drafts]
