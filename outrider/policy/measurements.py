@@ -109,12 +109,15 @@ class Acceptance:
         survivals: NDArray[np.float64] = np.take_along_axis(by_level, places, 1) * levels[:, None]
         return survivals
 
+    def by_confidence(self, d: Drafting) -> NDArray[np.float64]:
+        """Return how often nodes of a row's drafts are accepted after their parent [depths, BINS].
+
+        `CONFIDENCES_PER_BIN` confidences, from 0 on, share a bin.
+        """
+        return self._kind(d.kind).by_confidence
+
     def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> NDArray[np.float64]:
         """Return the survival of each node [n] of `drafts`, one after the other."""
-        (d, nodes), *others = drafts
-        if not (others or nodes.parents):  # for one chain a forest takes ten times as long
-            told = np.frombuffer(nodes.confidences, np.uint8) // CONFIDENCES_PER_BIN
-            return self._kind(d.kind).by_confidence[np.arange(told.size), told].cumprod()
         kinds, of_draft = self._kinds_of([d for d, _ in drafts])
         forest = Forest([nodes for _, nodes in drafts])
         of_node = np.repeat(of_draft, np.diff(forest.starts, append=forest.size))

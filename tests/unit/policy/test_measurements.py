@@ -273,13 +273,23 @@ def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2
 
 
-@given(st.binary(min_size=1, max_size=12))
-def test_survivals_of_a_chain_are_those_of_a_tree_with_one_path(told: bytes) -> None:
-    acceptance, each = Acceptance(), row(12)
-    acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
-    drafts = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
-    chain, path = (acceptance.survivals_of_nodes([(each, nodes)]) for nodes in drafts)
-    np.testing.assert_array_equal(chain, path)
+@given(
+    st.binary(min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from((EVEN_STEP_S, DEAR_STEP_S)),
+    st.booleans(),
+)
+def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
+    told: bytes, num_rows: int, num_others: int, step_s: Mapping[int, float], captured: bool
+) -> None:
+    policy, each = policy_after(step_s=step_s, num_rows=num_rows), row(12)
+    if captured:
+        policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)))
+    policy.measured.acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
+    chain, path = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
+    cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
+    assert cuts[0] == cuts[1]
 
 
 def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
