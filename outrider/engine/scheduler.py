@@ -166,9 +166,10 @@ class Scheduler(Queues):
         num_running = max(1, len(self.running))
         may_draft, drafting = self.tracker.may_draft, self._drafting
         temperatures = [seq.temperature for seq in self.running] if may_draft else []
-        rest = self._grow(step, result, drafting=drafting)
         tokens = [choices[0] if choices else 0 for choices in result.choices]
-        plain = PlainRows(step.seqs, step.lengths, tokens).without(rest)
+        rows = PlainRows(step.seqs, step.lengths, tokens)  # before texts grow
+        rest = self._grow(rows, drafting=drafting)
+        plain = rows.without(rest)
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         for i in rest:
@@ -186,20 +187,19 @@ class Scheduler(Queues):
             now=now,
         )
 
-    def _grow(self, step: Step, result: StepResult, *, drafting: bool) -> list[int]:
+    def _grow(self, rows: PlainRows, *, drafting: bool) -> list[int]:
         """Add a token to the rows that do nothing else; return the places of the others."""
         page_size, may_be_asked = self.config.page_size, self.tracker.may_draft and not drafting
         rest: list[int] = []
-        seqs, lengths = step.seqs, step.lengths
-        for i, (seq, length, choices) in enumerate(zip(seqs, lengths, result.choices, strict=True)):
+        for i, (seq, length, token) in enumerate(zip(*rows, strict=True)):
             if (
                 length < seq.plain_below
                 and seq.draft is None
-                and choices[0] not in seq.stop_ids
+                and token not in seq.stop_ids
                 and not (may_be_asked and seq.drafting.num_draft_tokens)
                 and seq.admitted
             ):
-                seq.token_ids.append(choices[0])
+                seq.token_ids.append(token)
                 seq.num_uncomputed = 1
                 if length // page_size > seq.num_published:
                     self._publish(seq)

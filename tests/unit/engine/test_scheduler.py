@@ -109,6 +109,25 @@ def test_tokens_without_drafts_of_a_colocated_proposer_are_reported_as_asked_for
     assert [token for commit in commits for token in commit.token_ids] == text[3:]
 
 
+def test_row_without_a_draft_beside_one_with_a_draft_tells_where_its_token_is() -> None:
+    e = engine()
+    text = [*range(3), *submit(e, 1, 3, 20)[0]]
+    other = [*range(7, 10), *submit(e, 2, 3, 20, start=7)[0]]
+    for session in (1, 2):
+        e.set_drafting(session, DraftOffer("a", 4))
+    step(e)
+    step(e)
+    e.post_block(PostedBlock(1, DraftTree.chain(5, tuple(text[5:7])), "a", 0))
+    assert e.launch()
+    e.collect()
+    early = e.early_tokens
+    assert early is not None
+    assert [tuple(row) for row in early.rows] == [(1, 5, tuple(text[5:8])), (2, 5, (other[5],))]
+    events = e.finalize_step()
+    assert events is not None
+    assert events.grown == ((2,), (5,), (other[5],), (4,))
+
+
 def test_drafts_that_the_first_of_many_asked_for_hold_up_no_step_behind() -> None:
     """While it was alone drafts paid; its prompt has several steps, and others have come."""
     config = EngineConfig(4, 64, 40, 8, 64)
