@@ -45,6 +45,7 @@ class ModeTrials:
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
         self._lost_steps = 0.0  # by the trial, worth of the incumbent's
+        self._last_s = 0.0  # of the last step
         self.settle()
 
     @property
@@ -61,7 +62,8 @@ class ModeTrials:
         rounds, drafted = step.num_rows / step.num_running, step.drafted / step.num_running
         tokens, drafting = step.tokens / step.num_running, self.drafting
         current, best = self._speeds[drafting], self._speeds[self.incumbent]
-        seconds = min(seconds, OUTLIER * current.seconds.mean or seconds)  # a machine may pause
+        usual_s = current.seconds.mean or max(best.seconds.mean, self._last_s)
+        seconds = self._last_s = min(seconds, OUTLIER * usual_s or seconds)  # a machine may pause
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         if self.catching_up:  # the rows of the step stand for all

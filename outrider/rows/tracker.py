@@ -68,7 +68,7 @@ class DraftTracker:
         d.offered = replace(d.offered, proposer=proposer)
         self._choose_counts([d])
         if not proposer.requested:
-            d.num_draft_tokens = 0
+            d.num_draft_tokens, d.stance = 0, None  # until it goes into a step
         d.awaited.asked = d.num_draft_tokens > 0
         if proposer.colocated:  # it drafts before a step or not at all
             d.awaited.no_guess_at = len(row.token_ids)

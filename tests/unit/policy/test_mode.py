@@ -91,6 +91,21 @@ def test_one_slow_step_does_not_end_a_trial_of_many_rows() -> None:
     assert load.incumbent is ON
 
 
+@pytest.mark.parametrize("steps", [0, 1, 8, 20])
+def test_pause_in_a_trial_does_not_put_the_next_one_off_for_long(steps: int) -> None:
+    """As where the first drafts after so many steps of the trial compile their code."""
+    load = Load(8, SLOW)
+    load.play(3000)
+    while not load.modes.current.on_trial:
+        load.play(1)
+    load.play(steps)
+    load.play(1, step_s=steps_s(10.0))
+    load.play(100, step_s=SLOW)
+    assert load.incumbent is OFF
+    taken = load.play(40_000, step_s=FAST)
+    assert taken[ON] > 10_000
+
+
 def test_trials_of_equal_modes_do_not_alternate() -> None:
     load, incumbents = Load(), [ON]
     for i in range(20_000):

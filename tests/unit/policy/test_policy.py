@@ -147,6 +147,22 @@ def test_rounds_of_few_rows_are_learned_several_at_a_time_and_all_of_them(
     assert sum(map(len, learned)) == sum([s.rounds - s.k_histogram[0] for s in stats]) > 0
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_row_whose_first_draft_was_not_requested_asks_for_one_with_its_next_commit(
+    colocated: bool,
+) -> None:
+    """Rounds are learned several at a time, and it must not wait for so many."""
+    tracker = DraftTracker(AdaptivePolicy(4))
+    row: Any = SimpleNamespace(drafting=tracker.start(Request(1, (1, 2))), token_ids=[1, 2])
+    row.session_id, row.counters, row.draft = 1, Counters(), None
+    tracker.attach(row, DraftOffer("a", 4, requested=colocated, colocated=colocated), 0.0)
+    if colocated:
+        tracker.withhold(row)
+    assert row.drafting.num_draft_tokens == 0
+    tracker.launched([(row, 0)], 0.5)
+    assert row.drafting.num_draft_tokens == 4
+
+
 @pytest.mark.parametrize("spell", [1, 4])
 def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> None:
     """One row, whose rounds are learned several at a time: one method is right, the other wrong."""
