@@ -85,8 +85,8 @@ class Mailbox:
             return True
 
     def fail(self, error: OutriderError) -> None:
-        """End with an error, after what has come."""
-        self._error = error
+        """End with an error, after what has come; the first one counts."""
+        self._error = self._error or error
         self._notify()
 
     async def take(self) -> Round:

@@ -215,6 +215,7 @@ async def test_tokens_alone_are_taken_at_once_where_the_task_waits_for_nothing_e
     waiting = asyncio.create_task(answer.take())
     await asyncio.sleep(0)
     answer.put([13], plain)
+    answer.fail(UnavailableError("in the same turn: a retry would write to one that failed"))
     with pytest.raises(ValueError, match="unlucky"):
         await waiting
     assert len(taken) == 2
