@@ -103,6 +103,7 @@ class AdaptivePolicy(Policy):
         steps, count = self.measured.steps, int(chosen[0].sum())
         longer = min(count + max(1, count // 3), chosen.shape[1])
         alone = len(rows) == steps.num_rows == 1 and 0 < count < longer
+        alone = alone and self.measured.draft_times(rows[0]).share.mean > 0.5  # else none may come
         if alone and steps.outdated(steps.sizes.run_one(1, 1 + longer)):
             chosen[0, :longer], rows[0].stance, self._cut_steps = True, None, UNCUT_AFTER
 

@@ -153,6 +153,13 @@ def test_drafts_beside_steps_count_where_there_are_no_others_or_those_are_outdat
     assert times.contention_s(4) == pytest.approx(contention_s, rel=0.1)
 
 
+def test_answers_without_a_draft_keep_none_of_their_batch_from_being_measured() -> None:
+    times = DraftTimes()
+    for num_tokens in (0, 4, 2):
+        times.observe(1.0, 0.01, 0.01, num_tokens, alone=True)
+    assert times.delays.tokens.mean == 4.0, "the first draft counts"
+
+
 UNLIKE, ALIKE = [(n, 0.002 + 0.001 * n) for n in (6, 8)] * 10, [(8, 0.010)] * 30
 # Drafts, as tokens and seconds; and the seconds of so many tokens after them.
 TOLD: dict[str, tuple[list[tuple[int, float]], int, float]] = {

@@ -147,6 +147,19 @@ def test_rounds_of_few_rows_are_learned_several_at_a_time_and_all_of_them(
     assert sum(map(len, learned)) == sum([s.rounds - s.k_histogram[0] for s in stats]) > 0
 
 
+def test_lone_row_that_seldom_has_a_guess_is_chosen_for_every_eight_rounds() -> None:
+    """A longer draft is not tried in each round because none comes."""
+    policy, chosen = AdaptivePolicy(4), []
+    choose = policy.choose_counts
+    policy.choose_counts = lambda rows: chosen.append(1) or choose(rows)  # type: ignore[func-returns-value,method-assign]
+    text = HashModel(VOCAB).greedy_text((0, 0), 400)
+    known = [t if i % 4 else VOCAB - 1 for i, t in enumerate(text)]
+    bench, told = advised(policy, 0.0006, *known)
+    (stats,) = bench.ask(max_tokens=400, speculation=told)
+    assert 0 < stats.drafted < stats.rounds
+    assert len(chosen) < stats.rounds / 4
+
+
 @pytest.mark.parametrize("colocated", [False, True])
 def test_row_whose_first_draft_was_not_requested_asks_for_one_with_its_next_commit(
     colocated: bool,
