@@ -271,10 +271,12 @@ class Generator(RequestMaker):
         self._metrics.completed(usage)
 
 
-def _take_rounds(request: GenerationRequest, writer: Writer, direct: Direct | None) -> TakeRound:
-    """Return what writes rounds directly; it takes none where a round may end the request."""
+def _take_rounds(
+    request: GenerationRequest, writer: Writer, direct: Direct | None
+) -> TakeRound | None:
+    """Return what writes rounds directly; None where a round may end the request."""
     if direct is None or request.stop_strings or request.top_logprobs is not None:
-        return lambda _: False
+        return None
 
     def take(round_: Round) -> bool:
         if not direct.ready():

@@ -59,7 +59,7 @@ class Replayer:
         account: Account,
         parent: Span,
         deadline: float,
-        take_round: TakeRound = lambda _: False,
+        take_round: TakeRound | None = None,
     ) -> AsyncGenerator[Round, None]:
         """Yield the request's rounds from as many scorers as it takes; `deadline` is loop time.
 
@@ -75,6 +75,7 @@ class Replayer:
         held_until = min(deadline, _now() + self._hold_timeout_s)
 
         def take(round_: Round) -> bool:
+            assert take_round is not None
             if give_up is not None or not take_round(round_):
                 return False
             account.observe(round_.kinds)
@@ -87,7 +88,7 @@ class Replayer:
             message = _continuation(request, committed)
             try:
                 async with self._segment(
-                    scorer, message, account, parent, deadline, take
+                    scorer, message, account, parent, deadline, take if take_round else None
                 ) as rounds:
                     async for round_ in rounds:
                         account.observe(round_.kinds)
@@ -133,7 +134,7 @@ class Replayer:
         account: Account,
         parent: Span,
         deadline: float,
-        take_round: TakeRound,
+        take_round: TakeRound | None,
     ) -> AsyncGenerator[AsyncGenerator[Round, None], None]:
         """Give what one scorer adds, within a span and a segment of the account."""
         with self._telemetry.client_span(
