@@ -172,17 +172,20 @@ class _Stream:
         """Return what sends the events of a single completion."""
 
         def send_now(chunk: Chunk) -> None:
-            data = events.piece(0, chunk)
-            if data or self.silent:
+            if data := self.due(events, 0, chunk):
                 self._sent = self._now()
-                self._send.write(data or events.keep_alive)
+                self._send.write(data)
 
         return Direct(lambda: self.started and self._send.ready, send_now)
 
-    @property
-    def silent(self) -> bool:
-        """Tell whether nothing was sent for so long that a proxy might end the connection."""
-        return self._now() - self._sent >= _SILENCE_S
+    def due(self, events: EventStream, index: int, chunk: Chunk) -> bytes:
+        """Return a chunk's events.
+
+        Without any, it is `keep_alive` after a silence in which a proxy might end the connection.
+        """
+        data = events.piece(index, chunk)
+        silent = not data and self._now() - self._sent >= _SILENCE_S
+        return events.keep_alive if silent else data
 
 
 async def _send_events(
@@ -196,9 +199,7 @@ async def _send_events(
     first = await _beating(anext(chunks), stream, events.keep_alive)
     await stream.write(events.piece(*first))
     async for index, chunk in chunks:
-        data = events.piece(index, chunk)
-        if data or stream.silent:
-            await stream.write(data or events.keep_alive)
+        await stream.write(stream.due(events, index, chunk))
     await stream.write(b"", more=False)
 
 
