@@ -148,10 +148,7 @@ class Cycle:
         round_ = self._proposer.ahead(keys, self._pace())
         self._send(round_)
         now = self._clock()
-        if round_.trees:
-            self._note_host(round_, now - self._started)
-        else:
-            self._routes.pace.no_branches()
+        self._note_host(round_, now - self._started)
         self._routes.handed_ahead([key for key, _ in round_.trees], now)
         if round_.trees:
             self._metrics.ahead.observe(self._clock() - self._started)

@@ -97,6 +97,7 @@ class Routes:
         """Note that branches of sessions are on their way; without any, none will follow."""
         if not keys:
             self.drafted.clear()
+            self.pace.no_branches()
         for key in keys:
             self.pace.handed_ahead(key, now)
 
