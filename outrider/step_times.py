@@ -31,11 +31,11 @@ class StepTimes:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one step."""
-        size = int(4 * math.log2(num_tokens))
+        size = _size_of(num_tokens)
         tokens, times = self._sizes.setdefault(size, (Average(), Average()))
         tokens.add(num_tokens)
         self._steps += 1
-        if self.outdated(num_tokens) and seconds < times.mean:
+        if self._is_outdated(size) and seconds < times.mean:
             times.weight = 0.0
         self._ran_at[size] = self._steps
         times.add_time(seconds)
@@ -47,8 +47,10 @@ class StepTimes:
 
     def outdated(self, num_tokens: float) -> bool:
         """Tell whether no step of this size ran for long."""
-        ran_at = self._ran_at.get(int(4 * math.log2(num_tokens)), 0)
-        return self._steps - ran_at > STALE_STEPS
+        return self._is_outdated(_size_of(num_tokens))
+
+    def _is_outdated(self, size: int) -> bool:
+        return self._steps - self._ran_at.get(size, 0) > STALE_STEPS
 
     def estimate(self, num_tokens: float) -> float:
         """Return the seconds of a step; see `estimates`."""
@@ -82,28 +84,31 @@ class StepSizes:
 
     def __init__(self, sizes: Iterable[tuple[int, int]] = ()) -> None:
         self._sizes = sorted(sizes, key=lambda size: size[1])
-        self._by_rows: dict[int, tuple[float, list[float]]] = {}
+        self._by_rows: dict[int, tuple[float, list[float], NDArray[np.float64]]] = {}
 
     def run(self, num_rows: int, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the tokens that steps of `num_rows` rows run, given in any shape."""
-        single, longer = self._by_rows.get(num_rows) or self._find(num_rows)
-        several = np.array(longer)[np.searchsorted(longer, num_tokens)]
+        single, _, longer = self._by_rows.get(num_rows) or self._find(num_rows)
+        several = longer[np.searchsorted(longer, num_tokens)]
         filled = np.where(num_tokens <= num_rows, single, several)
         return np.where(np.isinf(filled), num_tokens, filled)
 
     def run_one(self, num_rows: int, num_tokens: float) -> float:
         """Return what `run` does for one step."""
-        single, longer = self._by_rows.get(num_rows) or self._find(num_rows)
+        single, longer, _ = self._by_rows.get(num_rows) or self._find(num_rows)
         if num_tokens > num_rows:
             single = longer[bisect_left(longer, num_tokens)]
         return num_tokens if math.isinf(single) else single
 
-    def _find(self, num_rows: int) -> tuple[float, list[float]]:
-        """Return the size of rows of one token, and the others in order; both end in infinity."""
+    def _find(self, num_rows: int) -> tuple[float, list[float], NDArray[np.float64]]:
+        """Return the size of rows of one token, and the others in order; both end in infinity.
+
+        One of the others is searched in a list, and several in an array: each is faster there.
+        """
         fitting = [size for size in self._sizes if size[0] >= num_rows]
         single = next((float(tokens) for rows, tokens in fitting if rows == tokens), math.inf)
-        longer = [float(tokens) for rows, tokens in fitting if tokens > rows]
-        found = single, [*longer, math.inf]
+        longer = [*(float(tokens) for rows, tokens in fitting if tokens > rows), math.inf]
+        found = single, longer, np.array(longer)
         self._by_rows[num_rows] = found
         return found
 
@@ -144,3 +149,8 @@ class EngineStepTimes(StepTimes):
         if not prompts:
             return 0.0
         return max(0.0, seconds - self.estimate(num_tokens - sum(prompts)))
+
+
+def _size_of(num_tokens: float) -> int:
+    """Return the quarter power of two below a number of tokens, of whose steps one mean is kept."""
+    return int(4 * math.log2(num_tokens))

@@ -75,7 +75,8 @@ class DraftTimes:
         self.share.add(num_tokens > 0)
         if at == self._last_at or (not num_tokens and self.delays.whole_s.weight):
             return
-        self._last_at = at if num_tokens else self._last_at
+        if num_tokens:
+            self._last_at = at
         self._latest = self._alone if alone else self._beside
         self._latest.add(seconds, draft_s, num_tokens)
 
