@@ -10,19 +10,25 @@ from typing import NamedTuple
 
 from outrider.draft_port import PostedBlock
 from outrider.policy.base import StepDone
-from outrider.rounds import BlockFate, Round
+from outrider.rounds import USEFUL, BlockFate, Round
 from outrider.rows.tracker import DraftTracker
 from outrider.types import Commit, StepEvents, StepTimings
 from outrider.vllm.hosted_row import HostedRow
 
-Emitted = tuple[HostedRow, Commit, Round, bool, tuple[str, str]]
-"""The output of a step for a row; its round, and whether a guess for the next one was wrong; and
-the proposer and method of its draft."""
 
+class Emitted(NamedTuple):  # one per row and step: a dataclass takes three times as long
+    """The output of a step for a row."""
 
-def _is_first(row: HostedRow, commit: Commit) -> bool:
-    """Return whether a commit is the row's first output."""
-    return commit.base_len == row.num_prompt_tokens
+    row: HostedRow
+    commit: Commit
+    round: Round
+    wrong: bool  # a guess for the next round was
+    drafted_by: tuple[str, str]  # proposer and method
+
+    @property
+    def first(self) -> bool:
+        """True if it is the row's first output."""
+        return self.commit.base_len == self.row.num_prompt_tokens
 
 
 class Scheduled(NamedTuple):
@@ -70,7 +76,7 @@ class Accounting:
         self._clock = clock
         self.step = Step()
         self.blocks: list[tuple[HostedRow, PostedBlock, BlockFate]] = []
-        """Blocks that came and are not counted yet: the rows of useful ones can run."""
+        """Blocks that came and are not counted yet."""
 
     def begin_again(self) -> None:
         """Forget the step, after a fault."""
@@ -87,16 +93,15 @@ class Accounting:
         steps = tracker.policy.measured.steps
         num_rows = len(step.emitted) + step.num_prefilling
         num_tokens, seconds = step.timings.num_tokens, step.timings.forward_ms * 1e-3
-        first = {row.name for row, commit, *_ in step.emitted if _is_first(row, commit)}
-        prompts = step.ran.prompts(first)
+        prompts = step.ran.prompts({each.row.name for each in step.emitted if each.first})
         decoded = num_rows > 0 and not prompts
         if decoded:
             steps.observe_step(num_rows, num_tokens, seconds)
-        rows = [row for row, *_ in step.emitted]
+        rows = [each.row for each in step.emitted]
         done = StepDone(
             num_running=max(1, num_running),
             num_rows=num_rows,
-            tokens=sum([len(commit.token_ids) for _, commit, *_ in step.emitted]),
+            tokens=sum([len(each.commit.token_ids) for each in step.emitted]),
             at=step.began,
             drafted=sum([drafted > 0 for _, drafted in launched]),
             # As in the native engine: a row goes on from the step before.
@@ -128,7 +133,7 @@ class Accounting:
                     if row.num_drafted:
                         self.tracker.verifies(row, row.nodes)
             for emitted in step.emitted:
-                self._count(*emitted)
+                self._count(emitted)
         self._tell_of(self.blocks)
         self.blocks = []
 
@@ -143,35 +148,34 @@ class Accounting:
         self._tell_of([each for each in early if not undrafted or each[0].draft is None])
         self.blocks, step.num_early_blocks = kept + later, len(kept)
         rows = []
-        for row, _, round_, wrong, _ in step.emitted:
+        for each in step.emitted:
+            row = each.row
             if row.noted or (undrafted and row.draft is not None):
                 continue
-            self.tracker.round_done(row, round_, wrong, step.ended)
+            self.tracker.round_done(row, each.round, each.wrong, step.ended)
             row.noted = True
             rows.append(row)
         return rows
 
-    def _count(
-        self, row: HostedRow, commit: Commit, round_: Round, _: bool, drafted_by: tuple[str, str]
-    ) -> None:
-        first = _is_first(row, commit)
+    def _count(self, emitted: Emitted) -> None:
+        row, commit, first = emitted.row, emitted.commit, emitted.first
         seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
         self.tracker.account.round(
             row.counters,
-            round_,
+            emitted.round,
             len(commit.token_ids),
-            drafted_by,
+            emitted.drafted_by,
             None if first else seconds,
             commit.base_len,
         )
         if first:
             row.counters.prefill_s = self.step.ended - row.started_at
 
-    def useless_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
-        """Note a block of which nothing is left: whether its row waits may depend on it."""
+    def block_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
+        """Note a block. A useful one is counted later: its row can run."""
         if fate is BlockFate.INVALID:
             return
-        if not row.noted:
+        if fate is USEFUL or not row.noted:  # else whether the row waits may depend on it
             self.blocks.append((row, block, fate))
             return
         before = [each for each in self.blocks if each[0] is row]

@@ -19,7 +19,7 @@ from typing import Final
 
 from outrider.draft_port import HiddenStateControl, NoHiddenStates
 from outrider.draft_tree import DraftTree
-from outrider.rounds import USEFUL, chain_outcome
+from outrider.rounds import chain_outcome
 from outrider.rows.tracker import DraftTracker
 from outrider.step_times import StepSizes
 from outrider.types import (
@@ -31,7 +31,7 @@ from outrider.types import (
     StepEvents,
     StepTimings,
 )
-from outrider.vllm.accounting import Accounting, Scheduled
+from outrider.vllm.accounting import Accounting, Emitted, Scheduled
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
@@ -218,7 +218,7 @@ class DraftHost(Inbox):
                 row.session_id, base_len, tokens, kinds, num_draft_tokens, finish_reason
             )
             commits.append(commit)
-            step.emitted.append((row, commit, round_, wrong, drafted_by))
+            step.emitted.append(Emitted(row, commit, round_, wrong, drafted_by))
             if finish_reason is None:
                 step.rows.append(row)
             else:
@@ -349,16 +349,12 @@ class DraftHost(Inbox):
                 self.tracker.attach(row, offer, self._clock())
                 if self._states is not None:
                     self._states.follow(row, offer.features)
-        accounting = self._accounting
+        arrived = self._accounting.block_arrived
         for session_id, queue in blocks.items():
             row = self._by_session.get(session_id)
             if row is None or row.ended:
                 continue
             proposer_id = row.drafting.offered.proposer.proposer_id
             for block in queue:
-                if block.proposer_id != proposer_id:
-                    continue
-                if (fate := row.take_block(block.tree, block.method)) is USEFUL:
-                    accounting.blocks.append((row, block, fate))
-                else:
-                    accounting.useless_arrived(row, block, fate)
+                if block.proposer_id == proposer_id:
+                    arrived(row, block, row.take_block(block.tree, block.method))
