@@ -319,7 +319,7 @@ def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
 def test_lone_row_drafts_longer_after_other_work_made_such_steps_slow(
     longer_s: float, tries: range
 ) -> None:
-    """Of 5 tokens in all; else that would be remembered for good, as no such step runs."""
+    """Such steps have 5 tokens. What slowed them would be believed for good, as none runs then."""
     as_fast = {1: 0.02, 4: 0.02, 5: 0.02}
     policy, each = policy_after((row(), chain_round(4, 4)), step_s=as_fast), row()
     counts: list[int] = []
