@@ -62,10 +62,14 @@ class StepLimits:
         return forced_choices(choose_and_verify, self.synthetic_acceptance_rates, device)
 
     def prefill_buckets(self, model: PagedModel) -> list[PrefillBucket]:
-        """Return those of steps with prompts; empty if the model does not run layer by layer."""
+        """Return those of steps with prompts, the largest last.
+
+        Empty if the model does not run layer by layer.
+        """
         if not model.layered:
             return []
-        return make_prefill_buckets(self.max_num_batched_tokens, self.max_num_seqs)
+        sizes = self.max_num_batched_tokens, self.max_num_seqs
+        return make_prefill_buckets(*sizes, trees=self.trees)
 
 
 def size_cache(
@@ -120,8 +124,9 @@ def compile_steps(model: PagedModel, limits: StepLimits, say: Callable[[str], No
         works.append(work)
         return work
 
-    if prefill := limits.prefill_buckets(model):
-        PrefillGraphs(model, prefill[-1:], capture=note)  # all sizes have the same kernels
+    # All sizes have the same kernels.
+    if largest := {bucket.trees: bucket for bucket in limits.prefill_buckets(model)}:
+        PrefillGraphs(model, [*largest.values()], capture=note)
     verifier = limits.verifier(model.device)
     DecodeGraphs(
         model,

@@ -61,7 +61,8 @@ def graph_runner(model: PagedModel, max_num_seqs: int) -> DecodeGraphs:
     record = CudaGraphs()
     forwards = None
     if model.layered:
-        forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), capture=record)
+        sizes = make_prefill_buckets(64, max_num_seqs, trees=True)
+        forwards = PrefillGraphs(model, sizes, capture=record)
     ragged = [
         Bucket(K + 1, max_num_seqs, trees, max_num_seqs + tokens)
         for trees in (False, True)

@@ -48,12 +48,13 @@ class PrefillGraphs:
             work = capture(self._work(bucket))
             on_captured()
             time = seconds(work)
-            if any(taken[larger] < time for larger in taken if larger.rows >= bucket.rows):
+            kind = [each for each in taken if each.trees == bucket.trees]
+            if any(taken[larger] < time for larger in kind if larger.rows >= bucket.rows):
                 return None
             taken[bucket] = time
             return work
 
-        self._buckets = CapturedBuckets(buckets, captured, lambda b: (b.tokens, b.rows))
+        self._buckets = CapturedBuckets(buckets, captured, lambda b: (b.tokens, b.rows, b.trees))
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[RowSlice], fill_in: FillIn | None = None) -> Tensor | None:
@@ -76,10 +77,11 @@ class PrefillGraphs:
 
     def _run(self, rows: Sequence[RowSlice], fill_in: FillIn | None = None) -> Tensor | None:
         """Leave the rows' states in `_hidden` and return which of their tokens get logits."""
-        if any(row.parents for row in rows):
-            return None
         tokens = sum([len(row.token_ids) for row in rows])
-        bucket = self._buckets.find(lambda each: each.tokens >= tokens and each.rows >= len(rows))
+        trees = any(row.parents for row in rows)
+        bucket = self._buckets.find(
+            lambda each: each.tokens >= tokens and each.rows >= len(rows) and each.trees == trees
+        )
         if bucket is None:
             return None
         index = self._inputs.fill(rows, bucket)

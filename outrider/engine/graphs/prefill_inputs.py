@@ -1,7 +1,8 @@
 """Inputs of captured forwards over rows of any lengths.
 
 A bucket is T tokens in R rows. One more row is padding: it has the tokens that are missing, which
-write to the scratch page. Rows that are missing are empty and lie behind it.
+write to the scratch page. Rows that are missing are empty and lie behind it. Steps with draft trees
+have buckets of their own, whose attention also reads which nodes descend from which.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.staging import PageLayout, Staging
+from outrider.engine.tree_mask import TreeMask
 
 _TOKENS = (*range(64, 1024, 64), *range(1024, 2049, 128))
 """Sizes of which a launch of all kernels takes longer than the forward."""
+_TREE_TOKENS = tuple(range(128, 1025, 128))
+"""Likewise with trees, which few steps with prompts hold."""
 _CPU = torch.device("cpu")
 
 
@@ -30,12 +34,22 @@ class PrefillBucket:
 
     tokens: int
     rows: int
+    trees: bool = False  # rows may hold trees
 
 
-def make_prefill_buckets(max_tokens: int, max_rows: int) -> list[PrefillBucket]:
-    """Return buckets of up to `max_rows` rows and, where a capture pays, `max_tokens` tokens."""
-    tokens = _TOKENS[: bisect_left(_TOKENS, max_tokens) + 1]
-    return [PrefillBucket(t, min(max_rows, t)) for t in tokens]
+def make_prefill_buckets(
+    max_tokens: int, max_rows: int, *, trees: bool = False
+) -> list[PrefillBucket]:
+    """Return buckets of up to `max_rows` rows and, where a capture pays, `max_tokens` tokens.
+
+    With `trees`, buckets for these come first.
+    """
+    kinds = ((_TREE_TOKENS, True), (_TOKENS, False)) if trees else ((_TOKENS, False),)
+    return [
+        PrefillBucket(t, min(max_rows, t), with_trees)
+        for sizes, with_trees in kinds
+        for t in sizes[: bisect_left(sizes, max_tokens) + 1]
+    ]
 
 
 class PrefillInputs:
@@ -46,6 +60,10 @@ class PrefillInputs:
         rows = max(bucket.rows for bucket in buckets) + 1
         self._layout = layout
         self._longest = max(layout.max_model_len, tokens)  # the padding row may exceed any text
+        trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "tree_starts": (torch.int32, (rows,)),
+            "visible": (torch.int64, (tokens,)),
+        }
         self._staging = Staging(
             {
                 "input_ids": (torch.int64, (tokens,)),
@@ -53,6 +71,7 @@ class PrefillInputs:
                 "slots": (torch.int64, (tokens,)),
                 "cu_seqlens": (torch.int32, (rows + 1,)),
                 "seq_lens": (torch.int32, (rows,)),
+                **(trees if any(bucket.trees for bucket in buckets) else {}),
                 "block_table": (torch.int32, (rows, -(-self._longest // layout.page_size))),
             },
             layout.device,
@@ -61,6 +80,9 @@ class PrefillInputs:
     def batch(self, bucket: PrefillBucket) -> PackedBatch:
         """Return a bucket's batch, without logits: views of the device's buffer."""
         device, tokens, rows = self._staging.device, bucket.tokens, bucket.rows + 1
+        trees = None
+        if bucket.trees:
+            trees = TreeMask(device("tree_starts")[:rows], device("visible")[:tokens])
         return PackedBatch(
             input_ids=device("input_ids")[:tokens],
             positions=device("positions")[:tokens],
@@ -73,6 +95,7 @@ class PrefillInputs:
             context_lens=(self._longest,) * rows,
             page_size=self._layout.page_size,
             recorded=True,
+            trees=trees,
         )
 
     def fill(self, rows: Sequence[RowSlice], bucket: PrefillBucket) -> Tensor:
@@ -93,6 +116,11 @@ class PrefillInputs:
         to("slots")[: bucket.tokens] = batch.slot_mapping
         _fill(to("cu_seqlens")[: bucket.rows + 2], batch.cu_seqlens_q, bucket.tokens)
         _fill(to("seq_lens")[: bucket.rows + 1], batch.seq_lens, 0)
+        if bucket.trees:
+            none = batch.seq_lens, torch.zeros(bucket.tokens, dtype=torch.int64)
+            trees = batch.trees or TreeMask(*none)
+            _fill(to("tree_starts")[: bucket.rows + 1], trees.starts, 0)
+            to("visible")[: bucket.tokens] = trees.visible
         to("block_table")[:num_rows, :width] = batch.block_table
         self._staging.send("block_table", num_rows)
         return batch.logits_index

@@ -31,6 +31,7 @@ from tests.unit.graphs.test_decode_graphs import fill_pools, rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 96, 60
 BUCKETS = [PrefillBucket(n, rows) for n in (8, 24, 70) for rows in (2, 6)]
+WITH_TREES = [*BUCKETS, PrefillBucket(24, 6, trees=True), PrefillBucket(70, 6, trees=True)]
 
 
 def make_model(architecture: str = "llama", fused: bool = True) -> PagedModel:
@@ -51,18 +52,22 @@ def model() -> PagedModel:
 
 @pytest.fixture(scope="module")
 def forwards(model: PagedModel) -> PrefillGraphs:
-    return PrefillGraphs(model, BUCKETS, capture=rerun)
+    return PrefillGraphs(model, WITH_TREES, capture=rerun)
 
 
-def make_rows(rng: random.Random, lengths: list[int]) -> list[RowSlice]:
-    """Prompts' pieces without logits, prompts' ends, and drafts to verify."""
+def make_rows(rng: random.Random, lengths: list[int], trees: bool = False) -> list[RowSlice]:
+    """Prompts' pieces without logits, prompts' ends, and drafts to verify, some of them `trees`."""
     pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
     rows = []
     for length in lengths:
         start = rng.randint(0, min(30, MAX_MODEL_LEN - length))
         table = [pages.pop() for _ in range(-(-(start + length) // PAGE_SIZE))]
         tokens = [rng.randrange(97) for _ in range(length)]
-        rows.append(RowSlice(tokens, start, table, rng.choice((0, 1, length))))
+        row = RowSlice(tokens, start, table, rng.choice((0, 1, length)))
+        if trees and length <= 5:
+            nodes = [rng.randint(-1, node - 1) for node in range(length - 1)]
+            row = row._replace(num_logits=length, parents=nodes)
+        rows.append(row)
     return rows
 
 
@@ -83,13 +88,19 @@ def written(model: PagedModel, rows: list[RowSlice]) -> Tensor:
 @given(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     long=st.integers(1, 45),
+    trees=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_prefill_graphs_on_any_rows_equal_eager_forward(
-    model: PagedModel, forwards: PrefillGraphs, lengths: list[int], long: int, seed: int
+    model: PagedModel,
+    forwards: PrefillGraphs,
+    lengths: list[int],
+    long: int,
+    trees: bool,
+    seed: int,
 ) -> None:
     rng = random.Random(seed)
-    rows = make_rows(rng, rng.sample([*lengths, long], len(lengths) + 1))
+    rows = make_rows(rng, rng.sample([*lengths, long], len(lengths) + 1), trees)
     fill_pools(model, seed)
     expected = model.forward(pack(rows, PAGE_SIZE, model.device))
     kept = written(model, rows)
@@ -115,9 +126,8 @@ def test_prefill_graphs_write_only_own_and_scratch_slots(
     assert own <= set(changed.tolist()) <= own | set(scratch)
 
 
-def test_prefill_graphs_when_no_bucket_fits_write_nothing(
-    model: PagedModel, forwards: PrefillGraphs
-) -> None:
+def test_prefill_graphs_when_no_bucket_fits_write_nothing(model: PagedModel) -> None:
+    forwards = PrefillGraphs(model, BUCKETS, capture=rerun)
     rng = random.Random(3)
     for rows in (
         make_rows(rng, [40, 31]),  # tokens
@@ -130,7 +140,9 @@ def test_prefill_graphs_when_no_bucket_fits_write_nothing(
         assert torch.equal(before, model.pools.layer(1).keys)
 
 
-def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
+def texts(
+    model: PagedModel, runner: DecodeGraphs | None, parents: tuple[int, ...]
+) -> list[list[int]]:
     """Of requests that come while others decode, with drafts that are partly right."""
     config = EngineConfig(
         page_size=PAGE_SIZE,
@@ -138,9 +150,10 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
         max_num_seqs=4,
         max_num_batched_tokens=24,
         max_model_len=MAX_MODEL_LEN,
-        num_speculative_tokens=2,
+        num_speculative_tokens=len(parents),
     )
-    engine = Engine(model, config, policy=FixedPolicy(2, max_wait_s=0.0), runner=runner)
+    policy = FixedPolicy(len(parents), max_wait_s=0.0)
+    engine = Engine(model, config, policy=policy, runner=runner)
     rng = random.Random(1)
     said: list[list[int]] = [[] for _ in range(7)]
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 40))] for _ in said]
@@ -151,9 +164,10 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
             sampling = SamplingParams(temperature=float(i % 2), seed=i)
             stop = StopParams(max_tokens=9 + i, ignore_eos=True)
             engine.submit(Request(i, tuple(prompts[i]), sampling=sampling, stop=stop))
-            engine.set_drafting(i, DraftOffer("a", 2))
+            engine.set_drafting(i, DraftOffer("a", len(parents)))
         for i in left.difference(waiting):
-            draft = DraftTree.chain(len(prompts[i]) + len(said[i]), [rng.randrange(97), 5])
+            tokens = [rng.randrange(97), 5, *[rng.randrange(97) for _ in parents[2:]]]
+            draft = DraftTree(len(prompts[i]) + len(said[i]), tuple(tokens), parents)
             engine.post_block(PostedBlock(i, draft, "a", 1))
         events = engine.step()
         assert events is not None
@@ -166,21 +180,23 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
     return said
 
 
+@pytest.mark.parametrize("parents", [(-1, 0), (-1, 0, -1, 2)], ids=["chains", "trees"])
 def test_engine_with_prefill_graphs_keeps_texts(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch, parents: tuple[int, ...]
 ) -> None:
-    forwards = PrefillGraphs(model, BUCKETS, capture=rerun)
+    forwards = PrefillGraphs(model, WITH_TREES, capture=rerun)
+    longest = 1 + len(parents)
     runner = DecodeGraphs(
         model,
-        make_buckets(4, (1, 3)),
+        make_buckets(4, (1, longest), (longest,)),
         capture=rerun,
         choose_and_verify=choose_and_verify,
         forwards=forwards,
     )
-    expected = texts(model, None)
+    expected = texts(model, None, parents)
     # Nothing may go the eager way: not even the longest prompts, which come in pieces.
     monkeypatch.setattr(model, "forward", None)
-    assert texts(model, runner) == expected
+    assert texts(model, runner, parents) == expected
 
 
 def test_prefill_graphs_when_bucket_is_slower_than_larger_drop_it(model: PagedModel) -> None:
@@ -207,3 +223,6 @@ def test_make_prefill_buckets_for_any_limit_covers_it() -> None:
     assert make_prefill_buckets(1100, 64)[-2:] == [PrefillBucket(1024, 64), PrefillBucket(1152, 64)]
     assert max(bucket.tokens for bucket in make_prefill_buckets(8192, 8)) == 2048
     assert make_prefill_buckets(1, 1) == [PrefillBucket(64, 1)]
+    with_trees = make_prefill_buckets(200, 8, trees=True)
+    assert with_trees[:2] == [PrefillBucket(n, 8, trees=True) for n in (128, 256)]
+    assert with_trees[2:] == make_prefill_buckets(200, 8)
