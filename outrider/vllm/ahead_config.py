@@ -1,24 +1,29 @@
 """`--async-scheduling` with proposers: vLLM's configuration refuses it with any `custom_class`.
 
-`allow` lets it pass for classes of ours that were asked for with it. It does nothing else: without
-the flag vLLM decides as before. Importing this module imports vLLM.
+`allow` lets it pass for classes of ours that were asked for with it, and has all steps captured
+whole. It does nothing else: without the flag vLLM decides as before. Importing this module imports
+vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import vllm.config.vllm as checks
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from outrider.errors import ConfigError
 from outrider.vllm import versions
 
 _METHOD = "custom_class"
+_GRAPH_TOKENS = (1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), *range(512, 1025, 64))
+"""Sizes of captured steps, prompts beside drafts among them; vLLM's own end at 512."""
 
 
 class AheadConfig(VllmConfig):  # type: ignore[misc]
@@ -57,8 +62,10 @@ def allow() -> None:
             return create(self, *args, **kwargs)
         if reason := _refusal(self):
             raise ConfigError(f"--async-scheduling takes no proposers here: {reason}")
+        asked = copy.copy(self)
+        asked.compilation_config = _captured_whole(self)
         with _custom_class_passes():
-            config = create(self, *args, **kwargs)
+            config = create(asked, *args, **kwargs)
         if not config.scheduler_config.async_scheduling:
             raise ConfigError(
                 "--async-scheduling takes no proposers here: vLLM turned it off for the device."
@@ -80,6 +87,25 @@ def _asks(args: Any) -> bool:
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         return issubclass(getattr(importlib.import_module(module), name), RemoteProposer)
     return False  # vLLM says what it says of any other class
+
+
+def _captured_whole(args: Any) -> Any:
+    """Return the compilation with steps of prompts captured whole, unless a flag says otherwise.
+
+    By default vLLM captures these in a piece per layer, and all rows wait while the host launches
+    the pieces. Where the attention cannot be captured with prompts, vLLM says so and takes its
+    default; attention over latents (MLA) can fail instead, and is left alone.
+    """
+    graphs = args.compilation_config
+    decided = args.enforce_eager or args.cudagraph_capture_sizes or args.max_cudagraph_capture_size
+    known = graphs.cudagraph_mode, graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
+    if decided or any(each is not None for each in known) or not current_platform.is_cuda():
+        return graphs
+    if args.create_model_config().use_mla:
+        return graphs
+    graphs = copy.deepcopy(graphs)
+    graphs.cudagraph_mode, graphs.cudagraph_capture_sizes = CUDAGraphMode.FULL, [*_GRAPH_TOKENS]
+    return graphs
 
 
 def _refusal(args: Any) -> str:

@@ -118,6 +118,7 @@ PLUGIN: Final = Names(_PARAMETERS, _FIELDS, _SOURCE_WORDS)
 AHEAD: Final = Names(
     {
         "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
+        "vllm.engine.arg_utils:EngineArgs.create_model_config": ("self",),
         "vllm.config:VllmConfig.__post_init__": ("self",),
         "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
@@ -138,7 +139,8 @@ AHEAD: Final = Names(
     {
         "vllm.engine.arg_utils:EngineArgs": (
             *("async_scheduling", "speculative_config", "pipeline_parallel_size"),
-            "kv_transfer_config",
+            *("kv_transfer_config", "compilation_config", "enforce_eager"),
+            *("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": (
             *(
@@ -148,6 +150,8 @@ AHEAD: Final = Names(
             ),
             "pending_structured_output_tokens",
         ),
+        "vllm.config:CompilationConfig": ("cudagraph_capture_sizes",),
+        "vllm.config:ModelConfig": ("use_mla",),
         "vllm.v1.core.sched.output:CachedRequestData": ("all_token_ids",),
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids",),
         "vllm.v1.sample.metadata:SamplingMetadata": ("output_token_ids",),

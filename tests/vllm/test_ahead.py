@@ -222,6 +222,34 @@ def test_without_the_flag_vllm_decides_as_before() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
+def test_steps_are_captured_whole_unless_a_flag_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import CUDAGraphMode, ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from outrider.vllm import ahead_config
+
+    def graphs_of(**flags: Any) -> Any:
+        args = EngineArgs(model=str(TARGET), **flags)
+        graphs = ahead_config._captured_whole(args)
+        assert args.compilation_config.cudagraph_mode is not CUDAGraphMode.FULL  # the flag's
+        return graphs
+
+    assert graphs_of().cudagraph_mode is None  # this device has no graphs
+    monkeypatch.setattr(ahead_config.current_platform, "is_cuda", lambda: True)
+    graphs = graphs_of()
+    assert graphs.cudagraph_mode is CUDAGraphMode.FULL
+    assert max(graphs.cudagraph_capture_sizes) == 1024
+    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    assert graphs_of(**pieces).cudagraph_mode is CUDAGraphMode.PIECEWISE
+    for flags in ({"enforce_eager": True}, {"max_cudagraph_capture_size": 64}):
+        assert graphs_of(**flags).cudagraph_mode is None
+    monkeypatch.setattr(ModelConfig, "use_mla", True)
+    assert graphs_of().cudagraph_mode is None
+
+
+@pytest.mark.usefixtures("ahead")
 def test_configuration_passes_vllms_check_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "config"
     file.write_bytes(pickle.dumps(config_of()))
