@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.vllm.adapter import StepOutput, StepPlan, draft_token_ids
+from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
@@ -51,6 +51,7 @@ class StepsAhead:
         self._last: _Launched | None = None
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
+        self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess = runner._preprocess
@@ -71,8 +72,9 @@ class StepsAhead:
         return launched
 
     def _describe_drafts(self, *args: Any, **kwargs: Any) -> Any:
-        self._verified = self._describe(*args, **kwargs)
-        return self._verified
+        self._verified = verified = self._describe(*args, **kwargs)
+        self._places = draft_places(verified)
+        return verified
 
     def _prepare(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Place drafts in a step that is prepared but for them, and run what is left of that.
@@ -82,7 +84,6 @@ class StepsAhead:
         runner, plan = self._runner, StepPlan.of(scheduler_output)
         names = list(runner.input_batch.req_ids)
         room = [len(plan.verified.get(name, ())) for name in names]
-        places = self._places(room)
         output = self._read(scheduler_output)
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (
@@ -94,22 +95,12 @@ class StepsAhead:
         self._placed = names, drafts
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
         self._mend(names, drafts, room)
-        if places is not None:
-            self._place(places, drafts, room)
+        if any(room):
+            self._place(drafts, room)
         self._begin(plan)
         return self._preprocess(scheduler_output, *args, **kwargs)
 
-    def _places(self, room: Sequence[int]) -> Tensor | None:
-        """Return where the step's draft tokens are among its tokens: int64 [draft tokens]."""
-        counts = np.asarray(room, dtype=np.int64)
-        total = int(counts.sum())
-        if not total:
-            return None
-        ends = self._runner.query_start_loc.np[1 : len(counts) + 1]
-        starts = np.repeat(ends - np.cumsum(counts), counts)
-        return self._upload(starts + np.arange(total))
-
-    def _place(self, places: Tensor, drafts: list[list[int]], room: Sequence[int]) -> None:
+    def _place(self, drafts: list[list[int]], room: Sequence[int]) -> None:
         """Write drafts to the model's input and to what is verified.
 
         What lacks of one is no token, so that its row goes on with what it chooses itself.
@@ -117,7 +108,7 @@ class StepsAhead:
         padded = [draft + [_NONE] * (n - len(draft)) for draft, n in zip(drafts, room, strict=True)]
         flat = np.fromiter((token for draft in padded for token in draft), np.int32)
         given = self._upload(flat)
-        self._runner.input_ids.gpu.index_copy_(0, places, given.clamp(min=0))
+        self._runner.input_ids.gpu.index_copy_(0, self._places, given.clamp(min=0))
         self._verified.draft_token_ids.copy_(given)
 
     def _upload(self, values: np.ndarray[Any, Any]) -> Tensor:
