@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +38,12 @@ class StepsAhead:
     """Follows a model runner, and places drafts in its steps."""
 
     def __init__(
-        self, runner: Any, begin: Begin, next_drafts: NextDrafts, launched: Callable[[], None]
+        self,
+        runner: Any,
+        max_draft_tokens: int,  # of a step
+        begin: Begin,
+        next_drafts: NextDrafts,
+        launched: Callable[[], None],
     ) -> None:
         """Replace methods of a runner that schedules ahead.
 
@@ -53,6 +57,8 @@ class StepsAhead:
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
         self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
+        pinned = runner.device.type == "cuda"  # then the device copies from it by itself
+        self._on_host = torch.empty(max_draft_tokens, dtype=torch.int32, pin_memory=pinned)
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess = runner._preprocess
         self._keep_books = runner._bookkeeping_sync
@@ -101,22 +107,19 @@ class StepsAhead:
         return self._preprocess(scheduler_output, *args, **kwargs)
 
     def _place(self, drafts: list[list[int]], room: Sequence[int]) -> None:
-        """Write drafts to the model's input and to what is verified.
+        """Write drafts to what is verified, and to the model's input.
 
-        What lacks of one is no token, so that its row goes on with what it chooses itself.
+        What lacks of one is no token, so that its row goes on with what it chooses itself. The
+        device may copy from host memory later. vLLM prepares the next step, and so this is called
+        again, only after it has waited for all such copies of this one (`prepare_inputs_event`).
         """
-        padded = [draft + [_NONE] * (n - len(draft)) for draft, n in zip(drafts, room, strict=True)]
-        flat = np.fromiter((token for draft in padded for token in draft), np.int32)
-        given = self._upload(flat)
-        self._runner.input_ids.gpu.index_copy_(0, self._places, given.clamp(min=0))
-        self._verified.draft_token_ids.copy_(given)
-
-    def _upload(self, values: np.ndarray[Any, Any]) -> Tensor:
-        on_host = torch.from_numpy(values)
-        device = self._runner.device
-        if device.type == "cuda":  # from memory that the device reads by itself
-            on_host = on_host.pin_memory()
-        return on_host.to(device, non_blocking=True)
+        flat = []
+        for draft, n in zip(drafts, room, strict=True):
+            flat += draft if len(draft) == n else draft + [_NONE] * (n - len(draft))
+        self._on_host.numpy()[: len(flat)] = flat
+        given = self._verified.draft_token_ids.copy_(self._on_host[: len(flat)], non_blocking=True)
+        inputs = given.clamp(min=0) if _NONE in flat else given
+        self._runner.input_ids.gpu.scatter_(0, self._places, inputs)
 
     def _read(self, scheduler_output: Any) -> StepOutput | None:
         """Wait for what the step before emitted, and take it down.

@@ -86,7 +86,8 @@ class RemoteProposer:
         if self._ahead:
             if self._rule is not VerificationRule.COUPLED:
                 raise ConfigError(NOT_COUPLED)
-            StepsAhead(runner, self._begin, self.next_drafts, self._launched)
+            most = served.max_num_seqs * served.num_speculative_tokens
+            StepsAhead(runner, most, self._begin, self.next_drafts, self._launched)
         if adapter.tensor_parallel_rank() > 0:
             return
         policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)

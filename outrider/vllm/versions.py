@@ -162,6 +162,7 @@ AHEAD: Final = Names(
         "vllm.v1.worker.gpu_model_runner": (
             *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
             *("self.input_ids =", "self.requests:", "_preprocess(\n"),
+            *("self.synchronize_input_prep(),", "self.prepare_inputs_event.synchronize()"),
             *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
             *("self._invalid_req_indices =", "self._model_runner_output ="),
             "if self.input_batch.prev_sampled_token_ids is None:",

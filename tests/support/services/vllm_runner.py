@@ -34,7 +34,8 @@ class AheadRunner:
         self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
         self.right = K  # draft tokens that are
         self.calls: list[str] = []
-        StepsAhead(self, self._begin, self._next_drafts, lambda: self.calls.append("launched"))
+        launched = lambda: self.calls.append("launched")  # noqa: E731
+        StepsAhead(self, 8 * K, self._begin, self._next_drafts, launched)
 
     def run(
         self,
