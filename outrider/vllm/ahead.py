@@ -11,6 +11,7 @@ choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_toke
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
-Begin = Callable[[StepPlan], None]
+Begin = Callable[[StepPlan, float], None]
 NextDrafts = Callable[[StepOutput | None, Sequence[str]], list[list[int]]]
 
 
@@ -32,6 +33,17 @@ class _Launched(NamedTuple):
     token_ids: Tensor  # [rows, 1 or 1 + K], on the host once `copied` has happened
     copied: Any  # the event
     within_prompt: frozenset[int]  # rows that emit nothing
+
+
+class _Placed(NamedTuple):
+    """The rows of a step."""
+
+    names: list[str]
+    drafts: list[list[int]]
+    room: list[int]  # for draft tokens
+
+
+_NOTHING = _Placed([], [], [])
 
 
 class StepsAhead:
@@ -47,8 +59,8 @@ class StepsAhead:
     ) -> None:
         """Replace methods of a runner that schedules ahead.
 
-        `next_drafts` takes what a step emitted, and the names of rows to draft for; `begin` comes
-        before a step is launched and `launched` after that.
+        `next_drafts` takes what a step emitted, and the names of rows to draft for. While a step
+        runs, `begin` is told of it and when it was launched, and `launched` comes after that.
         """
         self._runner = runner
         self._begin, self._next_drafts, self._launched = begin, next_drafts, launched
@@ -56,7 +68,8 @@ class StepsAhead:
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
         self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
-        self._placed: tuple[list[str], list[list[int]]] = ([], [])
+        self._placed = _NOTHING
+        self._prepared_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         self._on_host = torch.empty(max_draft_tokens, dtype=torch.int32, pin_memory=pinned)
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
@@ -69,11 +82,12 @@ class StepsAhead:
         runner.take_draft_token_ids = self._take_drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._verified, self._placed = None, ([], [])
+        self._verified, self._placed = None, _NOTHING
         if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
             self._next_drafts(self._read(scheduler_output), ())
-            self._begin(StepPlan.of(scheduler_output))
         launched = self._execute(scheduler_output, *args, **kwargs)
+        self._mend(self._placed)  # from here on the device works
+        self._begin(StepPlan.of(scheduler_output), self._prepared_at)
         self._launched()
         return launched
 
@@ -87,9 +101,9 @@ class StepsAhead:
 
         The model's inputs may be embeddings of them.
         """
-        runner, plan = self._runner, StepPlan.of(scheduler_output)
-        names = list(runner.input_batch.req_ids)
-        room = [len(plan.verified.get(name, ())) for name in names]
+        runner = self._runner
+        names, verified = list(runner.input_batch.req_ids), StepPlan.of(scheduler_output).verified
+        room = [len(verified.get(name, ())) for name in names]
         output = self._read(scheduler_output)
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (
@@ -98,12 +112,11 @@ class StepsAhead:
         )
         found = self._next_drafts(output, () if unchecked else names)
         drafts = [draft[:n] for draft, n in zip(found or [[]] * len(names), room, strict=True)]
-        self._placed = names, drafts
-        runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
-        self._mend(names, drafts, room)
         if any(room):
             self._place(drafts, room)
-        self._begin(plan)
+        self._placed = _Placed(names, drafts, room)
+        runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
+        self._prepared_at = time.perf_counter()
         return self._preprocess(scheduler_output, *args, **kwargs)
 
     def _place(self, drafts: list[list[int]], room: Sequence[int]) -> None:
@@ -131,19 +144,19 @@ class StepsAhead:
         replaced = scheduler_output.scheduled_cached_reqs.all_token_ids
         output = None
         if last is not None:
-            last.copied.synchronize()
             rows = [row for row, name in enumerate(last.names) if name not in ended]
-            names, token_ids = [last.names[row] for row in rows], last.token_ids.tolist()
-            emitted = [
-                [] if row in last.within_prompt else [t for t in token_ids[row] if t >= 0]
-                for row in rows
-            ]
-            states = [requests[name] for name in names]
-            lengths = []
-            for name, state, tokens in zip(names, states, emitted, strict=True):
+            names = [last.names[row] for row in rows]
+            states, lengths, emitted = [requests[name] for name in names], [], []
+            last.copied.synchronize()
+            token_ids = last.token_ids.tolist()
+            for row, name, state in zip(rows, names, states, strict=True):
+                tokens = [] if row in last.within_prompt else token_ids[row]
+                if _NONE in tokens:
+                    tokens = tokens[: tokens.index(_NONE)]
                 length = self._lengths[name]
                 if tokens and name not in replaced:
                     state.output_token_ids[length - state.num_prompt_tokens :] = tokens
+                emitted.append(tokens)
                 lengths.append(length + len(tokens))
             self._lengths.update(zip(names, lengths, strict=True))
             texts = lambda row, length: _text(states[row])[:length]  # noqa: E731
@@ -156,15 +169,15 @@ class StepsAhead:
             self._lengths[name] = len(tokens)
         return output
 
-    def _mend(self, names: list[str], drafts: list[list[int]], room: Sequence[int]) -> None:
+    def _mend(self, placed: _Placed) -> None:
         """Set what vLLM reads of texts to choose tokens; it had placeholders."""
         runner, batch = self._runner, self._runner.input_batch
-        lengths = [self._lengths[name] for name in names]
-        batch.num_tokens_no_spec[: len(names)] = lengths
+        lengths = [self._lengths[name] for name in placed.names]
+        batch.num_tokens_no_spec[: len(lengths)] = lengths
         if batch.sampling_metadata.output_token_ids:  # for penalties, and bad words
-            for row, (draft, n) in enumerate(zip(drafts, room, strict=True)):
+            for row, (draft, n) in enumerate(zip(placed.drafts, placed.room, strict=True)):
                 batch.spec_token_ids[row][:] = draft + [0] * (n - len(draft))
-        states = [runner.requests[name] for name in names]
+        states = [runner.requests[name] for name in placed.names]
         if any(state.sampling_params.min_tokens for state in states if state.sampling_params):
             held_by_texts(batch.logitsprocs.all, states)
 
@@ -188,7 +201,7 @@ class StepsAhead:
 
     def _take_drafts(self) -> Any:
         """Return the drafts in the step, for the grammars to check; vLLM may change them."""
-        names, drafts = self._placed
+        names, drafts, _ = self._placed
         return draft_token_ids(names, [draft.copy() for draft in drafts]) if names else None
 
 

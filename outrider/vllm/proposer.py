@@ -160,11 +160,11 @@ class RemoteProposer:
         """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""
         return None if self._host is None else self._host.take_stats(name)
 
-    def _begin(self, plan: adapter.StepPlan) -> None:
+    def _begin(self, plan: adapter.StepPlan, began: float | None = None) -> None:
         if (host := self._host) is None:
             return
         try:
-            host.begin_step(plan.finished, plan.scheduled, plan.verified)
+            host.begin_step(plan.finished, plan.scheduled, plan.verified, began)
             coupled = self._rule is VerificationRule.COUPLED
             for new in plan.new:
                 session_id = host.next_session_id()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,7 @@ class AheadRunner:
             drafted = [len(plan.scheduled_spec_decode_tokens.get(name, ())) for name in names]
             self._calc_spec_decode_metadata(np.array(drafted), ends)
             self._preprocess(plan, int(ends[-1]))
+            self.calls.append("runs")
 
     def _calc_spec_decode_metadata(self, drafted: Any, ends: Any) -> Any:
         """Describe draft tokens; all but a row's last token with logits verify the next one."""
@@ -93,6 +95,7 @@ class AheadRunner:
 
     def _preprocess(self, _plan: Any, num_tokens: int) -> None:
         self.calls.append("prepared")
+        self.prepared_at = time.perf_counter()
         self._inputs = self.input_ids.gpu[:num_tokens].tolist()
         self.input_ids.gpu.fill_(-1)  # as the next step's placeholders do
 
@@ -125,8 +128,9 @@ class AheadRunner:
         for name in self.input_batch.req_ids:
             self.requests[name].output_token_ids += [-1] * (1 + K)  # for what is not read yet
 
-    def _begin(self, plan: StepPlan) -> None:
+    def _begin(self, plan: StepPlan, began: float) -> None:
         self.calls.append(f"begin {len(plan.scheduled)}")
+        self.began = began
 
     def _next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
         self.told.append(output)
