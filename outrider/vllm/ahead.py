@@ -56,14 +56,17 @@ class StepsAhead:
         begin: Begin,
         next_drafts: NextDrafts,
         launched: Callable[[], None],
+        awaited: Callable[[], None],
     ) -> None:
         """Replace methods of a runner that schedules ahead.
 
-        `next_drafts` takes what a step emitted, and the names of rows to draft for. While a step
-        runs, `begin` is told of it and when it was launched, and `launched` comes after that.
+        While a step runs, `begin` is told of it and when it was launched; `launched` comes after
+        that, and `awaited` last, before its result is waited for. `next_drafts` takes what the step
+        emitted, and the names of rows to draft for.
         """
         self._runner = runner
-        self._begin, self._next_drafts, self._launched = begin, next_drafts, launched
+        self._begin, self._next_drafts = begin, next_drafts
+        self._launched, self._awaited = launched, awaited
         self._last: _Launched | None = None
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
@@ -104,6 +107,7 @@ class StepsAhead:
         runner = self._runner
         names, verified = list(runner.input_batch.req_ids), StepPlan.of(scheduler_output).verified
         room = [len(verified.get(name, ())) for name in names]
+        self._awaited()
         output = self._read(scheduler_output)
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (

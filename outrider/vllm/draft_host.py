@@ -310,7 +310,11 @@ class DraftHost(Inbox):
         events = self._accounting.finish(len(self._rows))
         if events is not None:
             self.listener.stepped(events)
-        self._take_messages(0.0)  # what is here now does not delay the drafts after this step
+        self.take_early()
+
+    def take_early(self) -> None:
+        """Take in what came while the device works, so as not to delay the next drafts by it."""
+        self._take_messages(0.0)
 
     def distrust(self) -> None:
         """Take all rows' texts for wrong, after a fault: they begin again."""

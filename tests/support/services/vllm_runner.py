@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,8 @@ class AheadRunner:
         self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
         self.right = K  # draft tokens that are
         self.calls: list[str] = []
-        launched = lambda: self.calls.append("launched")  # noqa: E731
-        StepsAhead(self, 8 * K, self._begin, self._next_drafts, launched)
+        books = [partial(self.calls.append, name) for name in ("launched", "awaited")]
+        StepsAhead(self, 8 * K, self._begin, self._next_drafts, *books)
 
     def run(
         self,

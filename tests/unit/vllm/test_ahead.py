@@ -32,7 +32,7 @@ def test_drafts_come_between_a_result_and_the_next_step_and_books_while_that_run
     runner.calls.clear()
     before = time.perf_counter()
     runner.run("a", "b")
-    assert runner.calls == ["read", "prepared", "runs", "begin 2", "launched"]
+    assert runner.calls == ["awaited", "read", "prepared", "runs", "begin 2", "launched"]
     assert before <= runner.began <= runner.prepared_at
     for name in "ab":
         assert told(runner)[name] == [truth(name, 3)]
