@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +34,6 @@ class _Launched(NamedTuple):
     token_ids: Tensor  # [rows, 1 or 1 + K], on the host once `copied` has happened
     copied: Any  # the event
     within_prompt: frozenset[int]  # rows that emit nothing
-
-
-class _Placed(NamedTuple):
-    """The rows of a step."""
-
-    names: list[str]
-    drafts: list[list[int]]
-    room: list[int]  # for draft tokens
-
-
-_NOTHING = _Placed([], [], [])
 
 
 class StepsAhead:
@@ -71,10 +61,13 @@ class StepsAhead:
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
         self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
-        self._placed = _NOTHING
+        self._placed: tuple[list[str], list[list[int]]] = ([], [])
+        """Rows of the step, and their draft tokens with `_NONE` for each that lacks."""
         self._prepared_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
-        self._on_host = torch.empty(max_draft_tokens, dtype=torch.int32, pin_memory=pinned)
+        self._on_host = torch.empty(
+            max_draft_tokens, dtype=torch.int32, device="cpu", pin_memory=pinned
+        )
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess = runner._preprocess
         self._keep_books = runner._bookkeeping_sync
@@ -85,11 +78,11 @@ class StepsAhead:
         runner.take_draft_token_ids = self._take_drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._verified, self._placed = None, _NOTHING
+        self._verified, self._placed = None, ([], [])
         if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
             self._next_drafts(self._read(scheduler_output), ())
         launched = self._execute(scheduler_output, *args, **kwargs)
-        self._mend(self._placed)  # from here on the device works
+        self._mend(*self._placed)  # from here on the device works
         self._begin(StepPlan.of(scheduler_output), self._prepared_at)
         self._launched()
         return launched
@@ -104,9 +97,9 @@ class StepsAhead:
 
         The model's inputs may be embeddings of them.
         """
-        runner = self._runner
-        names, verified = list(runner.input_batch.req_ids), StepPlan.of(scheduler_output).verified
-        room = [len(verified.get(name, ())) for name in names]
+        runner, verified = self._runner, self._verified
+        names = list(runner.input_batch.req_ids)
+        room = [0] * len(names) if verified is None else verified.num_draft_tokens
         self._awaited()
         output = self._read(scheduler_output)
         # A grammar that is not asked about the drafts would let any follow the first.
@@ -114,28 +107,26 @@ class StepsAhead:
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        found = self._next_drafts(output, () if unchecked else names)
-        drafts = [draft[:n] for draft, n in zip(found or [[]] * len(names), room, strict=True)]
+        found = self._next_drafts(output, () if unchecked else names) or [[]] * len(names)
+        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
         if any(room):
-            self._place(drafts, room)
-        self._placed = _Placed(names, drafts, room)
+            self._place([*chain.from_iterable(drafts)])
+        self._placed = names, drafts
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
         self._prepared_at = time.perf_counter()
         return self._preprocess(scheduler_output, *args, **kwargs)
 
-    def _place(self, drafts: list[list[int]], room: Sequence[int]) -> None:
-        """Write drafts to what is verified, and to the model's input.
+    def _place(self, tokens: list[int]) -> None:
+        """Write draft tokens of all rows to what is verified, and to the model's input.
 
-        What lacks of one is no token, so that its row goes on with what it chooses itself. The
-        device may copy from host memory later. vLLM prepares the next step, and so this is called
-        again, only after it has waited for all such copies of this one (`prepare_inputs_event`).
+        A row that lacks one goes on with what it chooses itself. The device may copy from host
+        memory later. vLLM prepares the next step, and so this is called again, only after it has
+        waited for all such copies of this one (`prepare_inputs_event`).
         """
-        flat = []
-        for draft, n in zip(drafts, room, strict=True):
-            flat += draft if len(draft) == n else draft + [_NONE] * (n - len(draft))
-        self._on_host.numpy()[: len(flat)] = flat
-        given = self._verified.draft_token_ids.copy_(self._on_host[: len(flat)], non_blocking=True)
-        inputs = given.clamp(min=0) if _NONE in flat else given
+        self._on_host.numpy()[: len(tokens)] = tokens
+        on_host = self._on_host[: len(tokens)]
+        given = self._verified.draft_token_ids.copy_(on_host, non_blocking=True)
+        inputs = given.clamp(min=0) if _NONE in tokens else given
         self._runner.input_ids.gpu.scatter_(0, self._places, inputs)
 
     def _read(self, scheduler_output: Any) -> StepOutput | None:
@@ -173,15 +164,14 @@ class StepsAhead:
             self._lengths[name] = len(tokens)
         return output
 
-    def _mend(self, placed: _Placed) -> None:
+    def _mend(self, names: list[str], drafts: list[list[int]]) -> None:
         """Set what vLLM reads of texts to choose tokens; it had placeholders."""
         runner, batch = self._runner, self._runner.input_batch
-        lengths = [self._lengths[name] for name in placed.names]
-        batch.num_tokens_no_spec[: len(lengths)] = lengths
+        batch.num_tokens_no_spec[: len(names)] = [self._lengths[name] for name in names]
         if batch.sampling_metadata.output_token_ids:  # for penalties, and bad words
-            for row, (draft, n) in enumerate(zip(placed.drafts, placed.room, strict=True)):
-                batch.spec_token_ids[row][:] = draft + [0] * (n - len(draft))
-        states = [runner.requests[name] for name in placed.names]
+            for row, draft in enumerate(drafts):
+                batch.spec_token_ids[row][:] = [max(token, 0) for token in draft]
+        states = [runner.requests[name] for name in names]
         if any(state.sampling_params.min_tokens for state in states if state.sampling_params):
             held_by_texts(batch.logitsprocs.all, states)
 
@@ -205,8 +195,9 @@ class StepsAhead:
 
     def _take_drafts(self) -> Any:
         """Return the drafts in the step, for the grammars to check; vLLM may change them."""
-        names, drafts, _ = self._placed
-        return draft_token_ids(names, [draft.copy() for draft in drafts]) if names else None
+        names, padded = self._placed
+        drafts = [[token for token in draft if token != _NONE] for draft in padded]
+        return draft_token_ids(names, drafts) if names else None
 
 
 def _text(state: Any) -> list[int]:

@@ -88,6 +88,7 @@ class AheadRunner:
         rows = [np.arange(end - n - 1, end) for n, end in zip(drafted, ends, strict=True)]
         verifying = np.concatenate([np.arange(len(row)) < len(row) - 1 for row in rows])
         self._metadata = SimpleNamespace(
+            num_draft_tokens=drafted.tolist(),
             draft_token_ids=torch.full((int(drafted.sum()),), -1, dtype=torch.int32),
             logits_indices=torch.tensor(np.concatenate(rows), dtype=torch.int32),
             target_logits_indices=torch.tensor(np.flatnonzero(verifying), dtype=torch.int32),
