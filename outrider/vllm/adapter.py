@@ -243,6 +243,14 @@ def draft_token_ids(names: list[str], drafts: list[list[int]]) -> Any:
     return DraftTokenIds(names, drafts)
 
 
+def draft_places(metadata: Any) -> Any:
+    """Return where draft tokens are among a step's tokens, by its `SpecDecodeMetadata`.
+
+    int64 [draft tokens], on the device. A draft token follows the one whose logits verify it.
+    """
+    return metadata.logits_indices[metadata.target_logits_indices + 1].long()
+
+
 def tensor_parallel_rank() -> int:
     """Return this process's rank among those that share each layer."""
     from vllm.distributed.parallel_state import get_tp_group

@@ -11,18 +11,19 @@ choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.vllm.adapter import StepOutput, StepPlan, draft_token_ids
+from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
-Begin = Callable[[StepPlan], None]
+Begin = Callable[[StepPlan, float], None]
 NextDrafts = Callable[[StepOutput | None, Sequence[str]], list[list[int]]]
 
 
@@ -39,19 +40,34 @@ class StepsAhead:
     """Follows a model runner, and places drafts in its steps."""
 
     def __init__(
-        self, runner: Any, begin: Begin, next_drafts: NextDrafts, launched: Callable[[], None]
+        self,
+        runner: Any,
+        max_draft_tokens: int,  # of a step
+        begin: Begin,
+        next_drafts: NextDrafts,
+        launched: Callable[[], None],
+        awaited: Callable[[], None],
     ) -> None:
         """Replace methods of a runner that schedules ahead.
 
-        `next_drafts` takes what a step emitted, and the names of rows to draft for; `begin` comes
-        before a step is launched and `launched` after that.
+        While a step runs, `begin` is told of it and when it was launched; `launched` comes after
+        that, and `awaited` last, before its result is waited for. `next_drafts` takes what the step
+        emitted, and the names of rows to draft for.
         """
         self._runner = runner
-        self._begin, self._next_drafts, self._launched = begin, next_drafts, launched
+        self._begin, self._next_drafts = begin, next_drafts
+        self._launched, self._awaited = launched, awaited
         self._last: _Launched | None = None
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
+        self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
+        """Rows of the step, and their draft tokens with `_NONE` for each that lacks."""
+        self._prepared_at = 0.0
+        pinned = runner.device.type == "cuda"  # then the device copies from it by itself
+        self._on_host = torch.empty(
+            max_draft_tokens, dtype=torch.int32, device="cpu", pin_memory=pinned
+        )
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess = runner._preprocess
         self._keep_books = runner._bookkeeping_sync
@@ -65,67 +81,53 @@ class StepsAhead:
         self._verified, self._placed = None, ([], [])
         if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
             self._next_drafts(self._read(scheduler_output), ())
-            self._begin(StepPlan.of(scheduler_output))
         launched = self._execute(scheduler_output, *args, **kwargs)
+        self._mend(*self._placed)  # from here on the device works
+        self._begin(StepPlan.of(scheduler_output), self._prepared_at)
         self._launched()
         return launched
 
     def _describe_drafts(self, *args: Any, **kwargs: Any) -> Any:
-        self._verified = self._describe(*args, **kwargs)
-        return self._verified
+        self._verified = verified = self._describe(*args, **kwargs)
+        self._places = draft_places(verified)
+        return verified
 
     def _prepare(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Place drafts in a step that is prepared but for them, and run what is left of that.
 
         The model's inputs may be embeddings of them.
         """
-        runner, plan = self._runner, StepPlan.of(scheduler_output)
+        runner, verified = self._runner, self._verified
         names = list(runner.input_batch.req_ids)
-        room = [len(plan.verified.get(name, ())) for name in names]
-        places = self._places(room)
+        room = [0] * len(names) if verified is None else verified.num_draft_tokens
+        self._awaited()
         output = self._read(scheduler_output)
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        found = self._next_drafts(output, () if unchecked else names)
-        drafts = [draft[:n] for draft, n in zip(found or [[]] * len(names), room, strict=True)]
+        found = self._next_drafts(output, () if unchecked else names) or [[]] * len(names)
+        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
+        if any(room):
+            self._place([*chain.from_iterable(drafts)])
         self._placed = names, drafts
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
-        self._mend(names, drafts, room)
-        if places is not None:
-            self._place(places, drafts, room)
-        self._begin(plan)
+        self._prepared_at = time.perf_counter()
         return self._preprocess(scheduler_output, *args, **kwargs)
 
-    def _places(self, room: Sequence[int]) -> Tensor | None:
-        """Return where the step's draft tokens are among its tokens: int64 [draft tokens]."""
-        counts = np.asarray(room, dtype=np.int64)
-        total = int(counts.sum())
-        if not total:
-            return None
-        ends = self._runner.query_start_loc.np[1 : len(counts) + 1]
-        starts = np.repeat(ends - np.cumsum(counts), counts)
-        return self._upload(starts + np.arange(total))
+    def _place(self, tokens: list[int]) -> None:
+        """Write draft tokens of all rows to what is verified, and to the model's input.
 
-    def _place(self, places: Tensor, drafts: list[list[int]], room: Sequence[int]) -> None:
-        """Write drafts to the model's input and to what is verified.
-
-        What lacks of one is no token, so that its row goes on with what it chooses itself.
+        A row that lacks one goes on with what it chooses itself. The device may copy from host
+        memory later. vLLM prepares the next step, and so this is called again, only after it has
+        waited for all such copies of this one (`prepare_inputs_event`).
         """
-        padded = [draft + [_NONE] * (n - len(draft)) for draft, n in zip(drafts, room, strict=True)]
-        flat = np.fromiter((token for draft in padded for token in draft), np.int32)
-        given = self._upload(flat)
-        self._runner.input_ids.gpu.index_copy_(0, places, given.clamp(min=0))
-        self._verified.draft_token_ids.copy_(given)
-
-    def _upload(self, values: np.ndarray[Any, Any]) -> Tensor:
-        on_host = torch.from_numpy(values)
-        device = self._runner.device
-        if device.type == "cuda":  # from memory that the device reads by itself
-            on_host = on_host.pin_memory()
-        return on_host.to(device, non_blocking=True)
+        self._on_host.numpy()[: len(tokens)] = tokens
+        on_host = self._on_host[: len(tokens)]
+        given = self._verified.draft_token_ids.copy_(on_host, non_blocking=True)
+        inputs = given.clamp(min=0) if _NONE in tokens else given
+        self._runner.input_ids.gpu.scatter_(0, self._places, inputs)
 
     def _read(self, scheduler_output: Any) -> StepOutput | None:
         """Wait for what the step before emitted, and take it down.
@@ -137,19 +139,19 @@ class StepsAhead:
         replaced = scheduler_output.scheduled_cached_reqs.all_token_ids
         output = None
         if last is not None:
-            last.copied.synchronize()
             rows = [row for row, name in enumerate(last.names) if name not in ended]
-            names, token_ids = [last.names[row] for row in rows], last.token_ids.tolist()
-            emitted = [
-                [] if row in last.within_prompt else [t for t in token_ids[row] if t >= 0]
-                for row in rows
-            ]
-            states = [requests[name] for name in names]
-            lengths = []
-            for name, state, tokens in zip(names, states, emitted, strict=True):
+            names = [last.names[row] for row in rows]
+            states, lengths, emitted = [requests[name] for name in names], [], []
+            last.copied.synchronize()
+            token_ids = last.token_ids.tolist()
+            for row, name, state in zip(rows, names, states, strict=True):
+                tokens = [] if row in last.within_prompt else token_ids[row]
+                if _NONE in tokens:
+                    tokens = tokens[: tokens.index(_NONE)]
                 length = self._lengths[name]
                 if tokens and name not in replaced:
                     state.output_token_ids[length - state.num_prompt_tokens :] = tokens
+                emitted.append(tokens)
                 lengths.append(length + len(tokens))
             self._lengths.update(zip(names, lengths, strict=True))
             texts = lambda row, length: _text(states[row])[:length]  # noqa: E731
@@ -162,14 +164,13 @@ class StepsAhead:
             self._lengths[name] = len(tokens)
         return output
 
-    def _mend(self, names: list[str], drafts: list[list[int]], room: Sequence[int]) -> None:
+    def _mend(self, names: list[str], drafts: list[list[int]]) -> None:
         """Set what vLLM reads of texts to choose tokens; it had placeholders."""
         runner, batch = self._runner, self._runner.input_batch
-        lengths = [self._lengths[name] for name in names]
-        batch.num_tokens_no_spec[: len(names)] = lengths
+        batch.num_tokens_no_spec[: len(names)] = [self._lengths[name] for name in names]
         if batch.sampling_metadata.output_token_ids:  # for penalties, and bad words
-            for row, (draft, n) in enumerate(zip(drafts, room, strict=True)):
-                batch.spec_token_ids[row][:] = draft + [0] * (n - len(draft))
+            for row, draft in enumerate(drafts):
+                batch.spec_token_ids[row][:] = [max(token, 0) for token in draft]
         states = [runner.requests[name] for name in names]
         if any(state.sampling_params.min_tokens for state in states if state.sampling_params):
             held_by_texts(batch.logitsprocs.all, states)
@@ -194,8 +195,9 @@ class StepsAhead:
 
     def _take_drafts(self) -> Any:
         """Return the drafts in the step, for the grammars to check; vLLM may change them."""
-        names, drafts = self._placed
-        return draft_token_ids(names, [draft.copy() for draft in drafts]) if names else None
+        names, padded = self._placed
+        drafts = [[token for token in draft if token != _NONE] for draft in padded]
+        return draft_token_ids(names, drafts) if names else None
 
 
 def _text(state: Any) -> list[int]:

@@ -158,8 +158,12 @@ class DraftHost(Inbox):
         finished: Iterable[str],
         scheduled: Mapping[str, int],
         verified: Mapping[str, Sequence[int]],
+        began: float | None = None,
     ) -> None:
-        """Note what vLLM is about to run: tokens, and draft tokens among them, by request."""
+        """Note what vLLM runs, since `began` or from now on, before any of it is committed.
+
+        That is tokens, and draft tokens among them, by request.
+        """
         step, finished = self._accounting.step, list(finished)
         if finished:
             self._accounting.settle()
@@ -168,7 +172,8 @@ class DraftHost(Inbox):
         step.launched = [row for row in step.rows if row.name in scheduled]
         if not scheduled:
             return
-        step.began, step.running = self._clock(), Scheduled(scheduled, verified)
+        step.began = self._clock() if began is None else began
+        step.running = Scheduled(scheduled, verified)
         for name, tokens in verified.items():
             if (row := self._rows.get(name)) is not None:
                 row.num_verified = min(row.num_drafted, len(tokens))
@@ -305,7 +310,11 @@ class DraftHost(Inbox):
         events = self._accounting.finish(len(self._rows))
         if events is not None:
             self.listener.stepped(events)
-        self._take_messages(0.0)  # what is here now does not delay the drafts after this step
+        self.take_early()
+
+    def take_early(self) -> None:
+        """Take in what came while the device works, so as not to delay the next drafts by it."""
+        self._take_messages(0.0)
 
     def distrust(self) -> None:
         """Take all rows' texts for wrong, after a fault: they begin again."""

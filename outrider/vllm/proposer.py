@@ -10,7 +10,7 @@ get its decision. No fault in here reaches vLLM: a step without drafts is slower
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,9 @@ class RemoteProposer:
         if self._ahead:
             if self._rule is not VerificationRule.COUPLED:
                 raise ConfigError(NOT_COUPLED)
-            StepsAhead(runner, self._begin, self.next_drafts, self._launched)
+            most = served.max_num_seqs * served.num_speculative_tokens
+            books = self._launched, self._awaited
+            StepsAhead(runner, most, self._begin, self.next_drafts, *books)
         if adapter.tensor_parallel_rank() > 0:
             return
         policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)
@@ -159,11 +161,11 @@ class RemoteProposer:
         """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""
         return None if self._host is None else self._host.take_stats(name)
 
-    def _begin(self, plan: adapter.StepPlan) -> None:
+    def _begin(self, plan: adapter.StepPlan, began: float | None = None) -> None:
         if (host := self._host) is None:
             return
         try:
-            host.begin_step(plan.finished, plan.scheduled, plan.verified)
+            host.begin_step(plan.finished, plan.scheduled, plan.verified, began)
             coupled = self._rule is VerificationRule.COUPLED
             for new in plan.new:
                 session_id = host.next_session_id()
@@ -179,11 +181,17 @@ class RemoteProposer:
             self._log_fault("a step was not noted")
 
     def _launched(self) -> None:
+        self._tend("a step was not counted", lambda host: host.account())
+
+    def _awaited(self) -> None:
+        self._tend("drafts were not taken", lambda host: host.take_early())
+
+    def _tend(self, fault: str, call: Callable[[DraftHost], None]) -> None:
         try:
             if self._host is not None:
-                self._host.account()
+                call(self._host)
         except Exception:
-            self._log_fault("a step was not counted")
+            self._log_fault(fault)
 
     def _log_fault(self, what: str) -> None:
         self._num_faults += 1

@@ -153,7 +153,9 @@ AHEAD: Final = Names(
         "vllm.config:CompilationConfig": ("cudagraph_capture_sizes",),
         "vllm.config:ModelConfig": ("use_mla",),
         "vllm.v1.core.sched.output:CachedRequestData": ("all_token_ids",),
-        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids",),
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": (
+            *("draft_token_ids", "logits_indices", "target_logits_indices"),
+        ),
         "vllm.v1.sample.metadata:SamplingMetadata": ("output_token_ids",),
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
             *("prompt_token_ids", "output_token_ids", "sampling_params", "num_tokens"),
@@ -163,7 +165,8 @@ AHEAD: Final = Names(
         "vllm.config.vllm": ("get_args(NgramGPUTypes)",),
         "vllm.v1.worker.gpu_model_runner": (
             *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
-            *("self.input_ids =", "self.query_start_loc =", "self.requests:", "_preprocess(\n"),
+            *("self.input_ids =", "self.requests:", "_preprocess(\n"),
+            *("self.synchronize_input_prep(),", "self.prepare_inputs_event.synchronize()"),
             *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
             *("self._invalid_req_indices =", "self._model_runner_output ="),
             "if self.input_batch.prev_sampled_token_ids is None:",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,13 +31,13 @@ class AheadRunner:
             logitsprocs=SimpleNamespace(all=()),
         )
         self.input_ids = SimpleNamespace(gpu=torch.full((64,), -1, dtype=torch.int32))
-        self.query_start_loc = SimpleNamespace(np=np.zeros(9, np.int32))
         self.told: list[StepOutput | None] = []
         self.counts: list[list[int]] = []  # emitted tokens that the device is told of
         self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
         self.right = K  # draft tokens that are
         self.calls: list[str] = []
-        StepsAhead(self, self._begin, self._next_drafts, lambda: self.calls.append("launched"))
+        books = [partial(self.calls.append, name) for name in ("launched", "awaited")]
+        StepsAhead(self, 8 * K, self._begin, self._next_drafts, *books)
 
     def run(
         self,
@@ -75,19 +77,27 @@ class AheadRunner:
         self.input_batch.req_ids = names
         if names:
             ends = np.cumsum(list(plan.num_scheduled_tokens.values()))
-            self.query_start_loc.np[1 : len(names) + 1] = ends
             drafted = [len(plan.scheduled_spec_decode_tokens.get(name, ())) for name in names]
-            self._calc_spec_decode_metadata(np.array(drafted))
+            self._calc_spec_decode_metadata(np.array(drafted), ends)
             self._preprocess(plan, int(ends[-1]))
+            self.calls.append("runs")
 
-    def _calc_spec_decode_metadata(self, drafted: Any) -> Any:
+    def _calc_spec_decode_metadata(self, drafted: Any, ends: Any) -> Any:
+        """Describe draft tokens; all but a row's last token with logits verify the next one."""
         self._drafted = drafted
-        ids = torch.full((int(drafted.sum()),), -1, dtype=torch.int32)
-        self._metadata = SimpleNamespace(draft_token_ids=ids)
+        rows = [np.arange(end - n - 1, end) for n, end in zip(drafted, ends, strict=True)]
+        verifying = np.concatenate([np.arange(len(row)) < len(row) - 1 for row in rows])
+        self._metadata = SimpleNamespace(
+            num_draft_tokens=drafted.tolist(),
+            draft_token_ids=torch.full((int(drafted.sum()),), -1, dtype=torch.int32),
+            logits_indices=torch.tensor(np.concatenate(rows), dtype=torch.int32),
+            target_logits_indices=torch.tensor(np.flatnonzero(verifying), dtype=torch.int32),
+        )
         return self._metadata
 
     def _preprocess(self, _plan: Any, num_tokens: int) -> None:
         self.calls.append("prepared")
+        self.prepared_at = time.perf_counter()
         self._inputs = self.input_ids.gpu[:num_tokens].tolist()
         self.input_ids.gpu.fill_(-1)  # as the next step's placeholders do
 
@@ -120,8 +130,9 @@ class AheadRunner:
         for name in self.input_batch.req_ids:
             self.requests[name].output_token_ids += [-1] * (1 + K)  # for what is not read yet
 
-    def _begin(self, plan: StepPlan) -> None:
+    def _begin(self, plan: StepPlan, began: float) -> None:
         self.calls.append(f"begin {len(plan.scheduled)}")
+        self.began = began
 
     def _next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
         self.told.append(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +26,14 @@ def told(runner: AheadRunner) -> dict[str, list[int]]:
     return dict(zip(output.names, map(list, output.emitted), strict=True))
 
 
-def test_drafts_come_after_the_step_before_is_read_and_before_the_model_is_launched() -> None:
+def test_drafts_come_between_a_result_and_the_next_step_and_books_while_that_runs() -> None:
     runner = AheadRunner()
     runner.run("a", "b", new="ab")
     runner.calls.clear()
+    before = time.perf_counter()
     runner.run("a", "b")
-    assert runner.calls == ["read", "begin 2", "prepared", "launched"]
+    assert runner.calls == ["awaited", "read", "prepared", "runs", "begin 2", "launched"]
+    assert before <= runner.began <= runner.prepared_at
     for name in "ab":
         assert told(runner)[name] == [truth(name, 3)]
     assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]

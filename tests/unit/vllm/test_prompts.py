@@ -10,7 +10,7 @@ from outrider.types import Request
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.waiting import LockstepPolicy
 
-STEP_S, PROMPT_S = 0.01, 0.03
+STEP_S, PROMPT_S, NOTED_S = 0.01, 0.03, 0.002
 
 
 class Prompts:
@@ -36,7 +36,9 @@ class Prompts:
     def step(self, requests: dict[str, int], seconds: float, *opened: str) -> None:
         """Run a step of tokens by request; below 0: within the prompt, so nothing is emitted."""
         scheduled = {name: abs(tokens) for name, tokens in requests.items()}
-        self.host.begin_step([], scheduled, {})
+        began = self.now
+        self.now += NOTED_S  # a step is noted while it runs
+        self.host.begin_step([], scheduled, {}, began)
         for name in opened:
             prompt = (5,) * 8
             request = Request(
@@ -49,7 +51,7 @@ class Prompts:
             self.host.open(name, request, frozenset())
             self.texts[name] = list(prompt)
         self.host.account()
-        self.now += seconds
+        self.now = began + seconds
         emitted = [[7] if tokens > 0 else [] for tokens in requests.values()]
         for name, tokens in zip(requests, emitted, strict=True):
             self.texts[name] += tokens
