@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from outrider.draft_port import DeviceDrafts, VerifyingRow, VerifyOutput
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftTree, depths
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
-from outrider.engine.tree_mask import MAX_TREE_NODES, depths
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import VerificationRule
 from outrider.types import StepTimings
 
