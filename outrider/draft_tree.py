@@ -243,6 +243,14 @@ def chain_parents(num_nodes: int) -> tuple[int, ...]:
     return tuple(range(-1, num_nodes - 1))
 
 
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return per node the number of its ancestors; a child of the root (-1) has none."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
+
+
 @lru_cache(maxsize=1024)
 def _checked_parents(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Return `parents` if each comes before its child; raises `InvalidRequestError`.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from outrider.averages import Average
 
 STALE_STEPS = 12  # of other sizes
+FAR = 2.0**40  # tokens, more than any step has
 
 
 class StepTimes:
@@ -26,8 +27,7 @@ class StepTimes:
         self._sizes: dict[int, tuple[Average, Average]] = {}  # tokens, seconds
         self._steps = 0
         self._ran_at: dict[int, int] = {}  # by size: the number of its last step
-        self._tokens, self._seconds = [0.0], [0.0]  # of the measured sizes, in order
-        self._slope: float = 0.0  # seconds a token, over all sizes
+        self._tokens, self._seconds = [0.0, FAR], [0.0, 0.0]  # of the measured sizes, in order
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one step."""
@@ -43,7 +43,8 @@ class StepTimes:
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [*accumulate([seconds for _, seconds in reversed(points)], min)][::-1]
         more_s, more = self._seconds[-1] - self._seconds[0], self._tokens[-1] - self._tokens[0]
-        self._slope = more_s / more if more else 0.0
+        self._tokens.append(FAR)
+        self._seconds.append(self._seconds[-1] + (FAR - self._tokens[-2]) * more_s / (more or 1.0))
 
     def outdated(self, num_tokens: float) -> bool:
         """Tell whether no step of this size ran for long."""
@@ -55,8 +56,6 @@ class StepTimes:
     def estimate(self, num_tokens: float) -> float:
         """Return the seconds of a step; see `estimates`."""
         tokens, seconds = self._tokens, self._seconds
-        if num_tokens >= tokens[-1]:
-            return seconds[-1] + (num_tokens - tokens[-1]) * self._slope
         i = bisect_right(tokens, num_tokens)
         if not i:
             return seconds[0]
@@ -69,9 +68,7 @@ class StepTimes:
         Below the smallest size they are as fast as that one. Beyond the largest the slope from the
         smallest goes on.
         """
-        beyond = np.maximum(0.0, num_tokens - self._tokens[-1])
-        within = np.interp(num_tokens, self._tokens, self._seconds)
-        seconds: NDArray[np.float64] = within + beyond * self._slope
+        seconds: NDArray[np.float64] = np.interp(num_tokens, self._tokens, self._seconds)
         return seconds
 
 
@@ -91,7 +88,7 @@ class StepSizes:
         single, _, longer = self._by_rows.get(num_rows) or self._find(num_rows)
         several = longer[np.searchsorted(longer, num_tokens)]
         filled = np.where(num_tokens <= num_rows, single, several)
-        return np.where(np.isinf(filled), num_tokens, filled)
+        return np.where(filled < math.inf, filled, num_tokens)
 
     def run_one(self, num_rows: int, num_tokens: float) -> float:
         """Return what `run` does for one step."""

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.draft_tree import depths
 from outrider.engine.shared_prefix import SharedPrefix
-from outrider.engine.tree_mask import TreeMask, depths, lineages
+from outrider.engine.tree_mask import TreeMask, lineages
 
 T = TypeVar("T")
 

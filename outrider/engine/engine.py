@@ -21,6 +21,7 @@ from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.in_flight import (
+    CollectedStep,
     InFlight,
     StepClock,
     clear_places,
@@ -95,7 +96,7 @@ class Engine:
         self._device_drafts: DeviceDrafts | None = None  # for the next step
         self._in_flight: InFlight | None = None
         self._behind: InFlight | None = None  # launched behind the step in flight
-        self._collected: tuple[Committed, StepEvents] | None = None  # not finalized yet
+        self._collected: tuple[Committed, CollectedStep] | None = None  # not finalized yet
         self._failed: StepEvents | None = None  # a step that failed, not reported yet
         self._uncounted: list[tuple[Row, PostedBlock, float]] = []  # useful; and the arrival
 
@@ -197,8 +198,7 @@ class Engine:
         committed = self._scheduler.commit(flight.step, result, took_s, now)
         if self.features is not None:
             self.features.gather(self._scheduler.by_session)
-        timings = self._clock.committed(flight, result, now)
-        self._collected = committed, StepEvents((), (), timings, flight.set_aside or ())
+        self._collected = committed, CollectedStep(flight, result, self._clock.committed(now))
 
     def finalize_step(self) -> StepEvents | None:
         """Count the step that was collected last, and return its events; None if there are none.
@@ -209,14 +209,15 @@ class Engine:
         self._count_blocks()
         events, self._failed = self._failed, None
         if self._collected is not None:
-            (committed, events), self._collected = self._collected, None
+            (committed, collected), self._collected = self._collected, None
             told, grown = finalize_step(self._tracker, committed)
-            events = replace(
-                events,
-                told=told,
+            events = StepEvents(
+                told,
+                committed.failures,
+                collected.timings,
+                collected.flight.set_aside or (),
+                self._tracker.account.take(),
                 grown=grown,
-                failures=committed.failures,
-                counts=self._tracker.account.take(),
             )
         self._note_launch()
         features = None if self.features is None else self.features.take()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from outrider.draft_port import DeviceDrafts, VerifyingRow, VerifyOutput
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftTree, depths
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
-from outrider.engine.tree_mask import MAX_TREE_NODES, depths
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import VerificationRule
 from outrider.types import StepTimings
 
@@ -56,6 +57,23 @@ class InFlight:
                 session, length = row.seq.session_id, len(row.seq.token_ids)
                 rows.append(VerifyingRow(session, length, place, most, wanted, is_tree))
         return VerifyOutput(rows, self.pending.verified)
+
+
+class CollectedStep(NamedTuple):
+    """A step whose tokens are committed, which took `commit_s`."""
+
+    flight: InFlight
+    result: StepResult
+    commit_s: float
+
+    @property
+    def timings(self) -> StepTimings:
+        return replace(
+            self.flight.timings,
+            forward_ms=self.result.forward_s * 1e3,
+            verify_ms=self.result.verify_s * 1e3,
+            commit_ms=self.commit_s * 1e3,
+        )
 
 
 class StepClock:
@@ -104,15 +122,10 @@ class StepClock:
         self._result_at = now = self.now()
         return now
 
-    def committed(self, flight: InFlight, result: StepResult, since: float) -> StepTimings:
-        """Note that a step's tokens are committed, which began at `since`; return its times."""
+    def committed(self, since: float) -> float:
+        """Note that a step's tokens are committed, and return the seconds since that began."""
         self._committed_at = self.now()
-        return replace(
-            flight.timings,
-            forward_ms=result.forward_s * 1e3,
-            verify_ms=result.verify_s * 1e3,
-            commit_ms=(self._committed_at - since) * 1e3,
-        )
+        return self._committed_at - since
 
 
 def may_stay_on_device(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> bool:

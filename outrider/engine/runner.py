@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outrider.draft_tree import depths
 from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.events import elapsed_seconds, make_events
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
@@ -25,7 +26,6 @@ from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import RuledRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult, fill_in_drafts
-from outrider.engine.tree_mask import depths
 from outrider.engine.tree_walk import path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts, DeviceNodes
-from outrider.draft_tree import DraftProbs, DraftTree, chain_parents
+from outrider.draft_tree import DraftProbs, DraftTree, chain_parents, depths
 from outrider.drafted_nodes import DraftNodes
 from outrider.engine.batch import RowSlice
 from outrider.engine.sequence import Sequence
-from outrider.engine.tree_mask import MAX_TREE_NODES, depths
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import TokenIds, VerificationRule
 from outrider.rounds import Round, chain_round
 from outrider.types import TokenLogprobs

@@ -45,14 +45,6 @@ class TreeMask:
         return seen
 
 
-def depths(parents: Sequence[int]) -> list[int]:
-    """Return per node the number of its ancestors; a child of the root (-1) has none."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 0)
-    return found
-
-
 def lineages(parents: Sequence[int]) -> NDArray[np.int64]:
     """Return per node the bits of itself and its ancestors, for `MAX_TREE_NODES` at most."""
     found: list[int] = []

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.draft_tree import chain_parents
+from outrider.draft_tree import chain_parents, depths
 from outrider.engine.sampling.verify import padded, verify_trees
 from outrider.engine.step import ScheduledRow
-from outrider.engine.tree_mask import depths
 
 
 class Walk(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.bounded import remember
-from outrider.drafted_nodes import DraftNodes, Forest
+from outrider.drafted_nodes import DraftNodes
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.draft_times import DraftTimes
 from outrider.policy.row import ConfidentDraft, Drafting
@@ -22,6 +22,7 @@ PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is 
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
 BINS = 16  # of confidences, of which a byte tells 256: the rest is noise
 CONFIDENCES_PER_BIN = 256 // BINS
+BIN_OF = bytes([told // CONFIDENCES_PER_BIN for told in range(256)])
 SAID = 1.0 / (1.0 + np.exp(7.5 - np.arange(BINS)))  # by the log odds in the middle of each bin
 
 
@@ -38,14 +39,15 @@ class _Kind:
         self._levels *= PROPOSER_FADE ** len(rounds)
         ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
         self._levels += (ends.T[:, :, None] > np.arange(MAX_SPECULATIVE_TOKENS)).sum(1)
-        told = [(round_.last, nodes) for round_, nodes in rounds if nodes.confidences]
-        if told:
-            last, drafts = zip(*told, strict=True)
-            forest = Forest(drafts)
-            depths, bins = forest.depths, forest.confidences // CONFIDENCES_PER_BIN
-            fresh = np.zeros_like(self._nodes)
-            for counts, found in zip(fresh, forest.verified(np.array(last)), strict=True):
-                np.add.at(counts, (depths[found], bins[found]), 1.0)
+        tried = [
+            (depth * BINS + told // CONFIDENCES_PER_BIN, accepted)
+            for round_, nodes in rounds
+            for depth, told, accepted in nodes.tried(round_.last)
+        ]
+        if tried:
+            places, accepted = zip(*tried, strict=True)
+            counts = [np.bincount(places, each, self._nodes[0].size) for each in (accepted, None)]
+            fresh = np.reshape(counts, self._nodes.shape)
             # What was not tried again is not forgotten: it would be tried for that alone.
             self._nodes = self._nodes * PROPOSER_FADE ** fresh[1] + fresh
         self._learn()
@@ -119,11 +121,13 @@ class Acceptance:
     def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> NDArray[np.float64]:
         """Return the survival of each node [n] of `drafts`, one after the other."""
         kinds, of_draft = self._kinds_of([d for d, _ in drafts])
-        forest = Forest([nodes for _, nodes in drafts])
-        of_node = np.repeat(of_draft, np.diff(forest.starts, append=forest.size))
-        bins = forest.confidences // CONFIDENCES_PER_BIN
-        tables = np.stack([kind.by_confidence for kind in kinds])
-        return forest.products(tables[of_node, forest.depths, bins])
+        rates = [kind.by_confidence.item for kind in kinds]
+        found: list[float] = []
+        # Loops, because NumPy takes longer to begin than these few numbers take.
+        for (_, nodes), place in zip(drafts, of_draft, strict=True):
+            bins = nodes.confidences.translate(BIN_OF)
+            found += nodes.products(map(rates[place], nodes.depths, bins))
+        return np.array(found)
 
     def _kinds_of(self, rows: Rows[Drafting]) -> tuple[list[_Kind], list[int]]:
         """Return the kinds of rows' drafts, and each row's place among them."""

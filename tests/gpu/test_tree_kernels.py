@@ -11,11 +11,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from outrider.draft_tree import depths  # noqa: E402
 from outrider.engine.cuda import trees as kernels  # noqa: E402
 from outrider.engine.graphs import tree_inputs  # noqa: E402
 from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
 from outrider.engine.sampling.verify import VerifyBatch  # noqa: E402
-from outrider.engine.tree_mask import TreeMask, depths, lineages  # noqa: E402
+from outrider.engine.tree_mask import TreeMask, lineages  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -19,11 +19,15 @@ class Bucket:
     query_len: int  # tokens of a row at most
     rows: int
     trees: bool = False  # rows hold trees or chains
-    num_tokens: int = 0  # in all, at least `rows`; 0: `query_len` in each row
+    tokens: int = 0  # in all, at least `rows`; 0: `query_len` in each row
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", self.tokens or self.rows * self.query_len)
 
     @property
-    def tokens(self) -> int:
-        return self.num_tokens or self.rows * self.query_len
+    def full(self) -> bool:
+        """Tell whether each row, with its padding, has `query_len` tokens."""
+        return self.tokens == self.rows * self.query_len
 
     @property
     def cost(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.decode_buckets import Bucket
 from outrider.engine.graphs.staging import PageLayout, Staging
 from outrider.engine.graphs.tree_inputs import TreeViews
-from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
+from outrider.engine.sampling.coupled import SamplingBatch, keys_of_seed
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import DrawnTokens, ScheduledRow, Step, fill_in_drafts
@@ -52,11 +52,11 @@ class _BucketViews:
     cu_seqlens: NDArray[Any]  # int32 [rows + 1]
     draft_lens: NDArray[Any]  # int32 [rows]
     seq_lens: NDArray[Any]  # int32 [rows]
-    first_pages: NDArray[Any]  # int64 [rows]: where each row's page table starts
     rows: NDArray[Any]  # int64 [rows]: 0, 1, ...
-    ones: NDArray[Any]  # int64 [rows]
-    zeros: NDArray[Any]  # int64 [rows]
     places: NDArray[Any]  # int64 [tokens]: likewise
+    lens: NDArray[Any]  # int64 [rows]: of rows with `query_len` tokens each
+    row_of: NDArray[Any]  # int64 [tokens]: the row of each token then
+    steps: NDArray[Any]  # int64 [tokens]: its place in that row
     trees: TreeViews | None
 
 
@@ -118,7 +118,6 @@ class DecodeInputs:
         }
         self._tables = self._staging.array("block_table")
         self._tables.fill(layout.scratch_page)
-        self._flat_tables = self._tables.ravel()
         self._padding = _RowConstants(
             table=(),
             pages=np.full(self._table_width, layout.scratch_page, np.int32),
@@ -131,7 +130,7 @@ class DecodeInputs:
         self._tables_at = [self._padding.table] * rows
         self._lengths = [0] * rows  # pages that the buffer has
         self._eager = [False] * rows  # it needs eager sampling
-        self._rows_of: Bucket | None = None  # of one token a row, whose columns hold these rows
+        self._rows_of: Bucket | None = None  # a full one, whose columns hold these rows
 
     def batch(self, bucket: Bucket) -> PackedBatch:
         """Return a bucket's batch: views of the device's buffer, and constants."""
@@ -190,33 +189,29 @@ class DecodeInputs:
 
         to = self._views.get(bucket) or self._view(bucket)
         padding = [0] * (bucket.rows - num_rows)
-        counts = to.ones
-        if slices or padding:
-            lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
-            counts = np.array(lengths + padding)
+        lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
+        counts = np.array(lengths + padding)
         first = np.array(singles.starts + [part.start for part in slices] + padding)
-        if bucket.query_len == 1:  # each row has one token, also those of padding
-            lens, row_of, steps = to.ones, to.rows, to.zeros
-        else:
-            # The last rows take the padding first, each as much as it can.
+        lens, row_of, steps = to.lens, to.row_of, to.steps
+        if not bucket.full:  # the last rows take the padding first, each as much as it can
             free = bucket.query_len - counts
             after = free[::-1].cumsum()[::-1] - free
             lens = counts + np.clip(bucket.tokens - num_tokens - after, 0, free)
             row_of = np.repeat(to.rows, lens)  # of each token
             steps = to.places - (lens.cumsum() - lens)[row_of]  # 0, 1, ... in each row
         np.add(first, lens, out=to.seq_lens, casting="same_kind")
+        np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
         if self._rows_of is not bucket:
             np.cumsum(lens, out=to.cu_seqlens[1:])
-            np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
             for by_row, by_token in to.sampling:
                 np.take(by_row, row_of, axis=0, out=by_token, mode="clip")
-            self._rows_of = bucket if bucket.query_len == 1 else None
+            self._rows_of = bucket if bucket.full else None
         np.add(first[row_of], steps, out=to.positions)
         # There are no positions behind the longest context, which only padding tokens reach.
         np.minimum(to.positions, layout.max_model_len - 1, out=to.positions)
         pages = to.positions // layout.page_size
         # A position p of the table's n-th page has the slot (table[n] - n) * page_size + p.
-        np.subtract(self._flat_tables.take(pages + to.first_pages[row_of]), pages, out=to.slots)
+        np.subtract(self._tables[row_of, pages], pages, out=to.slots)
         np.multiply(to.slots, layout.page_size, out=to.slots)
         np.add(to.slots, to.positions, out=to.slots)
         flat = [*singles.tokens, *chain.from_iterable([part.token_ids for part in slices])]
@@ -298,11 +293,11 @@ class DecodeInputs:
             cu_seqlens=self._staging.array("cu_seqlens")[: rows + 1],
             draft_lens=self._staging.array("draft_lens")[:rows],
             seq_lens=self._staging.array("seq_lens")[:rows],
-            first_pages=np.arange(rows) * self._table_width,
             rows=np.arange(rows),
-            ones=np.ones(rows, np.int64),
-            zeros=np.zeros(rows, np.int64),
             places=np.arange(tokens),
+            lens=np.full(rows, bucket.query_len),
+            row_of=np.repeat(np.arange(rows), bucket.query_len)[:tokens],
+            steps=np.arange(tokens) % bucket.query_len,
             trees=trees,
         )
         return views
@@ -313,7 +308,7 @@ class DecodeInputs:
             table=table,
             pages=self._padding.pages.copy(),
             sampling=params,
-            keys=seed_keys([params.seed])[0].numpy(),
+            keys=np.array(keys_of_seed(params.seed)),
             needs_eager_sampling=seq.needs_eager_sampling,
         )
         return constants

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.bounded import remember
+
 _ALIGNMENT = 256  # bytes: kernels read their inputs in wide words
 
 
@@ -40,6 +42,7 @@ class Staging:
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = {name: self._view(self._host, name) for name in columns}
         self._on_device = {name: self._view(self._device, name) for name in columns}
+        self._parts: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # that `send` copies
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def host(self, name: str) -> Tensor:
@@ -55,9 +58,11 @@ class Staging:
 
     def send(self, last: str, num_rows: int) -> None:
         """Enqueue the copy of all columns before `last` and of the first rows of `last`."""
-        dtype, (_, *shape) = self._columns[last]
-        end = self._starts[last] + num_rows * dtype.itemsize * math.prod(shape)
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if (parts := self._parts.get((last, num_rows))) is None:
+            dtype, (_, *shape) = self._columns[last]
+            end = self._starts[last] + num_rows * dtype.itemsize * math.prod(shape)
+            parts = remember(self._parts, (last, num_rows), (self._device[:end], self._host[:end]))
+        parts[0].copy_(parts[1], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -66,8 +71,9 @@ class Staging:
 
         It waits behind a step in flight only, never for one: by then the step before has ended.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copied is None or self._copied.query():  # type: ignore[no-untyped-call]
+            return
+        self._copied.synchronize()  # which gives up the interpreter even if the copy was made
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         dtype, shape = self._columns[name]

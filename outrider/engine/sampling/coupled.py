@@ -174,7 +174,7 @@ def _sorted_threshold(scaled: Tensor, batch: SamplingBatch) -> Tensor:
 def seed_keys(seeds: Sequence[int], lanes: Sequence[Lane] | None = None) -> Tensor:
     """Return the keys of uint64 seeds for `SamplingBatch.seed`: int64 [n, 2], on the host."""
     lanes = (Lane.SHARED,) * len(seeds) if lanes is None else lanes
-    keys = [_seed_keys(seed, lane) for seed, lane in zip(seeds, lanes, strict=True)]
+    keys = [keys_of_seed(seed, lane) for seed, lane in zip(seeds, lanes, strict=True)]
     return torch.tensor(keys, dtype=torch.int64).view(-1, 2)
 
 
@@ -238,7 +238,8 @@ def _mix_int(x: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _seed_keys(seed: int, lane: Lane) -> tuple[int, int]:
+def keys_of_seed(seed: int, lane: Lane = Lane.SHARED) -> tuple[int, int]:
+    """Return the keys of one uint64 seed, as `seed_keys` has them."""
     low, high = seed & _MASK, seed >> 32
     first, second = _mix_int(_mix_int(low) ^ high), _mix_int(_mix_int(high ^ _GOLDEN) ^ low)
     if lane is Lane.SHARED:

@@ -426,13 +426,15 @@ def test_decode_inputs_when_rows_move_equal_fresh_inputs() -> None:
             rows[rows.index(row)] = present[0]
         elif change < 0.6:
             rng.shuffle(rows)
-        bucket = Bucket(5, rng.choice([n for n in (1, 2, 4, 8) if n >= len(present)]))
-        fresh = DecodeInputs([Bucket(5, 8)], LAYOUT)
-        assert fill(inputs, present, bucket) == fill(fresh, present, bucket)
-        for used in (inputs, fresh):
-            used.send(bucket)
-        for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
-            assert torch.equal(a, b)
+        fitting = [Bucket(5, n) for n in (1, 2, 4, 8) if n >= len(present)]
+        bucket = rng.choice([*fitting, Bucket(5, 8, False, 20)])
+        for step in (present, [cut(row, rng.randint(0, len(row.draft))) for row in present]):
+            fresh = DecodeInputs([Bucket(5, 8)], LAYOUT)
+            assert fill(inputs, step, bucket) == fill(fresh, step, bucket)
+            for used in (inputs, fresh):
+                used.send(bucket)
+            for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
+                assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("bucket", [Bucket(5, 4), Bucket(5, 4, False, 9), Bucket(5, 6, False, 14)])
@@ -465,6 +467,13 @@ def test_decode_inputs_when_rows_are_forgotten_keep_placed_rows() -> None:
         for _ in range(4):
             inputs.fill(make_step(rng, [1], 97), Bucket(5, 1))
     fill(inputs, [first, second], Bucket(5, 2))
+
+
+def cut(row: ScheduledRow, num_tokens: int) -> ScheduledRow:
+    """Return a row with so many tokens of its draft."""
+    part, kept = row.slice, 1 + num_tokens
+    part = part._replace(token_ids=part.token_ids[:kept], num_logits=kept)
+    return row._replace(slice=part, draft=row.draft[:num_tokens])
 
 
 def fill(inputs: DecodeInputs, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.draft_tree import chain_parents
+from outrider.draft_tree import chain_parents, depths
 from outrider.engine.attention.base import AttentionBackend, AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cpu.attention import NumbaAttention
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.tree_mask import MAX_TREE_NODES, depths
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.features import FeatureSpec
 
 CPU = torch.device("cpu")

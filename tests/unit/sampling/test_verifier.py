@@ -9,12 +9,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.draft_tree import chain_parents
+from outrider.draft_tree import chain_parents, depths
 from outrider.engine.batch import RowSlice
 from outrider.engine.sampling.verify import verify_rows, verify_trees
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow
-from outrider.engine.tree_mask import depths
 from outrider.engine.tree_walk import path_order, walk_trees
 from outrider.policy.row import Drafting, Offered
 from outrider.rounds import token_kinds
