@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -135,6 +136,12 @@ class GatewayConfig(GeneratorConfig):
         answer_format("", self.tool_call_parser, self.reasoning_parser)
         if not all(self.model_names):
             raise ConfigError("--served-model-name must not be empty.")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", origin):
+                raise ConfigError(
+                    f"--cors-origin {origin!r} is not what browsers send as a page's origin, such "
+                    "as https://app.example.com (lower case, no path, no last slash), nor *."
+                )
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError("--seed must be an unsigned 64-bit number.")
         for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s", "hold_timeout_s"):

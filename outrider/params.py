@@ -46,7 +46,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         require(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
-        require(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive number")
+        require(0 <= self.top_k < 2**31, "top_k", f"between 0 (off) and {2**31 - 1}")
         require(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
         require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
         require(0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")

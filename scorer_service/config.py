@@ -24,6 +24,7 @@ from outrider.vllm.flags import VllmOptions
 
 
 def _socket_path(text: str) -> str:
+    flag_types.some_text(text)
     if len(os.fsencode(text)) > flag_types.MAX_SOCKET_PATH:
         raise argparse.ArgumentTypeError(
             f"{text!r} is longer than {flag_types.MAX_SOCKET_PATH} bytes: the system allows 107, "

@@ -124,13 +124,15 @@ def run_batch(
             room.release()
 
     try:
-        for text in lines:
+        for number, text in enumerate(lines, 1):
             if written.failure is not None:
                 break
             if not text.strip():
                 continue
             custom_id, body = read_line(text, seen)
             if isinstance(body, OutriderError):
+                if custom_id is None:
+                    body.message = f"Line {number}: {body.message}"
                 written.put(custom_id, body)
                 continue
             room.acquire()

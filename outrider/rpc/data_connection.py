@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import ssl
@@ -100,7 +101,7 @@ class DataPort:
             except OSError as error:
                 raise ConfigError(
                     f"cannot listen on {self._socket}: its folder must exist and allow writing, "
-                    "and the path be at most 107 bytes long."
+                    "nothing but a socket may lie there, and the path be at most 107 bytes long."
                 ) from error
             self._servers.append(beside)
         return self._port
@@ -108,10 +109,12 @@ class DataPort:
     async def stop(self) -> None:
         """Stop listening. The users of connections close them."""
         for server in self._servers:
+            name = server.sockets[0].getsockname()
             server.close()
+            if isinstance(name, str):  # of a Unix socket
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
         self._servers.clear()
-        if self._socket is not None:
-            self._socket.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def offer(self) -> Iterator[Offer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -89,6 +91,7 @@ class GrpcServer:
         credentials = None if self._tls is None else server_credentials(self._tls)
         port = _bind(server, self._address, credentials)
         if self._unix_path is not None:
+            _refuse_served(self._unix_path)
             _bind(server, f"unix:{self._unix_path}")
         servers = [server]
         if self._health_address is not None:
@@ -136,6 +139,16 @@ def _new_server(limits: ClientLimits | None = None, *, share_port: bool = False)
     return grpc.aio.server(interceptors=(DecodingInterceptor(),), options=tuple(options.items()))
 
 
+def _refuse_served(path: str) -> None:
+    """Raise `ConfigError` where a server listens, since gRPC would take its socket away."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(path) in (0, errno.EAGAIN):  # EAGAIN: it has too many to accept
+            raise ConfigError(
+                f"cannot listen on unix:{path}: another server does. Choose another path."
+            )
+
+
 def _bind(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
 ) -> int:
@@ -146,8 +159,8 @@ def _bind(
     except RuntimeError as error:
         if address.startswith("unix:"):
             raise ConfigError(
-                f"cannot listen on {address}: its folder must exist and allow writing, and the "
-                "path be at most 107 bytes long."
+                f"cannot listen on {address}: its folder must exist and allow writing, nothing "
+                "but a socket may lie there, and the path be at most 107 bytes long."
             ) from error
         raise ConfigError(
             f"cannot listen on {address}: the port is taken or the address is not "

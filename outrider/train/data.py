@@ -61,13 +61,21 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("text"), str):
-            yield row["text"]
-        elif isinstance(row, dict) and "messages" in row:
-            yield tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        else:
-            raise ConfigError(f"--data {path}, line {number}: neither `text` nor `messages`")
+        try:
+            yield _document(json.loads(line), tokenizer)
+        except Exception as error:  # a chat template is a program: it may raise anything
+            raise ConfigError(f"--data {path}, line {number}: {error}") from error
+
+
+def _document(row: Any, tokenizer: Any) -> str:
+    if isinstance(row, dict) and isinstance(row.get("text"), str):
+        return str(row["text"])
+    if not isinstance(row, dict) or "messages" not in row:
+        raise ValueError("neither `text` nor `messages`")
+    messages = row["messages"]
+    if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
+        raise ValueError("`messages` is no list of objects, such as one with role and content")
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 class Source:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ConfigError, DeadlineError
+from outrider.rpc.data_connection import DataPort
+from outrider.rpc.server import GrpcServer
 from scorer_service.__main__ import main, resolve
 from scorer_service.app import ScorerApp
 from scorer_service.config import ScorerOptions
@@ -78,6 +81,46 @@ async def test_scorer_start_with_longest_socket_path_listens() -> None:
 def test_scorer_start_with_longer_socket_path_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--listen-unix: '/run/s.* is longer than 97 bytes"):
         resolve(["--listen-unix", "/run/".ljust(98, "s")])
+
+
+async def test_scorer_start_leaves_another_scorer_its_sockets(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    flags = resolve([f"--model={write_whole(tmp_path / 'model')}", f"--listen-unix={path}"])
+    del flags["exit_with_parent"]
+    async with running_scorer(unix_path=path):
+        before = [os.stat(each).st_ino for each in (path, f"{path}.data")]
+        second = ScorerApp(ScorerOptions(**flags))
+        with pytest.raises(ConfigError, match=f"cannot listen on unix:{path}: another server does"):
+            await second.start()
+        await second.stop()
+        assert [os.stat(each).st_ino for each in (path, f"{path}.data")] == before
+
+
+async def test_scorer_start_leaves_a_busy_server_its_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    server = GrpcServer("127.0.0.1:0", lambda _: None, ["a.Service"], unix_path=path)
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+        busy.bind(path)
+        busy.listen(0)
+        waiting.connect(path)
+        with pytest.raises(ConfigError, match="another server does"):
+            await server.start()
+    await server.start()  # what a killed server leaves is no hindrance
+    await server.stop(0)
+
+
+async def test_scorer_start_with_a_file_in_its_sockets_place_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("mine")
+    server = GrpcServer("127.0.0.1:0", lambda _: None, ["a.Service"], unix_path=str(path))
+    with pytest.raises(ConfigError, match="nothing but a socket may lie there"):
+        await server.start()
+    data = DataPort("127.0.0.1", 0, unix_path=str(tmp_path / "nowhere" / "s"))
+    with pytest.raises(ConfigError, match="nothing but a socket may lie there"):
+        await data.start()
+    await data.stop()
+    with pytest.raises(ConfigError, match="--listen-unix: must not be empty"):
+        resolve(["--listen-unix", ""])
 
 
 def test_scorer_start_on_another_machine_with_wrong_flags_is_refused_in_a_line(

@@ -83,6 +83,7 @@ def test_batch_with_good_and_bad_lines_answers_as_http_does(shared_engine: Local
     assert answers["other"]["body"]["error"]["code"] == "model_not_found"
     assert answers["long"]["body"]["error"]["code"] == "context_length_exceeded"
     assert answers[None]["status_code"] == 400
+    assert answers[None]["body"]["error"]["message"].startswith("Line 6: The line is not JSON")
 
 
 def test_completion_that_echoes_with_logprobs_scores_the_prompt(

@@ -143,3 +143,13 @@ def test_gateway_flags_with_one_port_twice_are_refused(capsys: pytest.CaptureFix
     assert "--http-port and --grpc-port must differ" in capsys.readouterr().err
     assert SERVICES["gateway"]("--grpc-port", "8000", "--metrics-port", "8000") == 2
     assert "--grpc-port and --metrics-port must differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "foo", "https://a.example/", "https://A.example", "http://a,http://b"]
+)
+def test_gateway_with_what_is_no_origin_is_refused(
+    origin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SERVICES["gateway"]("--scorer=h:1", "--start-timeout=1", "--cors-origin", origin) == 2
+    assert f"--cors-origin {origin!r} is not what browsers send" in capsys.readouterr().err

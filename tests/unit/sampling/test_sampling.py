@@ -22,6 +22,7 @@ from outrider.engine.sampling.coupled import (
     token_noise,
     uniforms,
 )
+from outrider.errors import InvalidRequestError
 from outrider.params import SamplingParams
 
 MASK = 0xFFFFFFFF
@@ -246,3 +247,8 @@ def test_sample_of_two_models_agrees_by_coupling() -> None:
     rate = agreed.double().mean().item()
     assert rate > (1 - distance) / (1 + distance) - 0.01  # Daliri et al.'s bound
     assert rate > (target_probs * draft_probs).sum().item() + 0.2
+
+
+def test_top_k_beyond_its_range_is_refused_with_the_range() -> None:
+    with pytest.raises(InvalidRequestError, match=r"between 0 \(off\) and 2147483647"):
+        SamplingParams(top_k=2**31)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from outrider.errors import ConfigError
 from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import Acceptance, acceptance
 from outrider.train.layers import chain_mask
@@ -183,6 +184,28 @@ def test_read_tokens_of_jsonl_ends_documents(folder: Path, tmp_path: Path) -> No
     assert tokens.count(1) == 2
     assert tokens[-1] == 1
     assert tokenizer.decode(tokens) == "STOP\u2028</s><s><|user|>hello world\n</s>"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "Expecting property name"),
+        ('{"text": 5}', "neither `text` nor `messages`"),
+        *((f'{{"messages": {m}}}', "no list of objects") for m in ("null", "[]", "{}", '["hi"]')),
+        ('{"messages": [{"role": "system"}]}', "only users speak"),
+    ],
+)
+def test_read_tokens_of_wrong_line_names_it(
+    line: str, said: str, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('only users speak') }}{% endif %}"
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "hello"}\n' + line)
+    with pytest.raises(ConfigError, match=f"--data {path}, line 2: .*{said}"):
+        read_tokens(path, tokenizer)
 
 
 def test_read_tokens_of_long_text_does_not_warn(folder: Path, tmp_path: Path) -> None:
