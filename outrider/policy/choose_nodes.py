@@ -7,6 +7,9 @@ reaches it. So the chosen nodes maximise, with t() the seconds of a step by its 
 
 A child survives at most as often as its parent. So whatever shape t() has, the best n nodes are the
 n likeliest ones, and they contain the parents of all of them.
+
+Under rejection sampling a text keeps the target's distribution only if no survival depends on the
+draft's own tokens from that node on.
 """
 
 from __future__ import annotations
@@ -16,24 +19,29 @@ from numpy.typing import NDArray
 
 
 def choose_nodes(
-    survivals: NDArray[np.float64],
-    likeliest: NDArray[np.float64],
-    seconds: NDArray[np.float64],
-    rows: float,
+    survivals: NDArray[np.float64], seconds: NDArray[np.float64], rows: float
 ) -> NDArray[np.bool_]:
     """Return which nodes of all drafts a step of `rows` rows verifies, of equal ones the first.
 
-    `survivals` are the probabilities that the accepted tokens reach each of n nodes, in any shape,
-    parents before children. `likeliest` [n] are the same from the highest to the lowest, and
-    `seconds` [n + 1] the times of steps that verify 0, 1 .. n nodes.
-
-    Under rejection sampling a text keeps the target's distribution only if no survival depends on
-    the draft's own tokens from that node on.
+    `survivals` [n] are the probabilities that the accepted tokens reach each node, parents before
+    children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes.
     """
-    committed = rows + np.concatenate(((0.0,), likeliest.cumsum()))
-    count = int((committed / seconds).argmax())
-    least = likeliest[count - 1] if count else np.inf
-    chosen: NDArray[np.bool_] = survivals > least
-    equal = np.flatnonzero(survivals == least)
-    chosen.flat[equal[: count - np.count_nonzero(chosen)]] = True
+    order = likeliest_first(survivals)
+    count, _ = best_count(survivals[order], seconds, rows)
+    chosen = np.zeros(len(survivals), bool)
+    chosen[order[:count]] = True
     return chosen
+
+
+def likeliest_first(survivals: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the places of all nodes from the likeliest on, of equal ones in their order."""
+    return np.argsort(-survivals, axis=None, kind="stable")
+
+
+def best_count(
+    likeliest: NDArray[np.float64], seconds: NDArray[np.float64], rows: float
+) -> tuple[int, float]:
+    """Return how many nodes to verify, whose survivals fall, and the tokens per second then."""
+    speeds = (rows + np.concatenate(((0.0,), likeliest.cumsum()))) / seconds
+    count = int(speeds.argmax())
+    return count, float(speeds[count])

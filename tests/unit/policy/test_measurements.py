@@ -299,34 +299,24 @@ def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
     assert cuts[0] == cuts[1]
 
 
-def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
-    """Only shorter ones run ever since, so it would be remembered for good."""
-    policy, each = policy_after(step_s={1: 0.019, 4: 0.02, 5: 0.02}), row()
-    sure = DraftNodes(bytes([250] * 4))
-    for _ in range(8):
-        policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)])
-    counts = []
-    for i in range(100):
-        counts.append(sum(policy.cut([(each, sure)], 1, 1)))
-        tokens = 1 + counts[-1]
-        policy.measured.steps.observe_step(1, tokens, 0.08 if i == 20 else 0.02)
-    assert counts[:21] == [4] * 21
-    assert counts[21] < 4, "one step is believed"
-    assert counts[60:] == [4] * 40
-
-
+@pytest.mark.parametrize("told", [b"", bytes([250] * 4)])
 @pytest.mark.parametrize(("longer_s", "tries"), [(0.02, range(155, 161)), (0.08, range(1, 20))])
-def test_lone_row_drafts_longer_after_other_work_made_such_steps_slow(
-    longer_s: float, tries: range
+def test_lone_row_verifies_longer_drafts_after_other_work_made_such_steps_slow(
+    longer_s: float, tries: range, told: bytes
 ) -> None:
     """Such steps have 5 tokens. What slowed them would be believed for good, as none runs then."""
     as_fast = {1: 0.02, 4: 0.02, 5: 0.02}
     policy, each = policy_after((row(), chain_round(4, 4)), step_s=as_fast), row()
+    sure = DraftNodes(bytes([250] * 4))
+    policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)] * 8)
     counts: list[int] = []
     for i in range(200):
-        counts += policy.choose_counts([each])
+        [count] = policy.choose_counts([each])
+        if told:
+            count = sum(policy.cut([(each, DraftNodes(told[:count]))], 1, 1))
+        counts.append(count)
         whole_s = 0.08 if i <= 20 else longer_s
-        policy.measured.steps.observe_step(1, 1 + counts[-1], whole_s if counts[-1] == 4 else 0.02)
+        policy.measured.steps.observe_step(1, 1 + count, whole_s if count == 4 else 0.02)
         if i == 20:  # a text's last tokens run without other work
             policy.measured.steps.observe_step(1, 4, 0.02)
     assert counts[21:25] == [3] * 4, "what ran last is believed"
