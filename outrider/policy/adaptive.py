@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.policy.base import Policy, R, Ready, Row, StepDone
-from outrider.policy.choose_nodes import best_count, choose_nodes, likeliest_first
+from outrider.policy.choose_nodes import choose_nodes
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting
 
-Seconds = NDArray[np.float64]
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
 
@@ -63,19 +62,20 @@ class AdaptivePolicy(Policy):
         if not (depth and self.may_wait):  # of drafts one token tells that they come
             return [min(limit, int(self.drafting)) for limit in limits.tolist()]
         survivals = self.measured.acceptance.survivals(rows, depth)
-        depths = np.arange(depth)
-        survivals *= depths < limits[:, None]  # [rows, depth]
+        survivals *= np.arange(depth) < limits[:, None]  # [rows, depth]
+        chosen = np.zeros(survivals.shape, bool)
         if self._unknown:
-            chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
+            chosen[:, :TRIED_TOKENS] = True
         else:
-            chosen = self._choose(rows, survivals) & (survivals > 0.0)
+            chosen.flat[self._choose(rows, survivals)] = True
             self._try_longer(rows, chosen)
+        chosen &= survivals > 0.0
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
         return [*chosen.sum(1).tolist()]
 
-    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which tokens are worth their step's time and their delay [rows, depth].
+    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the places of tokens that are worth their step's time and their delay.
 
         All rows wait for the longest draft, and the likeliest nodes are the deep ones of few rows.
         So greatest depths are compared, each with its own likeliest nodes.
@@ -84,19 +84,19 @@ class AdaptivePolicy(Policy):
         while depths[-1] > 1:
             depths.append(3 * depths[-1] // 4)
         num_rows = max(len(rows), steps.num_rows)
+        cohorts = max(num_rows, self._num_running) / num_rows  # others have steps while these wait
         steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0))
-        order, fastest, nodes = likeliest_first(survivals), 0.0, np.empty(0, int)
-        likeliest, levels = survivals.ravel()[order], order % survivals.shape[1]
+        steps_s[0] = np.inf  # whether to draft at all is not added up, but measured
+        likely = np.argsort(-survivals, axis=None, kind="stable")  # once: sorted nodes sort fast
+        levels, flat, fastest, best = likely % depths[0], survivals.ravel(), 0.0, likely
         for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
-            within = levels < most
-            seconds = self._round_s(num_rows, steps_s[: most * len(rows) + 1], wait_s)
-            seconds[0] = np.inf  # whether to draft at all is not added up, but measured
-            count, speed = best_count(likeliest[within], seconds, len(rows))
+            nodes = likely[levels < most]
+            step_s = steps_s[: nodes.size + 1]
+            seconds = np.maximum(step_s, (step_s + wait_s) / cohorts)
+            chosen, speed = choose_nodes(flat[nodes], seconds, len(rows))
             if speed > fastest:
-                fastest, nodes = speed, order[within][:count]
-        chosen = np.zeros(survivals.shape, bool)
-        chosen.flat[nodes] = True
-        return chosen
+                fastest, best = speed, nodes[chosen]
+        return best
 
     def _try_longer(self, rows: Rows[Drafting], chosen: NDArray[np.bool_]) -> None:
         """Let a lone row draft longer if no such step ran for long: a burst may have slowed it."""
@@ -122,16 +122,12 @@ class AdaptivePolicy(Policy):
             sizes = [steps.sizes.run_one(num_rows, num_others + n) for n in range(len(chain) + 1)]
             step_s = [steps.estimate(size) + waited_s for size in sizes]
             speeds = [tokens / s for tokens, s in zip(committed, step_s, strict=True)]
-            return [n < speeds.index(max(speeds)) for n in range(len(chain))]
+            count = speeds.index(max(speeds))
+            return [n < count for n in range(len(chain))]
         survivals = acceptance.survivals_of_nodes(drafts)
         tokens = np.arange(num_others, num_others + survivals.size + 1.0)
         seconds = steps.of_rows(num_rows, tokens) + waited_s
-        return [*choose_nodes(survivals, seconds, num_rows).tolist()]
-
-    def _round_s(self, num_rows: int, steps_s: Seconds, wait_s: float) -> Seconds:
-        """Return the seconds from step to step; other rows have steps while these wait."""
-        cohorts = max(num_rows, self._num_running) / num_rows
-        return np.maximum(steps_s, (steps_s + wait_s) / cohorts)
+        return [*choose_nodes(survivals, seconds, num_rows)[0].tolist()]
 
     def _waits_s(self, rows: Rows[Drafting], depths: Rows[int]) -> list[float]:
         """Return how long a step waits for drafts of so many tokens, in the mean."""

@@ -20,28 +20,16 @@ from numpy.typing import NDArray
 
 def choose_nodes(
     survivals: NDArray[np.float64], seconds: NDArray[np.float64], rows: float
-) -> NDArray[np.bool_]:
-    """Return which nodes of all drafts a step of `rows` rows verifies, of equal ones the first.
+) -> tuple[NDArray[np.bool_], float]:
+    """Return which nodes of all drafts a step of `rows` rows verifies, and its tokens a second.
 
     `survivals` [n] are the probabilities that the accepted tokens reach each node, parents before
-    children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes.
+    children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes. Of nodes that
+    are as likely the first are chosen.
     """
-    order = likeliest_first(survivals)
-    count, _ = best_count(survivals[order], seconds, rows)
-    chosen = np.zeros(len(survivals), bool)
-    chosen[order[:count]] = True
-    return chosen
-
-
-def likeliest_first(survivals: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the places of all nodes from the likeliest on, of equal ones in their order."""
-    return np.argsort(-survivals, axis=None, kind="stable")
-
-
-def best_count(
-    likeliest: NDArray[np.float64], seconds: NDArray[np.float64], rows: float
-) -> tuple[int, float]:
-    """Return how many nodes to verify, whose survivals fall, and the tokens per second then."""
-    speeds = (rows + np.concatenate(((0.0,), likeliest.cumsum()))) / seconds
+    likeliest = np.argsort(-survivals, kind="stable")
+    speeds = (rows + np.concatenate(((0.0,), survivals[likeliest].cumsum()))) / seconds
     count = int(speeds.argmax())
-    return count, float(speeds[count])
+    chosen = np.zeros(len(survivals), bool)
+    chosen[likeliest[:count]] = True
+    return chosen, float(speeds[count])

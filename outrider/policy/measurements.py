@@ -98,10 +98,8 @@ class Acceptance:
         """
         kinds, of_row = self._kinds_of(rows)
         rate = np.array([kind.rate for kind in kinds])[of_row]
-        measured = [d.measured for d in rows]
-        shares, tried, levels = np.array(
-            [(m.accepted.mean, m.accepted.weight, m.levels.mean) for m in measured]
-        ).T
+        own = [(d.measured.accepted, d.measured.levels.mean) for d in rows]
+        shares, tried, levels = np.array([(a.mean, a.weight, level) for a, level in own]).T
         own_rate = _shrunk(np.stack((shares * tried, tried)), rate)
         # How many times a row's odds are those of its kind.
         factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate

@@ -16,7 +16,7 @@ from outrider.policy import choose_nodes as module
 
 
 def choose_nodes(survivals: Sequence[float], seconds: Sequence[float], rows: int) -> list[int]:
-    chosen = module.choose_nodes(np.array(survivals), np.array(seconds), rows)
+    chosen, _ = module.choose_nodes(np.array(survivals), np.array(seconds), rows)
     return np.flatnonzero(chosen).tolist()
 
 

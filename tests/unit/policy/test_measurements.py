@@ -257,21 +257,6 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
     assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
 
 
-@pytest.mark.parametrize("num_waiting", [0, 16])
-def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None:
-    """Drafts that take longer than a step, of which all are at hand, or as many are missed."""
-    policy = policy_after((row(), chain_round(4, 4)), step_s={32: 0.008, 160: 0.01}, num_rows=32)
-    policy.measured.draft_times(row()).observe(0.0, 0.03, 0.005, 4, alone=True)
-    each = waiting_rows([0.1] * 32, runs_ahead=True)
-    for one in each[num_waiting:]:
-        one.draft = object()
-    chosen = policy.choose_rows(each[num_waiting:], each[:num_waiting], 0, now=0.05)
-    assert len(chosen.rows) == 32
-    for one in each:
-        one.drafting.runs_ahead = False
-    assert num_waiting or len(policy.choose_rows(each, (), 0, now=0.05).rows) == 16
-
-
 def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     policy = policy_after(step_s={2: 0.008, 10: 0.009}, num_rows=2)
     both = waiting_rows([0.005, 0.25], runs_ahead=True)
