@@ -88,7 +88,8 @@ class AdaptivePolicy(Policy):
         steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0))
         steps_s[0] = np.inf  # whether to draft at all is not added up, but measured
         likely = np.argsort(-survivals, axis=None, kind="stable")  # once: sorted nodes sort fast
-        levels, flat, fastest, best = likely % depths[0], survivals.ravel(), 0.0, likely
+        levels, flat = likely % depths[0], survivals.ravel()
+        fastest, best = 0.0, likely
         for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
             nodes = likely[levels < most]
             step_s = steps_s[: nodes.size + 1]

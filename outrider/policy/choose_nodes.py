@@ -24,10 +24,9 @@ def choose_nodes(
     """Return which nodes of all drafts a step of `rows` rows verifies, and its tokens a second.
 
     `survivals` [n] are the probabilities that the accepted tokens reach each node, parents before
-    children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes. Of nodes that
-    are as likely the first are chosen.
+    children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes.
     """
-    likeliest = np.argsort(-survivals, kind="stable")
+    likeliest = np.argsort(-survivals, kind="stable")  # of equal ones the first
     speeds = (rows + np.concatenate(((0.0,), survivals[likeliest].cumsum()))) / seconds
     count = int(speeds.argmax())
     chosen = np.zeros(len(survivals), bool)
