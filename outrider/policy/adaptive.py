@@ -7,20 +7,18 @@ all rows of a step (choose_nodes.py). How long rows wait (waiting.py) follows fr
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.policy.base import Policy, R, Ready, Row, StepDone
 from outrider.policy.choose_nodes import choose_nodes
-from outrider.policy.measurements import CONFIDENCES_PER_BIN
 from outrider.policy.mode import FEWEST_STEPS, MOST_STEPS, ModeSelector
 from outrider.policy.row import ConfidentDraft, Drafting
 from outrider.policy.waiting import Waiting
 
-Seconds = NDArray[np.float64]
 TRIED_TOKENS = 16  # at most while all is unknown: one round of 128 costs as much as several
-UNCUT_AFTER = 16  # steps in which a lone draft was cut: what a longer step takes may have changed
 TRY_STEPS = 4  # of longer drafts, after many in which hardly any row drafted
 
 
@@ -33,7 +31,7 @@ class AdaptivePolicy(Policy):
         self._waiting = Waiting(self.measured, num_speculative_tokens)
         self._num_running = 1
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
-        self._cut_steps = 0  # of a lone draft, since one was verified whole
+        self._cut_none = False  # of the next draft: what its step takes may have changed
 
     @property
     def drafting(self) -> bool:
@@ -64,19 +62,20 @@ class AdaptivePolicy(Policy):
         if not (depth and self.may_wait):  # of drafts one token tells that they come
             return [min(limit, int(self.drafting)) for limit in limits.tolist()]
         survivals = self.measured.acceptance.survivals(rows, depth)
-        depths = np.arange(depth)
-        survivals *= depths < limits[:, None]  # [rows, depth]
+        survivals *= np.arange(depth) < limits[:, None]  # [rows, depth]
+        chosen = np.zeros(survivals.shape, bool)
         if self._unknown:
-            chosen = (survivals > 0.0) & (depths < TRIED_TOKENS)
+            chosen[:, :TRIED_TOKENS] = True
         else:
-            chosen = self._choose(rows, survivals) & (survivals > 0.0)
+            chosen.flat[self._choose(rows, survivals)] = True
             self._try_longer(rows, chosen)
+        chosen &= survivals > 0.0
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
         return [*chosen.sum(1).tolist()]
 
-    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which tokens are worth their step's time and their delay [rows, depth].
+    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the places of tokens that are worth their step's time and their delay.
 
         All rows wait for the longest draft, and the likeliest nodes are the deep ones of few rows.
         So greatest depths are compared, each with its own likeliest nodes.
@@ -85,67 +84,51 @@ class AdaptivePolicy(Policy):
         while depths[-1] > 1:
             depths.append(3 * depths[-1] // 4)
         num_rows = max(len(rows), steps.num_rows)
+        cohorts = max(num_rows, self._num_running) / num_rows  # others have steps while these wait
         steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0))
-        best, fastest = np.zeros(survivals.shape, bool), 0.0
+        steps_s[0] = np.inf  # whether to draft at all is not added up, but measured
+        likely = np.argsort(-survivals, axis=None, kind="stable")  # once: sorted nodes sort fast
+        levels, flat = likely % depths[0], survivals.ravel()
+        fastest, best = 0.0, likely
         for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
-            nodes = survivals[:, :most]
-            likeliest = np.sort(nodes, axis=None)[::-1]
-            seconds = self._round_s(num_rows, steps_s[: nodes.size + 1], wait_s)
-            seconds[0] = np.inf  # whether to draft at all is not added up, but measured
-            chosen = choose_nodes(nodes, likeliest, seconds, len(rows))
-            speed = (len(rows) + nodes[chosen].sum()) / seconds[np.count_nonzero(chosen)]
+            nodes = likely[levels < most]
+            step_s = steps_s[: nodes.size + 1]
+            seconds = np.maximum(step_s, (step_s + wait_s) / cohorts)
+            chosen, speed = choose_nodes(flat[nodes], seconds, len(rows))
             if speed > fastest:
-                fastest, best[:, :most], best[:, most:] = speed, chosen, False
+                fastest, best = speed, nodes[chosen]
         return best
 
     def _try_longer(self, rows: Rows[Drafting], chosen: NDArray[np.bool_]) -> None:
         """Let a lone row draft longer if no such step ran for long: a burst may have slowed it."""
         steps, count = self.measured.steps, int(chosen[0].sum())
         longer = min(count + max(1, count // 3), chosen.shape[1])
-        alone = len(rows) == steps.num_rows == 1 and 0 < count < longer
-        alone = alone and self.measured.draft_times(rows[0]).share.mean > 0.5  # else none may come
-        if alone and steps.outdated(steps.sizes.run_one(1, 1 + longer)):
-            chosen[0, :longer], rows[0].stance, self._cut_steps = True, None, UNCUT_AFTER
+        alone = len(rows) == steps.num_rows == 1
+        if alone and self.measured.draft_times(rows[0]).share.mean > 0.5:  # else none may come
+            self._cut_none = steps.outdated(steps.sizes.run_one(1, 1 + longer))
+            if self._cut_none and count < longer:
+                chosen[0, :longer], rows[0].stance = True, None  # chosen anew after that round
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
-        steps, rows = self.measured.steps, [d for d, _ in drafts]
-        if steps.padded or self._unknown or self._cut_steps == UNCUT_AFTER:
-            self._cut_steps = 0
+        steps, acceptance = self.measured.steps, self.measured.acceptance
+        if steps.padded or self._unknown or self._cut_none:
+            self._cut_none = False
             return super().cut(drafts, num_rows, num_others)
-        if len(drafts) == 1 and not drafts[0][1].parents:
-            return self._cut_chain(rows[0], drafts[0][1].confidences, num_rows, num_others)
-        survivals = self.measured.acceptance.survivals_of_nodes(drafts)
-        tokens = np.arange(num_others, num_others + survivals.size + 1.0)
+        rows = [d for d, _ in drafts]
         [waited_s] = self._waits_s(rows, [max([d.num_draft_tokens for d in rows])])
-        seconds = self._round_s(num_rows, steps.of_rows(num_rows, tokens), waited_s)
-        chosen = choose_nodes(survivals, np.sort(survivals)[::-1], seconds, num_rows)
-        self._cut_steps = 0
-        return [*chosen.tolist()]
-
-    def _cut_chain(self, d: Drafting, told: bytes, num_rows: int, num_others: int) -> list[bool]:
-        """Do what `cut` does for one chain.
-
-        After a forward on a CPU little of what arrays run is in its caches: they take .2 ms here.
-        """
-        steps, rates = self.measured.steps, self.measured.acceptance.by_confidence(d)
-        [waited_s] = self._waits_s([d], [d.num_draft_tokens])
-        cohorts = max(num_rows, self._num_running) / num_rows
-        survival, tokens, fastest, count = 1.0, float(num_rows), 0.0, 0
-        for i in range(len(told) + 1):
-            if i:
-                survival *= rates.item(i - 1, told[i - 1] // CONFIDENCES_PER_BIN)
-                tokens += survival
-            step_s = steps.estimate(steps.sizes.run_one(num_rows, num_others + i))
-            speed = tokens / max(step_s, (step_s + waited_s) / cohorts)
-            if speed > fastest:
-                fastest, count = speed, i
-        self._cut_steps = 0 if count == len(told) else self._cut_steps + 1
-        return [i < count for i in range(len(told))]
-
-    def _round_s(self, num_rows: int, steps_s: Seconds, wait_s: float) -> Seconds:
-        """Return the seconds from step to step; other rows have steps while these wait."""
-        cohorts = max(num_rows, self._num_running) / num_rows
-        return np.maximum(steps_s, (steps_s + wait_s) / cohorts)
+        if len(drafts) == 1 and not drafts[0][1].parents:
+            # After a forward on a CPU what arrays run is in no cache, and takes .2 ms.
+            chain = acceptance.survivals_of_chain(*drafts[0])
+            committed = accumulate(chain, initial=float(num_rows))
+            sizes = [steps.sizes.run_one(num_rows, num_others + n) for n in range(len(chain) + 1)]
+            step_s = [steps.estimate(size) + waited_s for size in sizes]
+            speeds = [tokens / s for tokens, s in zip(committed, step_s, strict=True)]
+            count = speeds.index(max(speeds))
+            return [n < count for n in range(len(chain))]
+        survivals = acceptance.survivals_of_nodes(drafts)
+        tokens = np.arange(num_others, num_others + survivals.size + 1.0)
+        seconds = steps.of_rows(num_rows, tokens) + waited_s
+        return [*choose_nodes(survivals, seconds, num_rows)[0].tolist()]
 
     def _waits_s(self, rows: Rows[Drafting], depths: Rows[int]) -> list[float]:
         """Return how long a step waits for drafts of so many tokens, in the mean."""

@@ -43,8 +43,7 @@ class StepDone:
     at: float  # when it ended
     drafted: int  # rows that verified a draft
     comparable: bool  # a row goes on from the step before, and a proposer is there
-    draftable: int = 0  # rows that may have drafts
-    answered: int = 0  # of these, whose proposer has sent a block
+    answered: float = 0.0  # share of rows that may draft whose proposer has sent a block
     prompt_s: float = 0.0  # that prompts took beside the other rows
     temperature: float = 0.0  # mean of all rows that are admitted
     proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft
@@ -115,5 +114,4 @@ class Policy:
         """Learn from a step that ended."""
 
 
-class FixedPolicy(Policy):
-    """The policy that decides nothing by measurements."""
+FixedPolicy = Policy  # which decides nothing by measurements

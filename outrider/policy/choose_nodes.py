@@ -7,6 +7,9 @@ reaches it. So the chosen nodes maximise, with t() the seconds of a step by its 
 
 A child survives at most as often as its parent. So whatever shape t() has, the best n nodes are the
 n likeliest ones, and they contain the parents of all of them.
+
+Under rejection sampling a text keeps the target's distribution only if no survival depends on the
+draft's own tokens from that node on.
 """
 
 from __future__ import annotations
@@ -16,24 +19,16 @@ from numpy.typing import NDArray
 
 
 def choose_nodes(
-    survivals: NDArray[np.float64],
-    likeliest: NDArray[np.float64],
-    seconds: NDArray[np.float64],
-    rows: float,
-) -> NDArray[np.bool_]:
-    """Return which nodes of all drafts a step of `rows` rows verifies, of equal ones the first.
+    survivals: NDArray[np.float64], seconds: NDArray[np.float64], rows: float
+) -> tuple[NDArray[np.bool_], float]:
+    """Return which nodes of all drafts a step of `rows` rows verifies, and its tokens a second.
 
-    `survivals` are the probabilities that the accepted tokens reach each of n nodes, in any shape,
-    parents before children. `likeliest` [n] are the same from the highest to the lowest, and
-    `seconds` [n + 1] the times of steps that verify 0, 1 .. n nodes.
-
-    Under rejection sampling a text keeps the target's distribution only if no survival depends on
-    the draft's own tokens from that node on.
+    `survivals` [n] are the probabilities that the accepted tokens reach each node, parents before
+    children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes.
     """
-    committed = rows + np.concatenate(((0.0,), likeliest.cumsum()))
-    count = int((committed / seconds).argmax())
-    least = likeliest[count - 1] if count else np.inf
-    chosen: NDArray[np.bool_] = survivals > least
-    equal = np.flatnonzero(survivals == least)
-    chosen.flat[equal[: count - np.count_nonzero(chosen)]] = True
-    return chosen
+    likeliest = np.argsort(-survivals, kind="stable")  # of equal ones the first
+    speeds = (rows + np.concatenate(((0.0,), survivals[likeliest].cumsum()))) / seconds
+    count = int(speeds.argmax())
+    chosen = np.zeros(len(survivals), bool)
+    chosen[likeliest[:count]] = True
+    return chosen, float(speeds[count])

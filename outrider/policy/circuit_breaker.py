@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MISSES_ALLOWED = 3  # rounds in a row: one late draft says little
-FIRST_OPEN_ROUNDS, MOST_OPEN_ROUNDS = 16, 1024  # doubles while silent, to some seconds of a text
+FIRST_OPEN_ROUNDS = 16  # doubles while silent: few waits in a text, and any draft ends it
 
 
 @dataclass(slots=True)
@@ -28,6 +28,5 @@ class CircuitBreaker:
         if self.deadline_misses < (1 if self.last_open_rounds else MISSES_ALLOWED):
             return False
         self.deadline_misses = 0
-        longer = 2 * self.last_open_rounds or FIRST_OPEN_ROUNDS
-        self.rounds_left = self.last_open_rounds = min(longer, MOST_OPEN_ROUNDS)
+        self.rounds_left = self.last_open_rounds = 2 * self.last_open_rounds or FIRST_OPEN_ROUNDS
         return True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from outrider.averages import OUTLIER, Average
 
 AGEING = 64.0  # drafts: the load changes, and with it what a token takes
@@ -46,7 +44,7 @@ class Delays:
     def most_s(self, num_tokens: float) -> float:
         """Return the seconds within which most drafts of so many tokens have come."""
         usual_s = self.mean_s(num_tokens) + 4 * self.whole_s.deviation
-        return usual_s if self.whole_s.weight else math.inf
+        return usual_s if self.whole_s.weight else float("inf")
 
 
 class DraftTimes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,10 +100,8 @@ class Acceptance:
         """
         kinds, of_row = self._kinds_of(rows)
         rate = np.array([kind.rate for kind in kinds])[of_row]
-        measured = [d.measured for d in rows]
-        shares, tried, levels = np.array(
-            [(m.accepted.mean, m.accepted.weight, m.levels.mean) for m in measured]
-        ).T
+        own = [(d.measured.accepted, d.measured.levels.mean) for d in rows]
+        shares, tried, levels = np.array([(a.mean, a.weight, level) for a, level in own]).T
         own_rate = _shrunk(np.stack((shares * tried, tried)), rate)
         # How many times a row's odds are those of its kind.
         factors = own_rate / (1.0 - own_rate) * (1.0 - rate) / rate
@@ -111,12 +111,10 @@ class Acceptance:
         survivals: NDArray[np.float64] = np.take_along_axis(by_level, places, 1) * levels[:, None]
         return survivals
 
-    def by_confidence(self, d: Drafting) -> NDArray[np.float64]:
-        """Return how often nodes of a row's drafts are accepted after their parent [depths, BINS].
-
-        `CONFIDENCES_PER_BIN` confidences, from 0 on, share a bin.
-        """
-        return self._kind(d.kind).by_confidence
+    def survivals_of_chain(self, d: Drafting, nodes: DraftNodes) -> list[float]:
+        """Do what `survivals_of_nodes` does for one chain, without arrays."""
+        rates, told = self._kind(d.kind).by_confidence, enumerate(nodes.confidences)
+        return [*accumulate([rates.item(i, each // CONFIDENCES_PER_BIN) for i, each in told], mul)]
 
     def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> NDArray[np.float64]:
         """Return the survival of each node [n] of `drafts`, one after the other."""

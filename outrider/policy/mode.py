@@ -18,7 +18,7 @@ WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row at most after a change: drafts and delays are of before
 MOST_LOST = 0.002  # of the time, by trials: of a steady load more of them tell nothing
-MIXED_TEXTS = 0.2 * SAMPLED_TEMPERATURE  # to either side: a mean within it is of both kinds
+STAYS = 0.75  # times what begins a size or a kind: some fewer rows and cooler texts do not end it
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 
@@ -66,8 +66,7 @@ class ModeTrials:
         seconds = self._last_s = min(seconds, OUTLIER * usual_s or seconds)  # a machine may pause
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
-        if self.catching_up:  # the rows of the step stand for all
-            self.catching_up = 2 * step.answered * rounds <= step.draftable
+        self.catching_up &= 2 * step.answered * rounds <= 1  # the step's rows stand for all
         if self.settling > 0.0:
             if drafting:  # it ends in any case, though no proposer catches up or nothing is drafted
                 rounds = max(drafted * (not self.catching_up), rounds / FEWEST_STEPS)
@@ -111,14 +110,13 @@ class ModeTrials:
 class ModeSelector:
     """Runs trials by size of batch, in powers of two, and for greedy and for sampled texts.
 
-    Each begins with what was better at the size or kind before it. A number of rows that goes
-    below a power of two and back stays one size, and a mean temperature around that of sampled
-    texts stays one kind. The time that prompts take is left out: it comes with every text.
+    Each begins with what was better at the size or kind before it, and a size or a kind stays while
+    little changes. The time that prompts take is left out: it comes with every text.
     """
 
     def __init__(self) -> None:
         self._proposers: dict[str, None] = {}  # that are known
-        self._last_step_at: float | None = None
+        self._last_step_at = 0.0
         self._restart()
 
     def _restart(self) -> None:
@@ -133,22 +131,19 @@ class ModeSelector:
             remember(self._proposers, proposer_id, None)
             self._restart()
         before, self._last_step_at = self._last_step_at, step.at
-        changed = self._change(step.num_running, step.temperature)
-        if step.comparable and before is not None and not changed:
+        if not self._change(step.num_running, step.temperature) and step.comparable:
             self.current.observe(step, step.at - before - step.prompt_s)
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size or the texts have changed. True if so."""
-        least = 1 << self._size - 1  # rows of this size; some fewer stay in it, but no more
+        least = 1 << self._size - 1  # rows of this size
         most = max(2, 2 * least - 1)  # two requests, one after the other, are one as often
-        size = self._size if 0.75 * least <= num_rows <= most else num_rows.bit_length()
-        margin = -MIXED_TEXTS if self._sampled else MIXED_TEXTS
-        sampled = temperature >= SAMPLED_TEMPERATURE + margin
+        size = self._size if STAYS * least <= num_rows <= most else num_rows.bit_length()
+        sampled = temperature >= SAMPLED_TEMPERATURE * (STAYS if self._sampled else 1.0)
         if (size, sampled) == (self._size, self._sampled):
             return False
-        if (size, sampled) not in self._known:
-            self._known[size, sampled] = ModeTrials(1 << size - 1, incumbent=self.drafting_at(size))
-        self.current = self._known[size, sampled]
+        new = ModeTrials(1 << size - 1, incumbent=self.drafting_at(size))
+        self.current = self._known.setdefault((size, sampled), new)
         self.current.settle()
         self._size, self._sampled = size, sampled
         return True

@@ -38,7 +38,6 @@ class Waiting:
 
     def __init__(self, measured: Measurements, num_speculative_tokens: int) -> None:
         self._measured, self._steps, self._k = measured, measured.steps, num_speculative_tokens
-        self._halves = False  # how rows that draft on demand ran last
 
     def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
         """Return how long after its last commit a row waits for its draft at most.
@@ -71,17 +70,14 @@ class Waiting:
         k, delays = longest.num_draft_tokens, self._measured.draft_times(longest).delays
         step_s = self._steps.estimate((len(rows) + 1) // 2 * (1 + k))
         drafting_s = delays.mean_s(k) * delays.drafting.mean
-        delay_s = delays.mean_s(k) + drafting_s / 2 * self._halves  # then it is of half the drafts
-        together_s = self._steps.estimate(len(rows) * (1 + k)) + delay_s
-        self._halves = 0.0 < 2 * max(step_s, drafting_s) <= together_s
-        return self._halves
+        together_s = self._steps.estimate(len(rows) * (1 + k)) + delays.mean_s(k)
+        return 0.0 < 2 * max(step_s, drafting_s) <= together_s
 
     def together(
         self, ready: list[R], waiting: Rows[R], num_prefilling: int, now: float
     ) -> Ready[R]:
         """Return all rows, or until when they wait for drafts."""
-        drafted = [row for row in ready if row.draft is not None]
-        rate = self.rate(waiting, drafted, len(ready) - len(drafted) + num_prefilling)
+        rate = self.rate(waiting, ready, num_prefilling)
         best, most, gain = now, 0.0, 0.0
         due = [(self.due(row.drafting, now), row.drafting.measured.gain) for row in waiting]
         for at, gained in sorted(due):
@@ -94,16 +90,16 @@ class Waiting:
             return Ready([], min(wake_at, *deadlines))
         return Ready([*ready, *waiting], now)
 
-    def rate(self, waiting: Rows[Row], drafted: Rows[Row], num_others: int) -> float:
+    def rate(self, waiting: Rows[Row], ready: Rows[Row], num_prefilling: int) -> float:
         """Return the tokens a second of all rows in a step at once.
 
         0 if unknown, or if all rows wait: then each one's patience decides.
         """
         step_s = self._steps.round_s(self._k)
-        if not (step_s and (drafted or num_others)):
+        if not (step_s and (ready or num_prefilling)):
             return 0.0
-        gain = sum([row.drafting.measured.gain for row in drafted])
-        return (len(waiting) + len(drafted) + num_others + gain) / step_s
+        gain = sum([row.drafting.measured.gain for row in ready if row.draft is not None])
+        return (len(waiting) + len(ready) + num_prefilling + gain) / step_s
 
     def start_at(
         self, ready: Rows[Row], waiting: Rows[Row], num_prefilling: int, now: float

@@ -311,8 +311,7 @@ class DraftTracker:
                 step,
                 comparable=step.comparable and bool(ids),
                 proposer_ids=ids,
-                draftable=len(draftable),
-                answered=sum([d.awaited.blocks > 0 for d in draftable]),
+                answered=sum([d.awaited.blocks > 0 for d in draftable]) / max(1, len(draftable)),
             )
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import FixedPolicy, Policy, R, Ready, Row
+from outrider.policy.base import Policy, R, Ready, Row
 
 
 class Lockstep(Policy):
@@ -50,7 +50,7 @@ class LockstepPolicy(AdaptivePolicy, Lockstep):
         return sum([d.measured.gain for d in rows]) > rate * first_s
 
 
-class LockstepFixedPolicy(FixedPolicy, Lockstep):
+class LockstepFixedPolicy(Lockstep):
     """Every round drafts as much as it may, and a step waits for all of its drafts."""
 
     def choose_rows(

@@ -63,7 +63,6 @@ class Net:
     break_chance: float = 0.0  # per message: the stream breaks
     repeat_chance: float = 0.0  # per block
     reorder_chance: float = 0.0  # per block: it comes later than those after it
-    commit_s: float = 0.0
     chain_s: float = 0.0
     tree_s: float = 0.0
     node_s: float = 0.0  # of a tree
@@ -287,8 +286,6 @@ class Network:
         player.clock.now, cycle = self.now, player.cycle
         if items or cycle.has_work:
             cycle.apply(items)
-            commits = [len(item.message.commits) for item in items if isinstance(item, Batch)]
-            player.clock.now += player.net.commit_s * sum(commits)
             cycle.draft()
             player.spare = True
         elif player.spare:

@@ -257,21 +257,6 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
     assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
 
 
-@pytest.mark.parametrize("num_waiting", [0, 16])
-def test_rows_that_draft_ahead_are_never_cut_in_halves(num_waiting: int) -> None:
-    """Drafts that take longer than a step, of which all are at hand, or as many are missed."""
-    policy = policy_after((row(), chain_round(4, 4)), step_s={32: 0.008, 160: 0.01}, num_rows=32)
-    policy.measured.draft_times(row()).observe(0.0, 0.03, 0.005, 4, alone=True)
-    each = waiting_rows([0.1] * 32, runs_ahead=True)
-    for one in each[num_waiting:]:
-        one.draft = object()
-    chosen = policy.choose_rows(each[num_waiting:], each[:num_waiting], 0, now=0.05)
-    assert len(chosen.rows) == 32
-    for one in each:
-        one.drafting.runs_ahead = False
-    assert num_waiting or len(policy.choose_rows(each, (), 0, now=0.05).rows) == 16
-
-
 def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     policy = policy_after(step_s={2: 0.008, 10: 0.009}, num_rows=2)
     both = waiting_rows([0.005, 0.25], runs_ahead=True)
@@ -299,34 +284,24 @@ def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
     assert cuts[0] == cuts[1]
 
 
-def test_chain_is_verified_whole_again_after_one_such_step_was_slow() -> None:
-    """Only shorter ones run ever since, so it would be remembered for good."""
-    policy, each = policy_after(step_s={1: 0.019, 4: 0.02, 5: 0.02}), row()
-    sure = DraftNodes(bytes([250] * 4))
-    for _ in range(8):
-        policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)])
-    counts = []
-    for i in range(100):
-        counts.append(sum(policy.cut([(each, sure)], 1, 1)))
-        tokens = 1 + counts[-1]
-        policy.measured.steps.observe_step(1, tokens, 0.08 if i == 20 else 0.02)
-    assert counts[:21] == [4] * 21
-    assert counts[21] < 4, "one step is believed"
-    assert counts[60:] == [4] * 40
-
-
+@pytest.mark.parametrize("told", [b"", bytes([250] * 4)])
 @pytest.mark.parametrize(("longer_s", "tries"), [(0.02, range(155, 161)), (0.08, range(1, 20))])
-def test_lone_row_drafts_longer_after_other_work_made_such_steps_slow(
-    longer_s: float, tries: range
+def test_lone_row_verifies_longer_drafts_after_other_work_made_such_steps_slow(
+    longer_s: float, tries: range, told: bytes
 ) -> None:
     """Such steps have 5 tokens. What slowed them would be believed for good, as none runs then."""
     as_fast = {1: 0.02, 4: 0.02, 5: 0.02}
     policy, each = policy_after((row(), chain_round(4, 4)), step_s=as_fast), row()
+    sure = DraftNodes(bytes([250] * 4))
+    policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)] * 8)
     counts: list[int] = []
     for i in range(200):
-        counts += policy.choose_counts([each])
+        [count] = policy.choose_counts([each])
+        if told:
+            count = sum(policy.cut([(each, DraftNodes(told[:count]))], 1, 1))
+        counts.append(count)
         whole_s = 0.08 if i <= 20 else longer_s
-        policy.measured.steps.observe_step(1, 1 + counts[-1], whole_s if counts[-1] == 4 else 0.02)
+        policy.measured.steps.observe_step(1, 1 + count, whole_s if count == 4 else 0.02)
         if i == 20:  # a text's last tokens run without other work
             policy.measured.steps.observe_step(1, 4, 0.02)
     assert counts[21:25] == [3] * 4, "what ran last is believed"

@@ -6,23 +6,18 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from outrider.config import SPECULATION_POLICIES, EngineConfig
-from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.draft_tree import DraftTree
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, Policy
 from outrider.policy.circuit_breaker import CircuitBreaker
-from outrider.policy.row import Drafting
 from outrider.policy.waiting import MAX_PATIENCE_S
-from outrider.rounds import UNDRAFTED, USEFUL, Counters, Round, chain_round
-from outrider.rows.tracker import DraftTracker
+from outrider.rounds import Round
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
@@ -81,7 +76,6 @@ H200S = {"net": Net(0.000575), "eps": 0.028, "times": {1: 0.0049}, "max_branches
 WORTH: dict[str, tuple[dict[str, Any], int, float, float]] = {
     "right drafts": ({}, 1, 4.0, 0.6),
     "drafts slower than a step": (SLOW, 1, 2.8, 0.7),
-    "of 8 rows": (SLOW, 8, 2.8, 0.7),
     "of 32 rows": (SLOW, 32, 2.8, 0.7),
     "all four fit into the step": ({**H200S, "forward_s": 0.0009}, 1, 3.6, 0.28),
     "a fourth would come too late": ({**H200S, "forward_s": 0.0011}, 1, 3.0, 0.335),
@@ -103,6 +97,7 @@ def test_good_drafts_are_awaited_and_used(
     assert sum(s.misses_late for s in stats) < 0.05 * rounds
     assert bench.now < of_plain * 200 * bench.plain_s(requests)
     assert "max_branches" not in world or stats[0].hits >= 0.9 * stats[0].iter_count
+    assert ("ahead" in bench.ways) == ("max_branches" in world), "what its proposer can"
 
 
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
@@ -112,14 +107,6 @@ def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
     (stats,) = bench.ask(max_tokens=600)
     assert stats.k_histogram[0] < 0.25 * stats.rounds
     assert stats.output_tokens / stats.rounds > 2.4
-
-
-def test_one_draft_that_took_a_second_does_not_end_speculation() -> None:
-    bench = Bench(net=Net(0.5))
-    bench.ask(max_tokens=3)
-    bench.proposer.net = NEAR
-    (stats,) = bench.ask(max_tokens=1000)
-    assert stats.output_tokens / stats.rounds > 3.5
 
 
 def test_a_useless_proposer_costs_little_and_is_tried_again() -> None:
@@ -160,52 +147,6 @@ def test_lone_row_that_seldom_has_a_guess_is_chosen_for_every_eight_rounds() -> 
     assert len(chosen) < stats.rounds / 4
 
 
-@pytest.mark.parametrize("colocated", [False, True])
-def test_row_whose_first_draft_was_not_requested_asks_for_one_with_its_next_commit(
-    colocated: bool,
-) -> None:
-    """Rounds are learned several at a time, and it must not wait for so many."""
-    tracker = DraftTracker(AdaptivePolicy(4))
-    row: Any = SimpleNamespace(drafting=tracker.start(Request(1, (1, 2))), token_ids=[1, 2])
-    row.session_id, row.counters, row.draft = 1, Counters(), None
-    tracker.attach(row, DraftOffer("a", 4, requested=colocated, colocated=colocated), 0.0)
-    if colocated:
-        tracker.withhold(row)
-    assert row.drafting.num_draft_tokens == 0
-    tracker.launched([(row, 0)], 0.5)
-    assert row.drafting.num_draft_tokens == 4
-
-
-@pytest.mark.parametrize("spell", [1, 4])
-def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> None:
-    """One row, whose rounds are learned several at a time: one method is right, the other wrong."""
-    tracker = DraftTracker(policy := FixedPolicy(4))
-    row: Any = SimpleNamespace(drafting=tracker.start(Request(1, (1, 2))), token_ids=[1, 2])
-    row.session_id, row.counters, row.draft, row.draft_base = 1, Counters(), None, 0
-    tracker.attach(row, DraftOffer("a", 4), 0.0)
-    tracker.round_done(row, UNDRAFTED, wrong=False, now=0.0)
-    for n in range(1, 41):
-        right = n // spell % 2 == 0
-        row.draft = draft = DraftTree.chain(len(row.token_ids), (7, 7, 7, 7))
-        row.draft_base = draft.base_len
-        method = "right" if right else "wrong"
-        posted = PostedBlock(1, draft, "a", 1000, method=method)
-        tracker.block_arrived(row, posted, USEFUL, n - 0.5)
-        row.drafting.round.looked_at = n - 0.5
-        row.drafting.num_draft_tokens = 3  # to see that it is chosen anew
-        tracker.launched([(row, 4)], n - 0.5)
-        row.draft = None
-        row.token_ids += [7] * (1 + 4 * right)
-        tracker.round_done(row, chain_round(4, 4 * right), wrong=False, now=float(n))
-        if spell == 1:
-            assert row.drafting.num_draft_tokens == 4, "another drafter has another length"
-    one = Drafting(row.drafting.offered)
-    for method, least, most in (("right", 0.9, 1.0), ("wrong", 0.0, 0.3)):
-        one.drafter = f"a {method}"
-        (survivals,) = policy.measured.acceptance.survivals([one], 1)
-        assert least < survivals[0] < most
-
-
 def advised(policy: Policy, delay_s: float, *advice: int) -> tuple[Bench, SpeculationParams]:
     """With a proposer that knows what a request's advice says."""
     told = Advice(advice, min_token_match=3, max_token_match=3)
@@ -237,25 +178,6 @@ def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None
     bench, told = advised(AdaptivePolicy(4), delay_s, *known)
     bench.ask(max_tokens=400, speculation=told)
     assert bench.now < most * 400 * PLAIN_S
-
-
-@pytest.mark.parametrize("copies", [0.0, 1.0])
-@pytest.mark.parametrize("lies", [False, True])
-def test_drafting_time_that_a_proposer_tells_is_believed_within_the_delay(
-    copies: float, lies: bool
-) -> None:
-    """And a copy of a block, which comes at once, has taken none."""
-
-    class Telling(Bench):
-        def _post(self, player, attached, message):  # type: ignore[no-untyped-def]
-            for block in message.blocks.blocks:
-                block.draft_us = 2**32 - 1 if lies else block.draft_us
-            super()._post(player, attached, message)
-
-    (stats,) = Telling(FixedPolicy(4), Net(0.0003, repeat_chance=copies)).ask(max_tokens=60)
-    way_ms, draft_ms = 0.6 * stats.rounds, 2.4 * stats.rounds
-    assert stats.network_ms == pytest.approx(0.0 if lies else way_ms, rel=0.1)
-    assert stats.propose_ms == pytest.approx(draft_ms + lies * way_ms, rel=0.2)
 
 
 def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> None:
@@ -293,13 +215,6 @@ def test_rows_do_not_wait_for_a_row_whose_proposer_is_silent() -> None:
     stats = bench.ask(8, max_tokens=100)
     assert all(s.wait_ms < 200 for s in stats[::2])
     assert max(s.wait_ms for s in stats[1::2]) > 250
-
-
-@pytest.mark.parametrize(("branches", "way"), [(0, "on demand"), (16, "ahead")])
-def test_steps_are_counted_by_what_their_proposers_can(branches: int, way: str) -> None:
-    bench = Bench(FixedPolicy(4), max_branches=branches)
-    bench.ask()
-    assert bench.ways == {way}
 
 
 class Unasked(Bench):
@@ -355,11 +270,10 @@ def test_policy_and_simulation_of_the_page_are_faster_than_none(
     assert float(likely.split()[0]) > 1.5 * 1638, "of eight rows without drafts"
 
 
-def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_once() -> None:
+def test_a_silent_proposers_pause_grows_and_a_useful_draft_ends_it_at_once() -> None:
     breaker = CircuitBreaker()
     opened = [breaker.rounds_left for _ in range(100) if breaker.missed()]
-    assert opened == sorted(opened)
-    assert opened[0] < opened[1] < opened[-2] == opened[-1]
+    assert opened == sorted(set(opened)), "ever longer"
     breaker.close()
     assert not breaker.rounds_left
     assert breaker.missed(), "one draft says little"
@@ -367,17 +281,19 @@ def test_a_silent_proposers_pause_grows_to_an_end_and_a_useful_draft_ends_it_at_
     assert not breaker.missed()
 
 
-@pytest.mark.parametrize("requests", [1, 2])
-@pytest.mark.parametrize("others", [0, 20])
+@pytest.mark.parametrize(
+    ("requests", "others", "slow_s", "tokens"),
+    [(1, 0, 0.024, 400), (1, 20, 0.024, 400), (2, 20, 0.024, 400), (1, 0, 0.5, 3)],
+)
 def test_short_answers_after_slow_first_drafts_are_soon_drafted_for(
-    requests: int, others: int
+    requests: int, others: int, slow_s: float, tokens: int
 ) -> None:
     """The first request's drafts took 50 ms: nothing was drafted for ten others of 24 tokens.
 
     Nor are requests in between that want no drafts tries in vain.
     """
-    bench = Bench(net=Net(0.024))
-    bench.ask(requests, 400)
+    bench = Bench(net=Net(slow_s))
+    bench.ask(requests, tokens)
     bench.proposer.net = Net(0.005)
     for _ in range(others):
         bench.ask(requests, 24, SpeculationParams(enabled=False))
