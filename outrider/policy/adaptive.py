@@ -110,25 +110,24 @@ class AdaptivePolicy(Policy):
                 chosen[0, :longer], rows[0].stance = True, None  # chosen anew after that round
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
-        steps, acceptance = self.measured.steps, self.measured.acceptance
+        steps = self.measured.steps
         if steps.padded or self._unknown or self._cut_none:
             self._cut_none = False
             return super().cut(drafts, num_rows, num_others)
         rows = [d for d, _ in drafts]
         [waited_s] = self._waits_s(rows, [max([d.num_draft_tokens for d in rows])])
+        survivals = self.measured.acceptance.survivals_of_nodes(drafts)
+        size = len(survivals)
         if len(drafts) == 1 and not drafts[0][1].parents:
             # After a forward on a CPU what arrays run is in no cache, and takes .2 ms.
-            chain = acceptance.survivals_of_chain(*drafts[0])
-            committed = accumulate(chain, initial=float(num_rows))
-            sizes = [steps.sizes.run_one(num_rows, num_others + n) for n in range(len(chain) + 1)]
-            step_s = [steps.estimate(size) + waited_s for size in sizes]
+            committed = accumulate(survivals, initial=float(num_rows))
+            sizes = [steps.sizes.run_one(num_rows, num_others + n) for n in range(size + 1)]
+            step_s = [steps.estimate(each) + waited_s for each in sizes]
             speeds = [tokens / s for tokens, s in zip(committed, step_s, strict=True)]
             count = speeds.index(max(speeds))
-            return [n < count for n in range(len(chain))]
-        survivals = acceptance.survivals_of_nodes(drafts)
-        tokens = np.arange(num_others, num_others + survivals.size + 1.0)
-        seconds = steps.of_rows(num_rows, tokens) + waited_s
-        return [*choose_nodes(survivals, seconds, num_rows)[0].tolist()]
+            return [n < count for n in range(size)]
+        seconds = steps.of_rows(num_rows, np.arange(num_others, num_others + size + 1.0)) + waited_s
+        return [*choose_nodes(np.array(survivals), seconds, num_rows)[0].tolist()]
 
     def _waits_s(self, rows: Rows[Drafting], depths: Rows[int]) -> list[float]:
         """Return how long a step waits for drafts of so many tokens, in the mean."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from itertools import accumulate
-from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,12 +109,7 @@ class Acceptance:
         survivals: NDArray[np.float64] = np.take_along_axis(by_level, places, 1) * levels[:, None]
         return survivals
 
-    def survivals_of_chain(self, d: Drafting, nodes: DraftNodes) -> list[float]:
-        """Do what `survivals_of_nodes` does for one chain, without arrays."""
-        rates, told = self._kind(d.kind).by_confidence, enumerate(nodes.confidences)
-        return [*accumulate([rates.item(i, each // CONFIDENCES_PER_BIN) for i, each in told], mul)]
-
-    def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> NDArray[np.float64]:
+    def survivals_of_nodes(self, drafts: Rows[ConfidentDraft]) -> list[float]:
         """Return the survival of each node [n] of `drafts`, one after the other."""
         kinds, of_draft = self._kinds_of([d for d, _ in drafts])
         rates = [kind.by_confidence.item for kind in kinds]
@@ -125,7 +118,7 @@ class Acceptance:
         for (_, nodes), place in zip(drafts, of_draft, strict=True):
             bins = nodes.confidences.translate(BIN_OF)
             found += nodes.products(map(rates[place], nodes.depths, bins))
-        return np.array(found)
+        return found
 
     def _kinds_of(self, rows: Rows[Drafting]) -> tuple[list[_Kind], list[int]]:
         """Return the kinds of rows' drafts, and each row's place among them."""
