@@ -15,6 +15,7 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.capture import Work
 from outrider.engine.graphs.decode_buckets import make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
@@ -138,6 +139,28 @@ def test_prefill_graphs_when_no_bucket_fits_write_nothing(model: PagedModel) -> 
         assert forwards.logits(rows) is None
         assert not forwards.feed(rows)
         assert torch.equal(before, model.pools.layer(1).keys)
+
+
+def test_prefill_graphs_leave_trees_beyond_the_longest_context_to_eager_steps(
+    forwards: PrefillGraphs,
+) -> None:
+    """Their depth is within it, and their last slots lie behind a bucket's page table."""
+    row = RowSlice(range(16), MAX_MODEL_LEN - 3, range(19), 16, (-1,) * 15)
+    assert forwards.logits([row]) is None
+    assert forwards.logits([row._replace(start=MAX_MODEL_LEN - 16)]) is not None
+
+
+def test_prefill_graphs_work_may_first_run_in_any_order(model: PagedModel) -> None:
+    """As it does where all kernels are compiled at once."""
+    works: list[Work] = []
+
+    def note(work: Work) -> Work:
+        works.append(work)
+        return work
+
+    PrefillGraphs(model, WITH_TREES, capture=note)
+    for work in reversed(works):
+        work()
 
 
 def texts(
