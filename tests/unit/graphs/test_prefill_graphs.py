@@ -224,10 +224,17 @@ def test_engine_with_prefill_graphs_keeps_texts(
 
 def test_prefill_graphs_when_bucket_is_slower_than_larger_drop_it(model: PagedModel) -> None:
     times = {(8, 2): 3.0, (8, 6): 1.0, (24, 2): 2.0, (24, 6): 5.0, (70, 2): 4.0, (70, 6): 4.0}
-    seconds = iter([times[bucket.tokens, bucket.rows] for bucket in sorted(BUCKETS)[::-1]])
-    forwards = PrefillGraphs(model, BUCKETS, capture=rerun, seconds=lambda _: next(seconds))
-    left = {(bucket.tokens, bucket.rows) for bucket in forwards._buckets}
-    assert left == {(8, 6), (24, 2), (70, 2), (70, 6)}
+    tree_times = {24: 6.0, 70: 8.0}  # to which those of other buckets are no match
+    seconds = iter(
+        [
+            tree_times[bucket.tokens] if bucket.trees else times[bucket.tokens, bucket.rows]
+            for bucket in sorted(WITH_TREES)[::-1]
+        ]
+    )
+    forwards = PrefillGraphs(model, WITH_TREES, capture=rerun, seconds=lambda _: next(seconds))
+    left = [(bucket.tokens, bucket.rows) for bucket in forwards._buckets if not bucket.trees]
+    assert left == [(8, 6), (24, 2), (70, 2), (70, 6)]
+    assert [bucket.tokens for bucket in forwards._buckets if bucket.trees] == [24, 70]
     rows = make_rows(random.Random(3), [9, 1, 4])
     logits = forwards.logits(rows)  # by (70, 6), in place of (24, 6)
     assert logits is not None

@@ -117,18 +117,18 @@ def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
     """All tokens of a size cost the same, so it is filled; one token more costs the next size."""
     sizes = (1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160)
     policy, each = AdaptivePolicy(4), rows(20)
-    steps = policy.measured.steps
-    steps.sizes = StepSizes(sizes)
+    assert policy.choose_counts([row(2), row(8)]) == [2, 8], "all are tried while nothing is known"
+    policy.measured.steps.sizes = StepSizes(sizes)
     for size in sizes:
-        steps.observe_step(*size, 0.010 + 0.0001 * size[1])
-    steps.observe_step(20, 20, 0.0132)
+        policy.measured.steps.observe_step(*size, 0.010 + 0.0001 * size[1])
+    policy.measured.steps.observe_step(20, 20, 0.0132)
     for accepted in (4, 3, 0, 1, 0, 4, 0, 0) * 20:
         met(policy.measured.acceptance, 1, *((row, chain_round(4, accepted)) for row in each))
     assert 20 + sum(policy.choose_counts(each)) in {64, 96}
     # A step of 70 tokens took as long as its size does.
-    before = steps.estimate(96)
-    steps.observe_step(32, 70, 0.005)
-    assert steps.estimate(96) < before
+    before = policy.measured.steps.estimate(96)
+    policy.measured.steps.observe_step(32, 70, 0.005)
+    assert policy.measured.steps.estimate(96) < before
 
 
 # Drafts, as numbers of like ones with their delay, alone or beside steps; and the delay and the
@@ -269,8 +269,8 @@ def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
 ) -> None:
     policy = policy_after(step_s=DEAR_STEP_S if dear else EVEN_STEP_S, num_rows=num_rows)
     each, chain, path = row(12), DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
-    if captured:
-        policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)))
+    policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)) if captured else ())
+    policy.measured.draft_times(each).observe(0.0, 0.01, 0.0, 2, alone=True)
     policy.measured.acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
     cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
     assert cuts[0] == cuts[1]
