@@ -137,7 +137,7 @@ class GatewayConfig(GeneratorConfig):
         if not all(self.model_names):
             raise ConfigError("--served-model-name must not be empty.")
         for origin in self.cors_origins:
-            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", origin):
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+", origin):
                 raise ConfigError(
                     f"--cors-origin {origin!r} is not what browsers send as a page's origin, such "
                     "as https://app.example.com (lower case, no path, no last slash), nor *."

@@ -35,7 +35,7 @@ class StepTimes:
         tokens, times = self._sizes.setdefault(size, (Average(), Average()))
         tokens.add(num_tokens)
         self._steps += 1
-        if self._is_outdated(size) and seconds < times.mean:
+        if self._steps - self._ran_at.get(size, 0) > STALE_STEPS and seconds < times.mean:
             times.weight = 0.0
         self._ran_at[size] = self._steps
         times.add_time(seconds)
@@ -47,11 +47,10 @@ class StepTimes:
         self._seconds.append(self._seconds[-1] + (FAR - self._tokens[-2]) * more_s / (more or 1.0))
 
     def outdated(self, num_tokens: float) -> bool:
-        """Tell whether no step of this size ran for long."""
-        return self._is_outdated(_size_of(num_tokens))
-
-    def _is_outdated(self, size: int) -> bool:
-        return self._steps - self._ran_at.get(size, 0) > STALE_STEPS
+        """Tell whether no step of this size or a larger one ran for long."""
+        size = _size_of(num_tokens)
+        ran_at = max([at for each, at in self._ran_at.items() if each >= size], default=0)
+        return self._steps - ran_at > STALE_STEPS
 
     def estimate(self, num_tokens: float) -> float:
         """Return the seconds of a step; see `estimates`."""

@@ -52,7 +52,7 @@ class StepLimits:
     def buckets(self) -> list[Bucket]:
         """Return the captured sizes of decoding and of verification of up to K draft tokens."""
         verifying = self.num_speculative_tokens + 1
-        trees = (verifying,) if self.trees and verifying > 2 else ()
+        trees = (verifying,) if self._captures_trees else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
     def verifier(self, device: torch.device) -> ChooseAndVerify:
@@ -69,7 +69,11 @@ class StepLimits:
         if not model.layered:
             return []
         sizes = self.max_num_batched_tokens, self.max_num_seqs
-        return make_prefill_buckets(*sizes, trees=self.trees)
+        return make_prefill_buckets(*sizes, trees=self._captures_trees)
+
+    @property
+    def _captures_trees(self) -> bool:
+        return self.trees and self.num_speculative_tokens > 1  # one token is a chain
 
 
 def size_cache(

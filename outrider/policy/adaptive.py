@@ -31,7 +31,6 @@ class AdaptivePolicy(Policy):
         self._waiting = Waiting(self.measured, num_speculative_tokens)
         self._num_running = 1
         self._idle_steps, self._try_after = 0, FEWEST_STEPS
-        self._cut_none = False  # of the next draft: what its step takes may have changed
 
     @property
     def drafting(self) -> bool:
@@ -104,20 +103,20 @@ class AdaptivePolicy(Policy):
         steps, count = self.measured.steps, int(chosen[0].sum())
         longer = min(count + max(1, count // 3), chosen.shape[1])
         alone = len(rows) == steps.num_rows == 1
-        if alone and self.measured.draft_times(rows[0]).share.mean > 0.5:  # else none may come
-            self._cut_none = steps.outdated(steps.sizes.run_one(1, 1 + longer))
-            if self._cut_none and count < longer:
-                chosen[0, :longer], rows[0].stance = True, None  # chosen anew after that round
+        alone = alone and self.measured.draft_times(rows[0]).share.mean > 0.5  # else none may come
+        if alone and count < longer and steps.outdated(steps.sizes.run_one(1, 1 + longer)):
+            chosen[0, :longer], rows[0].stance = True, None  # chosen anew after that round
 
     def cut(self, drafts: Rows[ConfidentDraft], num_rows: int, num_others: int) -> list[bool]:
-        steps = self.measured.steps
-        if steps.padded or self._unknown or self._cut_none:
-            self._cut_none = False
-            return super().cut(drafts, num_rows, num_others)
+        steps, whole = self.measured.steps, super().cut(drafts, num_rows, num_others)
+        size = len(whole)
+        if steps.padded or self._unknown:
+            return whole
+        if num_rows == 1 and steps.outdated(steps.sizes.run_one(1, num_others + size)):
+            return whole  # what such a step takes may have changed
         rows = [d for d, _ in drafts]
         [waited_s] = self._waits_s(rows, [max([d.num_draft_tokens for d in rows])])
         survivals = self.measured.acceptance.survivals_of_nodes(drafts)
-        size = len(survivals)
         if len(drafts) == 1 and not drafts[0][1].parents:
             # After a forward on a CPU what arrays run is in no cache, and takes .2 ms.
             committed = accumulate(survivals, initial=float(num_rows))

@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -232,6 +234,15 @@ def last_logits(model: PagedModel, tokens: TokenIds) -> torch.Tensor:
     table = range(-(-len(tokens) // model.page_size))
     batch: PackedBatch = pack([RowSlice(tokens, 0, table, 1)], model.page_size, model.device)
     return model.forward(batch)[0]
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_drafts_of_one_token_have_no_captured_trees(k: int) -> None:
+    limits, model = (
+        StepLimits(4, 64, k, trees=True),
+        cast(PagedModel, SimpleNamespace(layered=True)),
+    )
+    assert not any(bucket.trees for bucket in (*limits.buckets(), *limits.prefill_buckets(model)))
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="others take the device's memory")

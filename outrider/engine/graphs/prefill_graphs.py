@@ -78,7 +78,9 @@ class PrefillGraphs:
     def _run(self, rows: Sequence[RowSlice], fill_in: FillIn | None = None) -> Tensor | None:
         """Leave the rows' states in `_hidden` and return which of their tokens get logits."""
         tokens = sum([len(row.token_ids) for row in rows])
-        trees = any(row.parents for row in rows)
+        trees, longest = any(row.parents for row in rows), self._model.max_model_len
+        if any(row.start + len(row.token_ids) > longest for row in rows):
+            return None  # some nodes of a tree lie where a bucket has no slots
         bucket = self._buckets.find(
             lambda each: each.tokens >= tokens and each.rows >= len(rows) and each.trees == trees
         )
@@ -97,8 +99,9 @@ class PrefillGraphs:
         @torch.inference_mode()
         def work() -> None:
             hidden = self._model.hidden(batch)
-            if self._hidden is None:  # in the first run of the largest bucket
-                self._hidden = torch.empty_like(hidden)
+            if self._hidden is None:  # in the first run, of whichever bucket
+                most = len(self._inputs.input_ids)
+                self._hidden = hidden.new_empty(most, *hidden.shape[1:])
             self._hidden[: bucket.tokens].copy_(hidden)
 
         return work

@@ -340,7 +340,9 @@ def test_worker_publishes_a_step_while_the_next_is_in_flight() -> None:
         first, second, third = (s.timings for s in inbox.steps)
     begin, middle, end = ["launch"], ["wait", "launch", "publish"], ["wait", "publish"]
     assert diary[:9] == begin + middle + middle + end
-    gaps = [timings.gap_ms for timings in (first, second, third) if timings is not None]
+    timings = [each for each in (first, second, third) if each is not None]
+    assert all(min(each.forward_ms, each.verify_ms, each.commit_ms) > 0 for each in timings)
+    gaps = [each.gap_ms for each in timings]
     assert gaps[0] is None, "it followed no step"
     assert all(gap is not None and gap > 0 for gap in gaps[1:])
 

@@ -15,6 +15,7 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.capture import Work
 from outrider.engine.graphs.decode_buckets import make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
@@ -140,6 +141,28 @@ def test_prefill_graphs_when_no_bucket_fits_write_nothing(model: PagedModel) -> 
         assert torch.equal(before, model.pools.layer(1).keys)
 
 
+def test_prefill_graphs_leave_trees_beyond_the_longest_context_to_eager_steps(
+    forwards: PrefillGraphs,
+) -> None:
+    """Their depth is within it, and their last slots lie behind a bucket's page table."""
+    row = RowSlice(range(16), MAX_MODEL_LEN - 3, range(19), 16, (-1,) * 15)
+    assert forwards.logits([row]) is None
+    assert forwards.logits([row._replace(start=MAX_MODEL_LEN - 16)]) is not None
+
+
+def test_prefill_graphs_work_may_first_run_in_any_order(model: PagedModel) -> None:
+    """As it does where all kernels are compiled at once."""
+    works: list[Work] = []
+
+    def note(work: Work) -> Work:
+        works.append(work)
+        return work
+
+    PrefillGraphs(model, WITH_TREES, capture=note)
+    for work in reversed(works):
+        work()
+
+
 def texts(
     model: PagedModel, runner: DecodeGraphs | None, parents: tuple[int, ...]
 ) -> list[list[int]]:
@@ -201,10 +224,17 @@ def test_engine_with_prefill_graphs_keeps_texts(
 
 def test_prefill_graphs_when_bucket_is_slower_than_larger_drop_it(model: PagedModel) -> None:
     times = {(8, 2): 3.0, (8, 6): 1.0, (24, 2): 2.0, (24, 6): 5.0, (70, 2): 4.0, (70, 6): 4.0}
-    seconds = iter([times[bucket.tokens, bucket.rows] for bucket in sorted(BUCKETS)[::-1]])
-    forwards = PrefillGraphs(model, BUCKETS, capture=rerun, seconds=lambda _: next(seconds))
-    left = {(bucket.tokens, bucket.rows) for bucket in forwards._buckets}
-    assert left == {(8, 6), (24, 2), (70, 2), (70, 6)}
+    tree_times = {24: 6.0, 70: 8.0}  # to which those of other buckets are no match
+    seconds = iter(
+        [
+            tree_times[bucket.tokens] if bucket.trees else times[bucket.tokens, bucket.rows]
+            for bucket in sorted(WITH_TREES)[::-1]
+        ]
+    )
+    forwards = PrefillGraphs(model, WITH_TREES, capture=rerun, seconds=lambda _: next(seconds))
+    left = [(bucket.tokens, bucket.rows) for bucket in forwards._buckets if not bucket.trees]
+    assert left == [(8, 6), (24, 2), (70, 2), (70, 6)]
+    assert [bucket.tokens for bucket in forwards._buckets if bucket.trees] == [24, 70]
     rows = make_rows(random.Random(3), [9, 1, 4])
     logits = forwards.logits(rows)  # by (70, 6), in place of (24, 6)
     assert logits is not None

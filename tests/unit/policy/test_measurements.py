@@ -117,18 +117,18 @@ def test_drafts_fill_the_captured_size_that_pays_and_begin_no_other() -> None:
     """All tokens of a size cost the same, so it is filled; one token more costs the next size."""
     sizes = (1, 1), (8, 8), (1, 5), (8, 40), (32, 32), (32, 64), (32, 96), (32, 160)
     policy, each = AdaptivePolicy(4), rows(20)
-    steps = policy.measured.steps
-    steps.sizes = StepSizes(sizes)
+    assert policy.choose_counts([row(2), row(8)]) == [2, 8], "all are tried while nothing is known"
+    policy.measured.steps.sizes = StepSizes(sizes)
     for size in sizes:
-        steps.observe_step(*size, 0.010 + 0.0001 * size[1])
-    steps.observe_step(20, 20, 0.0132)
+        policy.measured.steps.observe_step(*size, 0.010 + 0.0001 * size[1])
+    policy.measured.steps.observe_step(20, 20, 0.0132)
     for accepted in (4, 3, 0, 1, 0, 4, 0, 0) * 20:
         met(policy.measured.acceptance, 1, *((row, chain_round(4, accepted)) for row in each))
     assert 20 + sum(policy.choose_counts(each)) in {64, 96}
     # A step of 70 tokens took as long as its size does.
-    before = steps.estimate(96)
-    steps.observe_step(32, 70, 0.005)
-    assert steps.estimate(96) < before
+    before = policy.measured.steps.estimate(96)
+    policy.measured.steps.observe_step(32, 70, 0.005)
+    assert policy.measured.steps.estimate(96) < before
 
 
 # Drafts, as numbers of like ones with their delay, alone or beside steps; and the delay and the
@@ -206,9 +206,7 @@ def told_confidences(*, honest: bool) -> AdaptivePolicy:
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 0.1])
-def test_cut_verifies_the_sure_tokens_of_all_rows_and_all_after_a_long_wait(
-    waited_s: float,
-) -> None:
+def test_cut_verifies_sure_tokens_of_all_rows_and_all_after_a_long_wait(waited_s: float) -> None:
     told = [bytes((SURE, SURE)), bytes((UNSURE, SURE)), bytes((SURE, UNSURE)), bytes((UNSURE,))]
     drafts, policy = [(row(), DraftNodes(each)) for each in told], told_confidences(honest=True)
     for d, nodes in drafts:
@@ -265,23 +263,29 @@ def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
     assert len(policy.choose_rows(both[:1], both[1:], 0, now=0.005).rows) == 2
 
 
-@given(
-    st.binary(min_size=1, max_size=12),
-    st.integers(1, 4),
-    st.integers(1, 20),
-    st.sampled_from((EVEN_STEP_S, DEAR_STEP_S)),
-    st.booleans(),
-)
+@given(st.binary(max_size=12), st.integers(1, 4), st.integers(1, 20), st.booleans(), st.booleans())
 def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
-    told: bytes, num_rows: int, num_others: int, step_s: Mapping[int, float], captured: bool
+    told: bytes, num_rows: int, num_others: int, dear: bool, captured: bool
 ) -> None:
-    policy, each = policy_after(step_s=step_s, num_rows=num_rows), row(12)
-    if captured:
-        policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)))
+    policy = policy_after(step_s=DEAR_STEP_S if dear else EVEN_STEP_S, num_rows=num_rows)
+    each, chain, path = row(12), DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
+    policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)) if captured else ())
+    policy.measured.draft_times(each).observe(0.0, 0.01, 0.0, 2, alone=True)
     policy.measured.acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
-    chain, path = DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
     cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
     assert cuts[0] == cuts[1]
+
+
+def test_lone_drafts_of_any_lengths_are_cut_and_seldom_verified_whole() -> None:
+    policy, each = policy_after((row(), chain_round(12, 12)), step_s=DEAR_STEP_S), row(12)
+    told, whole = bytes([250, *[1] * 11]), 0
+    for length in random.Random(1).choices(range(4, 10), k=200):
+        assert policy.choose_counts([each])[0] >= 10, "longer drafts than come"
+        cut = policy.cut([(each, DraftNodes(told[:length]))], 1, 1)
+        policy.measured.steps.observe_step(1, 1 + sum(cut), 0.004 + 0.002 * sum(cut))
+        whole += all(cut)
+    assert 0 < whole < 30
+    assert not all(policy.cut([(each, DraftNodes(told))] * 2, 2, 2)), "neither is alone"
 
 
 @pytest.mark.parametrize("told", [b"", bytes([250] * 4)])
@@ -292,8 +296,6 @@ def test_lone_row_verifies_longer_drafts_after_other_work_made_such_steps_slow(
     """Such steps have 5 tokens. What slowed them would be believed for good, as none runs then."""
     as_fast = {1: 0.02, 4: 0.02, 5: 0.02}
     policy, each = policy_after((row(), chain_round(4, 4)), step_s=as_fast), row()
-    sure = DraftNodes(bytes([250] * 4))
-    policy.measured.acceptance.observe([(each, chain_round(4, 4), sure)] * 8)
     counts: list[int] = []
     for i in range(200):
         [count] = policy.choose_counts([each])

@@ -186,8 +186,7 @@ def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> Non
     assert stats.waits == 1
     assert stats.wait_ms < 1e3 * MAX_PATIENCE_S
     # A quarter of a second of rounds, then 3 misses and 16 at rest, a miss and 32, a miss and 64.
-    early = round(MAX_PATIENCE_S / PLAIN_S)
-    assert early <= stats.misses_late <= early + 3 + 1 + 1 + 1
+    assert 0 <= stats.misses_late - round(MAX_PATIENCE_S / PLAIN_S) <= 3 + 1 + 1 + 1
     assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
 
 

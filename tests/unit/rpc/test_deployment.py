@@ -146,7 +146,15 @@ def test_gateway_flags_with_one_port_twice_are_refused(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "origin", ["", "foo", "https://a.example/", "https://A.example", "http://a,http://b"]
+    "origin",
+    [
+        "",
+        "foo",
+        "https://a.example/",
+        "https://A.example",
+        "http://a,http://b",
+        "https://*.example",
+    ],
 )
 def test_gateway_with_what_is_no_origin_is_refused(
     origin: str, capsys: pytest.CaptureFixture[str]
