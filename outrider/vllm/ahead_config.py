@@ -16,7 +16,6 @@ import vllm.config.vllm as checks
 from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport
 
 from outrider.errors import ConfigError
 from outrider.vllm import versions
@@ -42,8 +41,8 @@ class WholeSteps(CompilationConfig):  # type: ignore[misc]
 
     By default vLLM captures these in a piece per layer, and all rows wait while the host launches
     the pieces. Its workers ask once they know the attention, and have compiled the pieces. With any
-    other attention its default stays; asked for whole steps, vLLM would then fail or run without
-    graphs.
+    other attention its default stays; asked for whole steps before, vLLM would fail, or capture
+    none with prompts.
     """
 
     most_tokens = 0  # of a step
@@ -54,7 +53,7 @@ class WholeSteps(CompilationConfig):  # type: ignore[misc]
         """Return how steps are captured."""
         own: Any = self
         by_default = own.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
-        if by_default and min_cg_support is AttentionCGSupport.ALWAYS:
+        if by_default and min_cg_support.name == "ALWAYS":
             sizes = own.cudagraph_capture_sizes
             sizes = [*sizes, *[n for n in _GRAPH_TOKENS if sizes[-1] < n <= self.most_tokens]]
             own.cudagraph_mode = CUDAGraphMode.FULL
