@@ -235,8 +235,10 @@ def test_steps_with_prompts_are_captured_whole_where_vllm_can(
     config = config_of(max_num_batched_tokens=700, max_num_seqs=16)
     assert type(config.compilation_config) is CompilationConfig  # this device has no graphs
 
-    def chosen(support: str, *, ours: bool = True, **flags: Any) -> tuple[Any, ...]:
-        graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    def chosen(
+        support: str, *, ours: bool = True, by_default: str = "FULL_AND_PIECEWISE", **flags: Any
+    ) -> tuple[Any, ...]:
+        graphs = {"cudagraph_mode": by_default, "cudagraph_capture_sizes": [1, 2, 4, 8]}
         made = CompilationConfig(mode=3, max_cudagraph_capture_size=8, **graphs)
         made.set_splitting_ops_for_v1("naive")
         config.compilation_config = made
@@ -257,6 +259,13 @@ def test_steps_with_prompts_are_captured_whole_where_vllm_can(
             assert chosen(support) == chosen(support, ours=False)
     assert chosen("UNIFORM_BATCH") == ("FULL_AND_PIECEWISE", [5], 5)
     assert chosen("NEVER")[0] == "PIECEWISE"  # vLLM refuses to start with whole steps
+
+    assert chosen("ALWAYS", by_default="PIECEWISE")[0] == "PIECEWISE"  # as with -O1
+    with monkeypatch.context() as patch:
+        asked: list[Any] = []
+        patch.setattr(ahead_config, "_capture_whole", lambda _, config: asked.append(config))
+        made = config_of()
+        assert [each is made for each in asked] == [True]
 
     own = chosen("ALWAYS", ours=False)
     for name, value in [
