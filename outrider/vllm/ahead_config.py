@@ -1,20 +1,19 @@
 """`--async-scheduling` with proposers: vLLM's configuration refuses it with any `custom_class`.
 
-`allow` lets it pass for classes of ours that were asked for with it, and has all steps captured
-whole. It does nothing else: without the flag vLLM decides as before. Importing this module imports
-vLLM.
+`allow` lets it pass for classes of ours that were asked for with it, and has steps with prompts
+captured whole where vLLM can. It does nothing else: without the flag vLLM decides as before.
+Importing this module imports vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import vllm.config.vllm as checks
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -22,8 +21,8 @@ from outrider.errors import ConfigError
 from outrider.vllm import versions
 
 _METHOD = "custom_class"
-_GRAPH_TOKENS = (1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), *range(512, 1025, 64))
-"""Sizes of captured steps, prompts beside drafts among them; vLLM's own end at 512."""
+_GRAPH_TOKENS = (*range(8, 128, 8), *range(128, 512, 16), *range(512, 1025, 64))
+"""Sizes of captured steps with prompts, beyond vLLM's own: those end at 512 or before."""
 
 
 class AheadConfig(VllmConfig):  # type: ignore[misc]
@@ -35,6 +34,31 @@ class AheadConfig(VllmConfig):  # type: ignore[misc]
     def __post_init__(self) -> None:
         with _custom_class_passes():
             super().__post_init__()
+
+
+class WholeSteps(CompilationConfig):  # type: ignore[misc]
+    """Has steps with prompts captured whole, if the attention can be.
+
+    By default vLLM captures these in a piece per layer, and all rows wait while the host launches
+    the pieces. Its workers ask once they know the attention, and have compiled the pieces. With any
+    other attention its default stays; asked for whole steps before, vLLM would fail, or capture
+    none with prompts.
+    """
+
+    most_tokens = 0  # of a step
+
+    def resolve_cudagraph_mode_and_sizes(
+        self, min_cg_support: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return how steps are captured."""
+        own: Any = self
+        by_default = own.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        if by_default and min_cg_support.name == "ALWAYS":
+            sizes = own.cudagraph_capture_sizes
+            sizes = [*sizes, *[n for n in _GRAPH_TOKENS if sizes[-1] < n <= self.most_tokens]]
+            own.cudagraph_mode = CUDAGraphMode.FULL
+            own.cudagraph_capture_sizes, own.max_cudagraph_capture_size = sizes, sizes[-1]
+        return super().resolve_cudagraph_mode_and_sizes(min_cg_support, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -62,15 +86,14 @@ def allow() -> None:
             return create(self, *args, **kwargs)
         if reason := _refusal(self):
             raise ConfigError(f"--async-scheduling takes no proposers here: {reason}")
-        asked = copy.copy(self)
-        asked.compilation_config = _captured_whole(self)
         with _custom_class_passes():
-            config = create(asked, *args, **kwargs)
+            config = create(self, *args, **kwargs)
         if not config.scheduler_config.async_scheduling:
             raise ConfigError(
                 "--async-scheduling takes no proposers here: vLLM turned it off for the device."
             )
         config.__class__ = AheadConfig
+        _capture_whole(self, config)
         return config
 
     create_engine_config.allows_ahead = True  # type: ignore[attr-defined]
@@ -89,23 +112,25 @@ def _asks(args: Any) -> bool:
     return False  # vLLM says what it says of any other class
 
 
-def _captured_whole(args: Any) -> Any:
-    """Return the compilation with steps of prompts captured whole, unless a flag says otherwise.
+def _capture_whole(args: Any, config: Any) -> None:
+    """Have steps with prompts captured whole, unless a flag of vLLM's graphs says otherwise.
 
-    By default vLLM captures these in a piece per layer, and all rows wait while the host launches
-    the pieces. Where the attention cannot be captured with prompts, vLLM says so and takes its
-    default; attention over latents (MLA) can fail instead, and is left alone.
+    Left alone is also what a graph of such steps would leave out: what a model does on the host for
+    images, halves of a batch (`--enable-dbo`), and prompts that skip layers
+    (`--kv-sharing-fast-prefill`). Attention over latents (MLA) can fail in one.
     """
-    graphs = args.compilation_config
-    decided = args.enforce_eager or args.cudagraph_capture_sizes or args.max_cudagraph_capture_size
-    known = graphs.cudagraph_mode, graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
-    if decided or any(each is not None for each in known) or not current_platform.is_cuda():
-        return graphs
-    if args.create_model_config().use_mla:
-        return graphs
-    graphs = copy.deepcopy(graphs)
-    graphs.cudagraph_mode, graphs.cudagraph_capture_sizes = CUDAGraphMode.FULL, [*_GRAPH_TOKENS]
-    return graphs
+    asked, graphs, model = args.compilation_config, config.compilation_config, config.model_config
+    flags = (
+        *(args.cudagraph_capture_sizes, args.max_cudagraph_capture_size, asked.cudagraph_mode),
+        *(asked.cudagraph_capture_sizes, asked.max_cudagraph_capture_size, asked.compile_sizes),
+    )
+    left_alone = (
+        *(model.is_multimodal_model, model.use_mla, config.parallel_config.use_ubatching),
+        *(config.cache_config.kv_sharing_fast_prefill, not current_platform.is_cuda()),
+    )
+    if not any(left_alone) and all(each is None for each in flags):
+        graphs.__class__ = WholeSteps
+        graphs.most_tokens = config.scheduler_config.max_num_batched_tokens
 
 
 def _refusal(args: Any) -> str:

@@ -132,7 +132,7 @@ class DraftHost(Inbox):
             self.tracker.start(request),
             max_len=min(most, self._max_model_len),
             stop_ids=stop_ids,
-            started_at=self._clock(),
+            started_at=self._accounting.step.began,
         )
         self._rows[name] = self._by_session[request.session_id] = row
         self.listener.opened(request, traceparent)

@@ -118,7 +118,9 @@ PLUGIN: Final = Names(_PARAMETERS, _FIELDS, _SOURCE_WORDS)
 AHEAD: Final = Names(
     {
         "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
-        "vllm.engine.arg_utils:EngineArgs.create_model_config": ("self",),
+        "vllm.config:CompilationConfig.resolve_cudagraph_mode_and_sizes": (
+            *("self", "min_cg_support"),
+        ),
         "vllm.config:VllmConfig.__post_init__": ("self",),
         "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
@@ -139,7 +141,7 @@ AHEAD: Final = Names(
     {
         "vllm.engine.arg_utils:EngineArgs": (
             *("async_scheduling", "speculative_config", "pipeline_parallel_size"),
-            *("kv_transfer_config", "compilation_config", "enforce_eager"),
+            *("kv_transfer_config", "compilation_config"),
             *("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": (
@@ -150,8 +152,12 @@ AHEAD: Final = Names(
             ),
             "pending_structured_output_tokens",
         ),
-        "vllm.config:CompilationConfig": ("cudagraph_capture_sizes",),
-        "vllm.config:ModelConfig": ("use_mla",),
+        "vllm.config:CompilationConfig": ("cudagraph_capture_sizes", "compile_sizes"),
+        "vllm.config:ModelConfig": ("use_mla", "is_multimodal_model"),
+        "vllm.config:ParallelConfig": ("use_ubatching",),
+        "vllm.config:CacheConfig": ("kv_sharing_fast_prefill",),
+        "vllm.config:CUDAGraphMode": ("FULL", "FULL_AND_PIECEWISE"),
+        "vllm.v1.attention.backend:AttentionCGSupport": ("ALWAYS",),
         "vllm.v1.core.sched.output:CachedRequestData": ("all_token_ids",),
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": (
             *("draft_token_ids", "logits_indices", "target_logits_indices"),

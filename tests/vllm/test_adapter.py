@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,3 +32,26 @@ def test_low_temperature_is_the_requests_own() -> None:
     engine = Engine()
     stream(cast("Any", engine), "a", [1], {"temperature": 0.001}, None, None)
     assert engine.params.temperature == 0.001
+
+
+def test_places_of_draft_tokens_are_where_vllm_reads_them() -> None:
+    """Prompts, parts of prompts and rows without drafts lie between them."""
+    import numpy as np
+    import torch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from outrider.vllm.adapter import draft_places
+
+    runner: Any = object.__new__(GPUModelRunner)
+    runner.device = torch.device("cpu")
+    runner.arange_np, runner._arange_scratch = np.arange(512), np.zeros(512, np.int32)
+    runner.input_ids = SimpleNamespace(gpu=torch.arange(512, dtype=torch.int32))
+    drafted = np.array([3, 0, 2, 0, 1], np.int32)
+    ends = np.array([4, 104, 107, 207, 212], np.int32)  # the last row has a part of its text again
+    metadata = runner._calc_spec_decode_metadata(drafted, ends)
+    places = draft_places(metadata)
+    assert places.dtype == torch.int64
+    assert places.tolist() == metadata.draft_token_ids.tolist() == [1, 2, 3, 105, 106, 211]
+    assert metadata.draft_token_ids.dtype == torch.int32
+    assert metadata.draft_token_ids.is_contiguous()
+    assert metadata.num_draft_tokens == drafted.tolist()

@@ -222,31 +222,68 @@ def test_without_the_flag_vllm_decides_as_before() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_steps_are_captured_whole_unless_a_flag_says_otherwise(
+def test_steps_with_prompts_are_captured_whole_where_vllm_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.config import CUDAGraphMode, ModelConfig
+    """With other flags, models or attention, vLLM's own choice stands."""
+    from vllm.config import CompilationConfig, ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backend import AttentionCGSupport
 
     from outrider.vllm import ahead_config
 
-    def graphs_of(**flags: Any) -> Any:
-        args = EngineArgs(model=str(TARGET), **flags)
-        graphs = ahead_config._captured_whole(args)
-        assert args.compilation_config.cudagraph_mode is not CUDAGraphMode.FULL  # the flag's
-        return graphs
+    config = config_of(max_num_batched_tokens=700, max_num_seqs=16)
+    assert type(config.compilation_config) is CompilationConfig  # this device has no graphs
 
-    assert graphs_of().cudagraph_mode is None  # this device has no graphs
+    def chosen(
+        support: str, *, ours: bool = True, by_default: str = "FULL_AND_PIECEWISE", **flags: Any
+    ) -> tuple[Any, ...]:
+        graphs = {"cudagraph_mode": by_default, "cudagraph_capture_sizes": [1, 2, 4, 8]}
+        made = CompilationConfig(mode=3, max_cudagraph_capture_size=8, **graphs)
+        made.set_splitting_ops_for_v1("naive")
+        config.compilation_config = made
+        if ours:
+            ahead_config._capture_whole(EngineArgs(str(TARGET), **flags), config)
+        made = pickle.loads(pickle.dumps(config)).compilation_config  # as for a worker
+        for _ in range(2):  # vLLM asks when it measures memory, too
+            mode = made.resolve_cudagraph_mode_and_sizes(AttentionCGSupport[support], "its name", 5)
+        sizes = made.cudagraph_capture_sizes
+        assert sizes[-1] == made.max_cudagraph_capture_size
+        return mode.name, sizes[:2], sizes[-1]
+
+    assert chosen("ALWAYS")[0] == "FULL_AND_PIECEWISE"
     monkeypatch.setattr(ahead_config.current_platform, "is_cuda", lambda: True)
-    graphs = graphs_of()
-    assert graphs.cudagraph_mode is CUDAGraphMode.FULL
-    assert max(graphs.cudagraph_capture_sizes) == 1024
-    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-    assert graphs_of(**pieces).cudagraph_mode is CUDAGraphMode.PIECEWISE
-    for flags in ({"enforce_eager": True}, {"max_cudagraph_capture_size": 64}):
-        assert graphs_of(**flags).cudagraph_mode is None
-    monkeypatch.setattr(ModelConfig, "use_mla", True)
-    assert graphs_of().cudagraph_mode is None
+    assert chosen("ALWAYS") == ("FULL", [5, 10], 640)
+    for support in AttentionCGSupport.__members__:
+        if support != "ALWAYS":
+            assert chosen(support) == chosen(support, ours=False)
+    assert chosen("UNIFORM_BATCH") == ("FULL_AND_PIECEWISE", [5], 5)
+    assert chosen("NEVER")[0] == "PIECEWISE"  # vLLM refuses to start with whole steps
+
+    assert chosen("ALWAYS", by_default="PIECEWISE")[0] == "PIECEWISE"  # as with -O1
+    with monkeypatch.context() as patch:
+        asked: list[Any] = []
+        patch.setattr(ahead_config, "_capture_whole", lambda _, config: asked.append(config))
+        made = config_of()
+        assert [each is made for each in asked] == [True]
+
+    own = chosen("ALWAYS", ours=False)
+    for name, value in [
+        *(("cudagraph_mode", "FULL_AND_PIECEWISE"), ("compile_sizes", [4])),
+        *(("cudagraph_capture_sizes", [8]), ("max_cudagraph_capture_size", 8)),
+    ]:
+        assert chosen("ALWAYS", compilation_config={name: value}) == own
+    assert chosen("ALWAYS", cudagraph_capture_sizes=[8]) == own
+    assert chosen("ALWAYS", max_cudagraph_capture_size=8) == own
+    for owner, name in [
+        *((ModelConfig, "use_mla"), (ModelConfig, "is_multimodal_model")),
+        (ParallelConfig, "use_ubatching"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, True)
+            assert chosen("ALWAYS") == own, name
+    config.cache_config.kv_sharing_fast_prefill = True
+    assert chosen("ALWAYS") == own
 
 
 @pytest.mark.usefixtures("ahead")

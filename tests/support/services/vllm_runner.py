@@ -35,6 +35,8 @@ class AheadRunner:
         self.counts: list[list[int]] = []  # emitted tokens that the device is told of
         self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
         self.right = K  # draft tokens that are
+        self.room = K  # for draft tokens of a row
+        self.within_prompt = ""  # rows that emit nothing
         self.calls: list[str] = []
         books = [partial(self.calls.append, name) for name in ("launched", "awaited")]
         StepsAhead(self, 8 * K, self._begin, self._next_drafts, *books)
@@ -47,11 +49,12 @@ class AheadRunner:
         replaced: dict[str, list[int]] | None = None,
         **grammar: bool,
     ) -> list[list[int]]:
-        """Run a step; requests that are not new have room for K draft tokens. Returns its tokens.
+        """Run a step; requests that are not new have room for draft tokens. Returns its tokens.
 
         These are only what the device has: the next step is what reads them.
         """
-        spec = {name: [-1] * K for name in names if name not in (*new, *(replaced or {}))}
+        undrafted = (*new, *(replaced or {}))
+        spec = {name: [-1] * self.room for name in names if name not in undrafted}
         plan = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
             finished_req_ids=set(finished),
@@ -78,7 +81,10 @@ class AheadRunner:
         if names:
             ends = np.cumsum(list(plan.num_scheduled_tokens.values()))
             drafted = [len(plan.scheduled_spec_decode_tokens.get(name, ())) for name in names]
-            self._calc_spec_decode_metadata(np.array(drafted), ends)
+            if any(drafted):
+                self._calc_spec_decode_metadata(np.array(drafted), ends)
+            else:  # for `sample_tokens` here; vLLM has none
+                AheadRunner._calc_spec_decode_metadata(self, np.array(drafted), ends)
             self._preprocess(plan, int(ends[-1]))
             self.calls.append("runs")
 
@@ -118,7 +124,7 @@ class AheadRunner:
         return SimpleNamespace(
             sampled_token_ids_cpu=sampled,
             async_copy_ready_event=SimpleNamespace(synchronize=lambda: self.calls.append("read")),
-            _invalid_req_indices=[],
+            _invalid_req_indices=[i for i, name in enumerate(names) if name in self.within_prompt],
             _model_runner_output=SimpleNamespace(req_ids=names),
         )
 

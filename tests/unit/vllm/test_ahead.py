@@ -66,6 +66,26 @@ def test_row_without_a_draft_emits_one_token() -> None:
     assert runner.counts[-1][1] == 1
 
 
+def test_draft_is_as_long_as_its_room_and_steps_without_room_have_none() -> None:
+    runner = AheadRunner()
+    runner.run("a", new="a")
+    runner.room = 2
+    runner.run("a")
+    assert runner.verified == [[truth("a", 4 + i) for i in range(2)]]
+    runner.run("b", "c", new="bc")
+    assert runner.counts[-1] == [1, 1]
+    assert told(runner)["a"] == [truth("a", 4 + i) for i in range(3)]
+
+
+def test_row_within_its_prompt_emits_nothing() -> None:
+    runner = AheadRunner()
+    runner.within_prompt = "a"
+    runner.run("a", "b", new="ab")
+    runner.run("b")
+    assert told(runner) == {"a": [], "b": [truth("b", 3)]}
+    assert runner.told[-1].lengths == [3, 4]  # type: ignore[union-attr]
+
+
 def test_ended_request_emits_no_more_and_its_name_may_come_back() -> None:
     runner = AheadRunner()
     runner.run("a", "b", new="ab")
@@ -118,10 +138,11 @@ def test_grammar_that_is_not_asked_about_drafts_gets_none(
 
 def test_penalties_see_the_drafts_that_are_verified() -> None:
     runner = AheadRunner()
-    runner.input_batch.sampling_metadata.output_token_ids = [[]]
-    runner.run("a", new="a")
+    runner.input_batch.sampling_metadata.output_token_ids = [[], []]
+    runner.run("a", "b", new="ab")
     runner.run("a")
-    assert runner.input_batch.spec_token_ids[0] == runner.verified[0]
+    runner.run("a", "b")  # nothing is drafted for "b"
+    assert runner.input_batch.spec_token_ids[:2] == [runner.verified[0], [0] * K]
 
 
 def test_sampling_that_is_not_coupled_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

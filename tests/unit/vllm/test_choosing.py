@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.types import StepEvents
+from outrider.vllm.adapter import StepPlan
 from tests.support.services.vllm_steps import VllmSteps
 
 
@@ -76,3 +77,17 @@ async def test_host_takes_offers_while_the_device_works(monkeypatch: pytest.Monk
     assert [row.drafting.proposer_id for row in rows] == [None, None]
     steps.plugin._launched()
     assert [row.drafting.proposer_id for row in rows] == ["p", "p"]
+
+
+async def test_step_is_noted_as_of_its_launch_and_drafts_are_taken_before_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch, names=("a",))
+    proposer = steps.attach()
+    steps.step()
+    steps.plugin._begin(StepPlan([], [], {}, {"a": 1}), 7.0)
+    assert steps.host._accounting.step.began == 7.0
+    steps.post(proposer, steps.block("a"))
+    assert steps.host._rows["a"].draft is None
+    steps.plugin._awaited()
+    assert steps.host._rows["a"].draft is not None

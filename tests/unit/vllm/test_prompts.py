@@ -80,3 +80,12 @@ def test_policy_learns_of_a_step_without_its_prompts_time(monkeypatch: pytest.Mo
     sizes = [(1, 1), (1, 1), (2, 2), (2, 2)]
     assert [(rows, tokens) for rows, tokens, _ in run.observed] == sizes
     assert [seconds for *_, seconds in run.observed] == pytest.approx([STEP_S] * 4)
+
+
+def test_prompts_time_begins_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Prompts(monkeypatch)
+    run.step({"a": -4}, PROMPT_S, "a")
+    run.step({"a": 4}, PROMPT_S)
+    stats = run.host.take_stats("a")
+    assert stats is not None
+    assert stats.prefill_ms == pytest.approx(2e3 * PROMPT_S)
