@@ -75,7 +75,18 @@ def _document(row: Any, tokenizer: Any) -> str:
     messages = row["messages"]
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
         raise ValueError("`messages` is no list of objects, such as one with role and content")
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    return str(tokenizer.apply_chat_template([*map(_joined, messages)], tokenize=False))
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its parts as one text, as the gateway has it: few templates join."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("`content` has a part that is no text")
+    return {**message, "content": "".join(map(str, texts))}
 
 
 class Source:

@@ -174,10 +174,13 @@ def test_draft_vocabulary_of_any_text_has_the_most_frequent_tokens() -> None:
     assert ids.tolist() == [5, 7]
 
 
-def test_read_tokens_of_jsonl_ends_documents(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ["hello world", [{"type": "text", "text": text} for text in ("hello ", "world")]]
+)
+def test_read_tokens_of_jsonl_ends_documents(content: object, folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     path = tmp_path / "rows.jsonl"
-    chat = {"messages": [{"role": "user", "content": "hello world"}]}
+    chat = {"messages": [{"role": "user", "content": content}]}
     line = json.dumps({"text": "STOP\u2028"}, ensure_ascii=False)
     path.write_text(line + "\n\n" + json.dumps(chat) + "\n", encoding="utf-8")
     tokens = read_tokens(path, tokenizer).tolist()
@@ -193,6 +196,7 @@ def test_read_tokens_of_jsonl_ends_documents(folder: Path, tmp_path: Path) -> No
         ('{"text": 5}', "neither `text` nor `messages`"),
         *((f'{{"messages": {m}}}', "no list of objects") for m in ("null", "[]", "{}", '["hi"]')),
         ('{"messages": [{"role": "system"}]}', "only users speak"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "no text"),
     ],
 )
 def test_read_tokens_of_wrong_line_names_it(
