@@ -22,7 +22,7 @@ from outrider.errors import ConfigError
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import READ_AHEAD_BYTES, Frames, FrameSocket
-from outrider.rpc.targets import Target, join_address
+from outrider.rpc.targets import Target, join_address, no_unix_socket
 from outrider.rpc.tls import Follower, client_context, server_context
 from outrider.v1 import draft_pb2
 
@@ -99,10 +99,7 @@ class DataPort:
                     self._accept, self._socket, limit=READ_AHEAD_BYTES
                 )
             except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {self._socket}: its folder must exist and allow writing, "
-                    "nothing but a socket may lie there, and the path be at most 107 bytes long."
-                ) from error
+                raise no_unix_socket(self._socket) from error
             self._servers.append(beside)
         return self._port
 

@@ -17,6 +17,7 @@ from outrider.rpc.decoding import DecodingInterceptor
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.health import Health
 from outrider.rpc.reflection import Reflection
+from outrider.rpc.targets import no_unix_socket
 from outrider.rpc.tls import server_credentials
 
 _MAX_INT: Final = 2**31 - 1  # of gRPC's options
@@ -158,10 +159,7 @@ def _bind(
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         if address.startswith("unix:"):
-            raise ConfigError(
-                f"cannot listen on {address}: its folder must exist and allow writing, nothing "
-                "but a socket may lie there, and the path be at most 107 bytes long."
-            ) from error
+            raise no_unix_socket(address) from error
         raise ConfigError(
             f"cannot listen on {address}: the port is taken or the address is not "
             "this machine's. Choose another, or port 0 for a free one."

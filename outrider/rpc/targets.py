@@ -43,6 +43,14 @@ def join_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def no_unix_socket(address: object) -> ConfigError:
+    """Return the error of a server that cannot listen on a Unix socket."""
+    return ConfigError(
+        f"cannot listen on {address}: its folder must exist and allow writing, nothing but a "
+        "socket may lie there, and the path be at most 107 bytes long."
+    )
+
+
 def parse_entries(text: str) -> tuple[str, ...]:
     """Return the entries of a comma list. Raises `ConfigError` as `check_entries` does."""
     entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
