@@ -21,8 +21,7 @@ PRIOR_RATE = 0.8  # accepted of an unknown proposer's tokens: it is worth a try
 PRIOR_TOKENS = 8.0  # of a row or a depth that say as much of it as all that is known besides
 PROPOSER_FADE = 0.99  # kept per round of what a proposer's drafts met
 BINS = 16  # of confidences, of which a byte tells 256: the rest is noise
-CONFIDENCES_PER_BIN = 256 // BINS
-BIN_OF = bytes([told // CONFIDENCES_PER_BIN for told in range(256)])
+BIN_OF = bytes([told * BINS // 256 for told in range(256)])
 SAID = 1.0 / (1.0 + np.exp(7.5 - np.arange(BINS)))  # by the log odds in the middle of each bin
 
 
@@ -40,7 +39,7 @@ class _Kind:
         ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
         self._levels += (ends.T[:, :, None] > np.arange(MAX_SPECULATIVE_TOKENS)).sum(1)
         tried = [
-            (depth * BINS + told // CONFIDENCES_PER_BIN, accepted)
+            (depth * BINS + BIN_OF[told], accepted)
             for round_, nodes in rounds
             for depth, told, accepted in nodes.tried(round_.last)
         ]
