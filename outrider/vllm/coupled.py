@@ -132,7 +132,7 @@ class Chooser:
                 self._keys.clear()
             params = self._runner.requests[name].sampling_params
             seed = adapter.seed_of(name, params.seed, self._default_seed)
-            self._keys[name] = key = coupled.seed_keys([seed])[0].numpy()
+            self._keys[name] = key = np.array(coupled.keys_of_seed(seed))
         return key
 
 

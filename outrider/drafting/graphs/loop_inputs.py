@@ -23,7 +23,7 @@ from outrider.drafting.drafters import FedRows
 from outrider.drafting.graphs.batches import LoopBatches, row_starts
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.staging import PageLayout, Staging
-from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
+from outrider.engine.sampling.coupled import SamplingBatch, keys_of_seed
 from outrider.engine.shared_prefix import SharedPrefix
 from outrider.params import SamplingParams
 
@@ -300,9 +300,9 @@ class LoopInputs:
             if len(self._columns) >= _MAX_COLUMNS:
                 self._columns.clear()
             floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
-            keys = seed_keys([params.seed]).numpy().astype(np.uint32).view(np.int32)
+            keys = np.array(keys_of_seed(params.seed)).astype(np.uint32).view(np.int32)
             top_k = min(params.top_k, 2**31 - 1)
-            columns = (*floats.view(np.int32).tolist(), top_k, *keys[0].tolist())
+            columns = (*floats.view(np.int32).tolist(), top_k, *keys.tolist())
             known = self._columns[id(params)] = params, columns
         return known[1]
 
