@@ -189,8 +189,10 @@ class DecodeInputs:
 
         to = self._views.get(bucket) or self._view(bucket)
         padding = [0] * (bucket.rows - num_rows)
-        lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
-        counts = np.array(lengths + padding)
+        counts = to.lens
+        if bucket.query_len > 1 or padding:
+            lengths = [1] * len(singles) + [len(part.token_ids) for part in slices]
+            counts = np.array(lengths + padding)
         first = np.array(singles.starts + [part.start for part in slices] + padding)
         lens, row_of, steps = to.lens, to.row_of, to.steps
         if not bucket.full:  # the last rows take the padding first, each as much as it can

@@ -117,8 +117,7 @@ class PrefillInputs:
         _fill(to("cu_seqlens")[: bucket.rows + 2], batch.cu_seqlens_q, bucket.tokens)
         _fill(to("seq_lens")[: bucket.rows + 1], batch.seq_lens, 0)
         if bucket.trees:
-            none = batch.seq_lens, torch.zeros(bucket.tokens, dtype=torch.int64)
-            trees = batch.trees or TreeMask(*none)
+            trees = batch.trees or TreeMask(batch.seq_lens, torch.zeros_like(batch.positions))
             _fill(to("tree_starts")[: bucket.rows + 1], trees.starts, 0)
             to("visible")[: bucket.tokens] = trees.visible
         to("block_table")[:num_rows, :width] = batch.block_table
