@@ -149,6 +149,20 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
             node = child
         return node
 
+    def outcomes(self, num_verified: int, node: int = -1) -> list[tuple[int, int]]:
+        """Return how a step may end that verifies so many nodes of the preferred path.
+
+        Per outcome that the tree knows how many tokens it emits, and the node of the last one.
+        """
+        path = [node, *self._first_nodes(num_verified, node)]
+        emitted = {node: number for number, node in enumerate(path, start=1)}
+        after = self.parents[node + 1 :]
+        return [
+            (emitted[parent], child)
+            for child, parent in enumerate(after, start=node + 1)
+            if parent in emitted and child not in emitted
+        ]
+
     def is_outrun(self, tokens: Sequence[int]) -> bool:
         """Tell whether `tokens` pass a leaf: all that the tree says of them was true."""
         node = -1

@@ -31,6 +31,7 @@ class Served:
     max_num_seqs: int
     seed: int  # of requests without one
     data_parallel_rank: int
+    num_ranks: int  # that share each layer
     flags: str
     """The plug-in's own flags: `--additional-config '{"outrider": "..."}'`."""
 
@@ -50,6 +51,7 @@ def read_config(config: Any) -> Served:
         max_num_seqs=config.scheduler_config.max_num_seqs,
         seed=model.seed or 0,
         data_parallel_rank=config.parallel_config.data_parallel_rank,
+        num_ranks=config.parallel_config.tensor_parallel_size,
         flags=str((config.additional_config or {}).get("outrider", "")),
     )
 

@@ -2,8 +2,12 @@
 
 With `--async-scheduling` vLLM prepares a step while the one before runs, with room for
 `num_speculative_tokens` draft tokens in each row. It corrects positions on the device, once that
-knows how many tokens were accepted. So drafts may come last: just before the model is launched,
-what the step before emitted is read, committed, and the drafts take their places.
+knows how many tokens were accepted. So drafts may come last, in one of two ways:
+
+- The device chooses them among those for each outcome of the step before, which is launched behind
+  it and read later: the device never waits for the host.
+- Just before the model is launched, what the step before emitted is read, committed, and the drafts
+  take their places. So drafts may be waited for.
 
 Between steps vLLM has placeholders for tokens that it has not read. Whatever it reads of a text to
 choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before it samples.
@@ -14,17 +18,46 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
+from outrider.vllm.branch_table import BranchTable, outcomes
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
-Begin = Callable[[StepPlan, float], None]
-NextDrafts = Callable[[StepOutput | None, Sequence[str]], list[list[int]]]
+
+
+class DraftSide(Protocol):
+    """What decides on drafts, and follows the steps. No call raises."""
+
+    def awaited(self) -> None:
+        """Take in what came, before the result of a step is waited for."""
+
+    def foresees(self, names: Sequence[str]) -> bool:
+        """Tell whether these rows have drafts for each outcome of the step that runs."""
+        ...
+
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
+        """Begin a table of the rows with all drafts that are there."""
+
+    def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
+        """Write what comes until it is `known` how the step ended."""
+
+    def commit(self, output: StepOutput, chosen: dict[str, int]) -> None:
+        """Commit what a step emitted, after which rows have so many draft tokens."""
+
+    def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
+        """Commit what a step emitted, and return drafts for rows of the next one."""
+        ...
+
+    def begin(self, plan: StepPlan, began: float | None = None) -> None:
+        """Note a step while it runs, and when it began."""
+
+    def launched(self) -> None:
+        """Keep the books of the step before, while one runs."""
 
 
 class _Launched(NamedTuple):
@@ -34,57 +67,50 @@ class _Launched(NamedTuple):
     token_ids: Tensor  # [rows, 1 or 1 + K], on the host once `copied` has happened
     copied: Any  # the event
     within_prompt: frozenset[int]  # rows that emit nothing
+    outcomes: Tensor  # of the rows, on the device
 
 
 class StepsAhead:
     """Follows a model runner, and places drafts in its steps."""
 
     def __init__(
-        self,
-        runner: Any,
-        max_draft_tokens: int,  # of a step
-        begin: Begin,
-        next_drafts: NextDrafts,
-        launched: Callable[[], None],
-        awaited: Callable[[], None],
+        self, runner: Any, side: DraftSide, max_num_seqs: int, num_draft_tokens: int
     ) -> None:
-        """Replace methods of a runner that schedules ahead.
-
-        While a step runs, `begin` is told of it and when it was launched; `launched` comes after
-        that, and `awaited` last, before its result is waited for. `next_drafts` takes what the step
-        emitted, and the names of rows to draft for.
-        """
-        self._runner = runner
-        self._begin, self._next_drafts = begin, next_drafts
-        self._launched, self._awaited = launched, awaited
+        """Replace methods of a runner that schedules ahead."""
+        self._runner, self._side = runner, side
         self._last: _Launched | None = None
+        self._table = BranchTable(max_num_seqs, num_draft_tokens, runner.device)
+        self._foreseen: list[int] | None = None  # room of each row whose draft the device chooses
+        self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
         self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
         """Rows of the step, and their draft tokens with `_NONE` for each that lacks."""
+        self._outcomes: Any = None  # of the rows of the step that is sampled
         self._prepared_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
-        self._on_host = torch.empty(
-            max_draft_tokens, dtype=torch.int32, device="cpu", pin_memory=pinned
-        )
+        most = max_num_seqs * num_draft_tokens
+        self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
-        self._preprocess = runner._preprocess
+        self._preprocess, self._forward = runner._preprocess, runner._model_forward
         self._keep_books = runner._bookkeeping_sync
         self._describe = runner._calc_spec_decode_metadata
         runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
         runner._preprocess, runner._bookkeeping_sync = self._prepare, self._bookkeeping
+        runner._model_forward = self._model_forward
         runner._calc_spec_decode_metadata = self._describe_drafts
         runner.take_draft_token_ids = self._take_drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._verified, self._placed = None, ([], [])
+        self._foreseen, self._plan = None, scheduler_output
         if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
-            self._next_drafts(self._read(scheduler_output), ())
+            self._side.next_drafts(self._read(), ())
         launched = self._execute(scheduler_output, *args, **kwargs)
         self._mend(*self._placed)  # from here on the device works
-        self._begin(StepPlan.of(scheduler_output), self._prepared_at)
-        self._launched()
+        self._side.begin(StepPlan.of(scheduler_output), self._prepared_at)
+        self._side.launched()
         return launched
 
     def _describe_drafts(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,21 +126,56 @@ class StepsAhead:
         runner, verified = self._runner, self._verified
         names = list(runner.input_batch.req_ids)
         room = [0] * len(names) if verified is None else verified.num_draft_tokens
-        self._awaited()
-        output = self._read(scheduler_output)
+        self._side.awaited()
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        found = self._next_drafts(output, () if unchecked else names) or [[]] * len(names)
-        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
-        if any(room):
-            self._place([*chain.from_iterable(drafts)])
-        self._placed = names, drafts
+        if any(room) and not unchecked and not self._is_known() and self._side.foresees(names):
+            self._foreseen = room
+            self._choose_by_outcome(names, room)
+        else:
+            found = self._side.next_drafts(self._read(), () if unchecked else names)
+            found = found or [[]] * len(names)
+            drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
+            self._placed = names, drafts
+            if any(room):
+                self._place([*chain.from_iterable(drafts)])
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
         self._prepared_at = time.perf_counter()
         return self._preprocess(scheduler_output, *args, **kwargs)
+
+    def _is_known(self) -> bool:
+        """Tell whether the host can read how the step before ended."""
+        return self._last is None or self._last.copied.query()
+
+    def _choose_by_outcome(self, names: list[str], room: list[int]) -> None:
+        """Have the device choose drafts when the step before has ended."""
+        assert self._last is not None
+        rows = {name: row for row, name in enumerate(self._last.names)}
+        self._table.clear(len(names))
+        self._side.write_branches(names, self._table)
+        sources = [rows.get(name, 0) for name in names]  # of what did not run there is no branch
+        given = self._table.choose(self._last.outcomes, sources, room)
+        self._verified.draft_token_ids.copy_(given)
+        self._runner.input_ids.gpu.scatter_(0, self._places, given.clamp(min=0))
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Launch the model; then read how the step before ended, if its drafts did not wait."""
+        output = self._forward(*args, **kwargs)
+        if (room := self._foreseen) is not None:
+            self._foreseen = None
+            names = list(self._runner.input_batch.req_ids)
+            self._side.add_branches(self._table, self._is_known)
+            last = self._read()
+            drafts = [d[:n] for d, n in zip(self._table.chosen(), room, strict=True)]
+            self._prepared_at = time.perf_counter()  # no sooner did the device begin
+            self._placed = names, drafts
+            lengths = [n - draft.count(_NONE) for n, draft in zip(room, drafts, strict=True)]
+            if last is not None:
+                self._side.commit(last, dict(zip(names, lengths, strict=True)))
+        return output
 
     def _place(self, tokens: list[int]) -> None:
         """Write draft tokens of all rows to what is verified, and to the model's input.
@@ -129,12 +190,12 @@ class StepsAhead:
         inputs = given.clamp(min=0) if _NONE in tokens else given
         self._runner.input_ids.gpu.scatter_(0, self._places, inputs)
 
-    def _read(self, scheduler_output: Any) -> StepOutput | None:
+    def _read(self) -> StepOutput | None:
         """Wait for what the step before emitted, and take it down.
 
         What has ended emitted all that counts in earlier steps.
         """
-        last, self._last = self._last, None
+        scheduler_output, last, self._last = self._plan, self._last, None
         requests, ended = self._runner.requests, scheduler_output.finished_req_ids
         replaced = scheduler_output.scheduled_cached_reqs.all_token_ids
         output = None
@@ -181,8 +242,9 @@ class StepsAhead:
         """Tell the next step on the device how many tokens each row emitted, and the last one."""
         token_ids = sampler_output.sampled_token_ids  # [rows, 1 or 1 + K]
         counts = (token_ids >= 0).sum(dim=1, dtype=torch.int32)
-        latest = token_ids.gather(1, (counts.long() - 1).clamp(min=0)[:, None])
-        self._runner._copy_valid_sampled_token_count(latest[:, 0], counts)
+        latest = token_ids.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]
+        self._outcomes = outcomes(counts, latest)
+        self._runner._copy_valid_sampled_token_count(latest, counts)
         return self._keep_books(scheduler_output, sampler_output, *args, **kwargs)
 
     def _sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +252,8 @@ class StepsAhead:
         if (token_ids := getattr(output, "sampled_token_ids_cpu", None)) is not None:
             names = list(output._model_runner_output.req_ids)
             within_prompt = frozenset(output._invalid_req_indices)
-            self._last = _Launched(names, token_ids, output.async_copy_ready_event, within_prompt)
+            copied = output.async_copy_ready_event
+            self._last = _Launched(names, token_ids, copied, within_prompt, self._outcomes)
         return output
 
     def _take_drafts(self) -> Any:

@@ -32,6 +32,7 @@ from outrider.types import (
     StepTimings,
 )
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
+from outrider.vllm.branch_table import BranchTable
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
@@ -39,6 +40,7 @@ from outrider.vllm.waiting import Lockstep
 
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
+_GLANCE_S: Final = 1e-4  # between two looks at whether a step has ended
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +94,7 @@ class DraftHost(Inbox):
         self._by_session: dict[int, HostedRow] = {}
         self._last_session = 0
         self._accounting = Accounting(self.tracker, clock)
+        self._foreseen: dict[str, int] = {}  # places of rows in the table of branches
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
 
@@ -195,7 +198,6 @@ class DraftHost(Inbox):
         length. What is not needed for the next drafts is left to `account`.
         """
         step = self._accounting.step
-        self._take_messages(0.0)  # so that a draft is walked once
         step.num_early_blocks = len(self._accounting.blocks)
         step.ended = now = self._clock()
         step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
@@ -235,6 +237,59 @@ class DraftHost(Inbox):
         if self._states is not None:
             features = self._states.collect(self._by_session, names, step.rows)
         self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
+
+    def foresees(self, names: Sequence[str]) -> bool:
+        """Tell whether to let the device choose the drafts of rows by how the running step ends.
+
+        It chooses among what has come by then. So it does if drafts are made ahead, and if it would
+        not pay to wait for those that were not at hand in time the last time.
+        """
+        if self._states is not None:  # which are read before the next step runs
+            return False
+        rows = [row for name in names if (row := self._row_that_runs(name)) is not None]
+        drafted = [row for row in rows if row.drafting.num_draft_tokens]
+        if not all([row.drafting.runs_ahead for row in drafted]):
+            return False
+        late = [row for row in drafted if row.drafting.measured.hit is False]
+        if not late:
+            return True
+        others = [row for row in rows if row.drafting.measured.hit is not False]
+        return not self._policy.may_gain_by_waiting(late, others, 0)
+
+    def _row_that_runs(self, name: str) -> HostedRow | None:
+        row = self._rows.get(name)
+        runs = row is not None and not row.ended and name in self._accounting.step.running.tokens
+        return row if runs else None
+
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
+        """Begin a table of drafts for each outcome of the running step for its rows."""
+        self._foreseen = {}
+        for place, name in enumerate(names):
+            if (row := self._row_that_runs(name)) is not None:
+                self._foreseen[name] = place
+                self._write_branches(row, table)
+
+    def _write_branches(self, row: HostedRow, table: BranchTable) -> None:
+        draft, place = row.draft, self._foreseen.get(row.name)
+        if draft is None or place is None or row.stale:
+            return
+        room = row.max_len - len(row.token_ids) - 1
+        most = min(row.drafting.num_draft_tokens, self._k)
+        for emitted, node in draft.outcomes(row.num_verified, row.draft_node):
+            if path := draft.first_path(min(most, room - emitted), node):
+                table.write(place, emitted, draft.token_ids[node], path)
+
+    def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
+        """Write the drafts that come until it is `known` how the running step ended."""
+        while not known():
+            for row in self._take_messages(_GLANCE_S):
+                self._write_branches(row, table)
+
+    def chosen(self, lengths: Mapping[str, int]) -> None:
+        """Note how many draft tokens the device chose for rows after what was committed last."""
+        for row in self._accounting.step.rows:
+            row.num_drafted = lengths.get(row.name, 0)
+        self.tell()
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
@@ -349,9 +404,10 @@ class DraftHost(Inbox):
             end = Commit(row.session_id, len(row.token_ids), (), (), 0, FinishReason.STOP, stats)
             self.listener.stepped(StepEvents((end,), (), None))
 
-    def _take_messages(self, timeout_s: float) -> None:
-        """Carry out what the event loop sent; wait for it so long."""
+    def _take_messages(self, timeout_s: float) -> list[HostedRow]:
+        """Carry out what the event loop sent; wait for it so long. Returns rows with blocks."""
         offers, blocks = self.take(timeout_s)
+        changed = []
         for session_id, offer in offers:
             row = self._by_session.get(session_id)
             if row is not None and not row.ended:
@@ -367,3 +423,5 @@ class DraftHost(Inbox):
             for block in queue:
                 if block.proposer_id == proposer_id:
                     arrived(row, block, row.take_block(block.tree, block.method))
+            changed.append(row)
+        return changed

@@ -23,6 +23,7 @@ from outrider.params import VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter, versions
 from outrider.vllm.ahead import StepsAhead
+from outrider.vllm.branch_table import BranchTable
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.draft_server import DraftServer, ServerOptions
 from outrider.vllm.hidden_states.capture import Capture, hand_out_layers, states_of
@@ -54,6 +55,7 @@ class RemoteProposer:
         self._server: DraftServer | None = None
         self._rule = VerificationRule.REJECTION
         self._ahead = adapter.schedules_ahead(vllm_config)
+        self._alone = served.num_ranks == 1  # else all ranks would need the same branches
         asked = self._options.hidden_features
         self._features = None if asked is None else states_of(asked, vllm_config)
         self._num_faults = 0
@@ -86,9 +88,7 @@ class RemoteProposer:
         if self._ahead:
             if self._rule is not VerificationRule.COUPLED:
                 raise ConfigError(NOT_COUPLED)
-            most = served.max_num_seqs * served.num_speculative_tokens
-            books = self._launched, self._awaited
-            StepsAhead(runner, most, self._begin, self.next_drafts, *books)
+            StepsAhead(runner, self, served.max_num_seqs, served.num_speculative_tokens)
         if adapter.tensor_parallel_rank() > 0:
             return
         policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)
@@ -106,7 +106,7 @@ class RemoteProposer:
         model = served_model(served, self._options, str(runner.device))
         self.info |= self._server.start(replace(model, features=self._features))
         if not self._ahead:
-            adapter.watch_steps(runner, self._begin, self._launched)
+            adapter.watch_steps(runner, self.begin, self.launched)
         _log.info(
             "proposers may dial %s; sampling is %s; metrics of drafts: %s",
             *(self.info["grpc"], self._rule.value, self.info["metrics"]),
@@ -147,6 +147,7 @@ class RemoteProposer:
         if self._host is not None:
             try:
                 if output is not None:
+                    self._host.take_early()  # so that a draft is walked once
                     self._host.commit(*output)
                 if names:
                     drafts = self._host.choose_drafts(names)
@@ -157,11 +158,35 @@ class RemoteProposer:
                 drafts = [[]] * len(names)
         return adapter.shared_drafts(drafts, len(names), self._served.num_speculative_tokens)
 
+    # For steps that are scheduled ahead: see `outrider.vllm.ahead.DraftSide`.
+
+    def foresees(self, names: Sequence[str]) -> bool:
+        if self._host is None or not self._alone:
+            return False
+        try:
+            return self._host.foresees(names)
+        except Exception:
+            self._log_fault("drafts were not weighed")
+            return False
+
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
+        self._tend("branches were not written", lambda host: host.write_branches(names, table))
+
+    def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
+        self._tend("branches were not written", lambda host: host.add_branches(table, known))
+
+    def commit(self, output: adapter.StepOutput, chosen: dict[str, int]) -> None:
+        def commit(host: DraftHost) -> None:
+            host.commit(*output)
+            host.chosen(chosen)
+
+        self._tend("a step was not committed", commit)
+
     def take_stats(self, name: str) -> RequestStats | None:
         """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""
         return None if self._host is None else self._host.take_stats(name)
 
-    def _begin(self, plan: adapter.StepPlan, began: float | None = None) -> None:
+    def begin(self, plan: adapter.StepPlan, began: float | None = None) -> None:
         if (host := self._host) is None:
             return
         try:
@@ -180,10 +205,10 @@ class RemoteProposer:
         except Exception:
             self._log_fault("a step was not noted")
 
-    def _launched(self) -> None:
+    def launched(self) -> None:
         self._tend("a step was not counted", lambda host: host.account())
 
-    def _awaited(self) -> None:
+    def awaited(self) -> None:
         self._tend("drafts were not taken", lambda host: host.take_early())
 
     def _tend(self, fault: str, call: Callable[[DraftHost], None]) -> None:

@@ -126,6 +126,7 @@ AHEAD: Final = Names(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": ("self", "scheduler_output"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward": ("self", "input_ids"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
             *("self", "scheduler_output", "sampler_output"),
         ),

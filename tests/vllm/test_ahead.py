@@ -18,7 +18,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.vllm import versions
-from tests.support.services.vllm_ahead import let_cpu_schedule_ahead
+from tests.support.services.vllm_ahead import Done, let_cpu_schedule_ahead
 from tests.vllm.conftest import PLUGIN, TARGET, Engine
 from tests.vllm.test_texts import GREEDY, KINDS, PENALIZED, PROMPTS, SAMPLED, during
 
@@ -48,6 +48,10 @@ def core_of(engine: Engine) -> Any:
     return engine.llm.llm_engine.engine_core.engine_core
 
 
+def host_of(engine: Engine) -> Any:
+    return core_of(engine).model_executor.driver_worker.worker.model_runner.drafter._host
+
+
 def mixed() -> list[dict[str, Any]]:
     """Kinds side by side: two grammars, an early end, a late one, penalties, a stop string."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -73,10 +77,21 @@ def plain(engine: Engine) -> dict[str, Texts]:
     }
 
 
+@pytest.mark.parametrize("late", [0, 2], ids=["read before the launch", "read after the launch"])
 @pytest.mark.parametrize("method", [None, "suffix", "ngram", "draft_model"])
 def test_steps_ahead_emit_the_texts_of_steps_one_after_the_other(
-    method: str | None, ahead: Engine, plain: dict[str, Texts]
+    method: str | None,
+    late: int,
+    ahead: Engine,
+    plain: dict[str, Texts],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    chosen: list[int] = []
+    host = host_of(ahead)
+    choose = host.chosen
+    monkeypatch.setattr(host, "chosen", lambda n: (chosen.append(sum(n.values())), choose(n)))
+    monkeypatch.setattr(Done, "late", late)
+
     def check() -> None:
         for kind, params in KINDS.items():
             assert ahead.texts(PROMPTS, **params) == plain[kind], kind
@@ -85,10 +100,12 @@ def test_steps_ahead_emit_the_texts_of_steps_one_after_the_other(
     if method is None:
         check()
         assert ahead.drafted() == (0, 0)
+        assert bool(chosen) == bool(late)
         return
-    with ahead.proposer("--method", method):
+    with ahead.proposer("--method", method, "--max-branches", "8"):
         check()
         drafted, accepted = ahead.drafted()
+        assert (sum(chosen) > 0) == bool(late)
         assert accepted > (drafted / 5 if method == "draft_model" else 0)
 
 
@@ -125,8 +142,7 @@ def test_proposer_killed_and_hung_costs_no_text_ahead(
 def test_fault_of_the_draft_side_costs_drafts_only_ahead(
     ahead: Engine, plain: dict[str, Texts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = core_of(ahead).model_executor.driver_worker.worker.model_runner
-    host = runner.drafter._host
+    host = host_of(ahead)
     commit, calls = host.commit, []
 
     def fail_at_times(*args: Any) -> None:

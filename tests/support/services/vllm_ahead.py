@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 
 
-class _Done:
+class Done:
     """A stream and an event of a device that has done all of its work."""
+
+    late = 0  # looks at an event until it tells so
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = "cpu"
 
-    def record(self, *_: object) -> None: ...
+    def record(self, *_: object) -> None:
+        self._looks = self.late
+
+    def query(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
 
     def synchronize(self) -> None: ...
 
@@ -35,7 +42,7 @@ def let_cpu_schedule_ahead(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_the_flag))
     cuda: Any = torch.cuda
-    patch.setattr(cuda, "Event", _Done)
-    patch.setattr(cuda, "current_stream", _Done)
+    patch.setattr(cuda, "Event", Done)
+    patch.setattr(cuda, "current_stream", Done)
     patch.setattr(cuda, "stream", lambda _: contextlib.nullcontext())
     assert gpu_model_runner.torch is torch

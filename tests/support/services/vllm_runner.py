@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,9 @@ import numpy as np
 import torch
 
 from outrider.vllm.adapter import StepOutput, StepPlan
-from outrider.vllm.ahead import StepsAhead
-from tests.support.services.vllm_steps import K, truth
+from outrider.vllm.ahead import DraftSide, StepsAhead
+from outrider.vllm.branch_table import BranchTable
+from tests.support.services.vllm_steps import K, new_request, truth
 
 
 class AheadRunner:
@@ -21,7 +21,8 @@ class AheadRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, side: DraftSide | None = None) -> None:
+        """Make a runner of no requests; without a `side`, it drafts itself what is right."""
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(
             req_ids=[],
@@ -38,8 +39,9 @@ class AheadRunner:
         self.room = K  # for draft tokens of a row
         self.within_prompt = ""  # rows that emit nothing
         self.calls: list[str] = []
-        books = [partial(self.calls.append, name) for name in ("launched", "awaited")]
-        StepsAhead(self, 8 * K, self._begin, self._next_drafts, *books)
+        self.late = 0  # looks at a step's result until it is known
+        self.chosen: dict[str, int] = {}  # draft tokens of rows whose drafts the device chose
+        StepsAhead(self, side or self, 8, K)
 
     def run(
         self,
@@ -56,7 +58,7 @@ class AheadRunner:
         undrafted = (*new, *(replaced or {}))
         spec = {name: [-1] * self.room for name in names if name not in undrafted}
         plan = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+            scheduled_new_reqs=[new_request(name) for name in new],
             finished_req_ids=set(finished),
             scheduled_spec_decode_tokens=spec,
             num_scheduled_tokens={name: 1 + len(spec.get(name, ())) for name in names},
@@ -72,8 +74,7 @@ class AheadRunner:
         for name in plan.finished_req_ids:
             del self.requests[name]
         for new in plan.scheduled_new_reqs:
-            prompt = [truth(new.req_id, i) for i in range(3)]
-            self.requests[new.req_id] = State(prompt)
+            self.requests[new.req_id] = State(new.prompt_token_ids)
         for name, tokens in plan.scheduled_cached_reqs.all_token_ids.items():
             self.requests[name].output_token_ids = tokens[3:]
         self._plan, names = plan, list(plan.num_scheduled_tokens)
@@ -86,7 +87,10 @@ class AheadRunner:
             else:  # for `sample_tokens` here; vLLM has none
                 AheadRunner._calc_spec_decode_metadata(self, np.array(drafted), ends)
             self._preprocess(plan, int(ends[-1]))
-            self.calls.append("runs")
+            self._model_forward()
+
+    def _model_forward(self) -> None:
+        self.calls.append("runs")
 
     def _calc_spec_decode_metadata(self, drafted: Any, ends: Any) -> Any:
         """Describe draft tokens; all but a row's last token with logits verify the next one."""
@@ -121,9 +125,13 @@ class AheadRunner:
             rows.append(tokens + [-1] * (1 + K - len(tokens)))
         sampled = torch.tensor(rows, dtype=torch.int32)
         self._bookkeeping_sync(self._plan, SimpleNamespace(sampled_token_ids=sampled))
+        looks = iter([False] * self.late)
+        copied = SimpleNamespace(
+            synchronize=lambda: self.calls.append("read"), query=lambda: next(looks, True)
+        )
         return SimpleNamespace(
             sampled_token_ids_cpu=sampled,
-            async_copy_ready_event=SimpleNamespace(synchronize=lambda: self.calls.append("read")),
+            async_copy_ready_event=copied,
             _invalid_req_indices=[i for i, name in enumerate(names) if name in self.within_prompt],
             _model_runner_output=SimpleNamespace(req_ids=names),
         )
@@ -136,19 +144,46 @@ class AheadRunner:
         for name in self.input_batch.req_ids:
             self.requests[name].output_token_ids += [-1] * (1 + K)  # for what is not read yet
 
-    def _begin(self, plan: StepPlan, began: float) -> None:
+    def begin(self, plan: StepPlan, began: float | None = None) -> None:
         self.calls.append(f"begin {len(plan.scheduled)}")
         self.began = began
 
-    def _next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
+    def awaited(self) -> None:
+        self.calls.append("awaited")
+
+    def launched(self) -> None:
+        self.calls.append("launched")
+
+    def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
         self.told.append(output)
         known = {} if output is None else dict(zip(output.names, output.lengths, strict=True))
-        return [
-            [truth(name, known[name] + i) + (i >= self.right) for i in range(K)]
-            if name in known
-            else []
-            for name in names
-        ]
+        return [self.draft(name, known[name]) if name in known else [] for name in names]
+
+    def draft(self, name: str, length: int) -> list[int]:
+        return [truth(name, length + i) + (i >= self.right) for i in range(K)]
+
+    def foresees(self, _names: Sequence[str]) -> bool:
+        return True
+
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
+        """Write what follows each outcome that a row's present draft allows, and wrong ones."""
+        for row, name in enumerate(names):
+            state = self.requests[name]
+            length = len([token for token in state.text if token >= 0])
+            for emitted in range(1, K + 2):
+                end = length + emitted
+                table.write(row, emitted, truth(name, end - 1), self.draft(name, end))
+                table.write(row, emitted, truth(name, end - 1) + 1, [1] * K)
+
+    def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
+        self.calls.append("added")
+        while not known():
+            pass
+
+    def commit(self, output: StepOutput, chosen: dict[str, int]) -> None:
+        self.calls.append("committed")
+        self.told.append(output)
+        self.chosen = chosen
 
     def take_draft_token_ids(self) -> Any:
         raise AssertionError("vLLM's has no drafts of ours")
@@ -162,6 +197,10 @@ class State:
         self.num_prompt_tokens = len(prompt)
         self.output_token_ids: list[int] = []
         self.sampling_params = SimpleNamespace(min_tokens=0)
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.prompt_token_ids, *self.output_token_ids]
 
     @property
     def num_tokens(self) -> int:

@@ -32,6 +32,18 @@ def truth(name: str, position: int) -> int:
     return (sum(name.encode()) * 31 + position * position * 7) % (VOCAB - 1) + 1
 
 
+def new_request(name: str, max_tokens: int = 48, **extra_args: object) -> SimpleNamespace:
+    """What vLLM's scheduler says of a request whose prompt are the first three tokens."""
+    params = SimpleNamespace(
+        **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "extra_args": extra_args},
+        **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        **{"max_tokens": max_tokens, "ignore_eos": False, "stop_token_ids": []},
+        eos_token_id=0,
+    )
+    prompt = [truth(name, i) for i in range(3)]
+    return SimpleNamespace(req_id=name, prompt_token_ids=prompt, sampling_params=params)
+
+
 class VllmSteps(Listener):
     """Requests that vLLM runs in lock step; it verifies what the plug-in drafts."""
 
@@ -58,6 +70,7 @@ class VllmSteps(Listener):
             _host=self.host,
             _runner=SimpleNamespace(input_batch=self.batch),
             _ahead=False,
+            _alone=True,
             _num_faults=0,
         )
         self.texts: dict[str, list[int]] = {}
@@ -75,23 +88,8 @@ class VllmSteps(Listener):
 
     def open(self, name: str, max_tokens: int = 48, **extra_args: object) -> None:
         """Let a request run in the next step, as vLLM's scheduler says it."""
-        prompt = [truth(name, i) for i in range(3)]
-        params = SimpleNamespace(
-            **{
-                "temperature": 0.0,
-                "top_k": 0,
-                "top_p": 1.0,
-                "seed": None,
-                "extra_args": extra_args,
-            },
-            **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
-            **{"max_tokens": max_tokens, "ignore_eos": False, "stop_token_ids": []},
-            eos_token_id=0,
-        )
-        self.new.append(
-            SimpleNamespace(req_id=name, prompt_token_ids=prompt, sampling_params=params)
-        )
-        self.texts[name] = prompt.copy()
+        self.new.append(new_request(name, max_tokens, **extra_args))
+        self.texts[name] = [*self.new[-1].prompt_token_ids]
 
     def attach(self, proposer_id: str = "p", **fields: object) -> AttachedProposer:
         given = {"vocab_size": VOCAB, "tokenizer_hash": "", **fields}
@@ -121,8 +119,8 @@ class VllmSteps(Listener):
         scheduled = {name: 1 + len(draft) for name, draft in drafts.items()}
         new, finished, self.new, self.finished = self.new, self.finished, [], []
         plan = adapter.StepPlan(new, finished, {n: d for n, d in drafts.items() if d}, scheduled)
-        self.plugin._begin(plan)
-        self.plugin._launched()
+        self.plugin.begin(plan)
+        self.plugin.launched()
         emitted = [self._verified(name, draft) for name, draft in drafts.items()]
         self.batch.req_ids = batch
         lengths = np.array([len(self.texts[name]) for name in batch], dtype=np.int32)

@@ -16,14 +16,21 @@ from tests.support.services.vllm_steps import K, truth
 
 
 def text(runner: AheadRunner, name: str) -> list[int]:
-    state = runner.requests[name]
-    return [*state.prompt_token_ids, *state.output_token_ids]
+    return runner.requests[name].text
 
 
 def told(runner: AheadRunner) -> dict[str, list[int]]:
     output = runner.told[-1]
     assert output is not None
     return dict(zip(output.names, map(list, output.emitted), strict=True))
+
+
+@pytest.fixture(params=[0, 2], ids=["read before the launch", "read after the launch"])
+def runner(request: pytest.FixtureRequest) -> AheadRunner:
+    """A runner whose steps have ended when the next is prepared, or not yet."""
+    made = AheadRunner()
+    made.late = request.param
+    return made
 
 
 def test_drafts_come_between_a_result_and_the_next_step_and_books_while_that_runs() -> None:
@@ -42,8 +49,23 @@ def test_drafts_come_between_a_result_and_the_next_step_and_books_while_that_run
     assert runner.latest == [truth(name, 4 + K) for name in "ab"]
 
 
-def test_texts_are_the_truth_whatever_part_of_a_draft_is_right() -> None:
+def test_device_chooses_drafts_of_a_step_that_is_launched_before_the_last_result() -> None:
     runner = AheadRunner()
+    runner.late = 2
+    runner.run("a", "b", new="ab")
+    runner.calls.clear()
+    before = time.perf_counter()
+    runner.run("a", "b")
+    assert runner.calls == [
+        *("awaited", "prepared", "runs", "added", "read", "committed", "begin 2", "launched")
+    ]
+    assert before <= runner.prepared_at <= runner.began
+    assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]
+    assert runner._inputs == [-1, *runner.verified[0], -1, *runner.verified[1]]
+    assert runner.chosen == {"a": K, "b": K}
+
+
+def test_texts_are_the_truth_whatever_part_of_a_draft_is_right(runner: AheadRunner) -> None:
     runner.run("a", new="a")
     length = 4
     for runner.right in (K, 0, 2, K, 1):
@@ -56,8 +78,7 @@ def test_texts_are_the_truth_whatever_part_of_a_draft_is_right() -> None:
     assert (output.lengths, output.text(0, length)) == ([length], text(runner, "a")[:length])
 
 
-def test_row_without_a_draft_emits_one_token() -> None:
-    runner = AheadRunner()
+def test_row_without_a_draft_emits_one_token(runner: AheadRunner) -> None:
     runner.run("a", "b", new="ab")
     runner.run("a")
     runner.run("a", "b", replaced=None)  # "b" was not in the last step: nobody drafted for it
@@ -66,8 +87,7 @@ def test_row_without_a_draft_emits_one_token() -> None:
     assert runner.counts[-1][1] == 1
 
 
-def test_draft_is_as_long_as_its_room_and_steps_without_room_have_none() -> None:
-    runner = AheadRunner()
+def test_draft_is_as_long_as_its_room_and_steps_without_room_have_none(runner: AheadRunner) -> None:
     runner.run("a", new="a")
     runner.room = 2
     runner.run("a")
@@ -77,8 +97,7 @@ def test_draft_is_as_long_as_its_room_and_steps_without_room_have_none() -> None
     assert told(runner)["a"] == [truth("a", 4 + i) for i in range(3)]
 
 
-def test_row_within_its_prompt_emits_nothing() -> None:
-    runner = AheadRunner()
+def test_row_within_its_prompt_emits_nothing(runner: AheadRunner) -> None:
     runner.within_prompt = "a"
     runner.run("a", "b", new="ab")
     runner.run("b")
@@ -86,8 +105,7 @@ def test_row_within_its_prompt_emits_nothing() -> None:
     assert runner.told[-1].lengths == [3, 4]  # type: ignore[union-attr]
 
 
-def test_ended_request_emits_no_more_and_its_name_may_come_back() -> None:
-    runner = AheadRunner()
+def test_ended_request_emits_no_more_and_its_name_may_come_back(runner: AheadRunner) -> None:
     runner.run("a", "b", new="ab")
     runner.run("a", "b")  # "a" has ended; that step was scheduled before it was known
     runner.run("a", "b", new="a", finished="a")
@@ -97,8 +115,7 @@ def test_ended_request_emits_no_more_and_its_name_may_come_back() -> None:
     assert text(runner, "a")[:4] == [truth("a", i) for i in range(4)]
 
 
-def test_preempted_text_goes_on_where_vllm_says() -> None:
-    runner = AheadRunner()
+def test_preempted_text_goes_on_where_vllm_says(runner: AheadRunner) -> None:
     runner.run("a", "b", new="ab")
     runner.run("a", "b")
     runner.run("b")  # what "a" emitted is told, though it is not in this step
@@ -123,10 +140,9 @@ def test_step_of_nothing_tells_what_was_emitted() -> None:
 
 @pytest.mark.parametrize(("asks", "drafted"), [(True, K), (False, 0)])
 def test_grammar_that_is_not_asked_about_drafts_gets_none(
-    asks: bool, drafted: int, monkeypatch: pytest.MonkeyPatch
+    asks: bool, drafted: int, runner: AheadRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.vllm.ahead.draft_token_ids", lambda *given: given)
-    runner = AheadRunner()
     runner.run("a", new="a")
     runner.run("a", has=True, asks=asks)
     draft = [truth("a", 4 + i) for i in range(drafted)]
@@ -136,8 +152,7 @@ def test_grammar_that_is_not_asked_about_drafts_gets_none(
     assert (names, runner.take_draft_token_ids()[1]) == (["a"], [draft])
 
 
-def test_penalties_see_the_drafts_that_are_verified() -> None:
-    runner = AheadRunner()
+def test_penalties_see_the_drafts_that_are_verified(runner: AheadRunner) -> None:
     runner.input_batch.sampling_metadata.output_token_ids = [[], []]
     runner.run("a", "b", new="ab")
     runner.run("a")

@@ -29,7 +29,7 @@ async def test_host_tells_of_a_miss_before_it_weighs_to_wait(
         stepped(events)
 
     monkeypatch.setattr(steps, "stepped", telling)
-    steps.plugin._launched()
+    steps.plugin.launched()
     monkeypatch.setattr(steps.host.tracker, "choose_rows", choosing)
     steps.step()
     assert order[order.index("told") + 1] == "weighed"
@@ -58,7 +58,7 @@ async def test_host_notes_each_round_once_after_what_came_before_it(
         drafted = ("a", "b") if i % 3 == 2 else ("ab"[i % 2],)
         steps.post(proposer, *(steps.block(name, 8 if i % 2 else 2) for name in drafted))
         steps.step()
-    steps.plugin._launched()
+    steps.plugin.launched()
     for name in ("a", "b"):
         mine = [what for row, what in noted if row == name]
         assert mine.count("round") == 7
@@ -75,7 +75,7 @@ async def test_host_takes_offers_while_the_device_works(monkeypatch: pytest.Monk
     steps.attach()
     rows = steps.host._rows.values()
     assert [row.drafting.proposer_id for row in rows] == [None, None]
-    steps.plugin._launched()
+    steps.plugin.launched()
     assert [row.drafting.proposer_id for row in rows] == ["p", "p"]
 
 
@@ -85,9 +85,9 @@ async def test_step_is_noted_as_of_its_launch_and_drafts_are_taken_before_its_re
     steps = VllmSteps(monkeypatch, names=("a",))
     proposer = steps.attach()
     steps.step()
-    steps.plugin._begin(StepPlan([], [], {}, {"a": 1}), 7.0)
+    steps.plugin.begin(StepPlan([], [], {}, {"a": 1}), 7.0)
     assert steps.host._accounting.step.began == 7.0
     steps.post(proposer, steps.block("a"))
     assert steps.host._rows["a"].draft is None
-    steps.plugin._awaited()
+    steps.plugin.awaited()
     assert steps.host._rows["a"].draft is not None

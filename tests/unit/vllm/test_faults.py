@@ -141,15 +141,15 @@ def other_text(world: World, peer: Peer) -> None:
 def prompts_only(world: World, _peer: Peer) -> None:
     world.open("c")
     world.batch.req_ids = ["c"]
-    world.plugin._begin(StepPlan(world.new, (), {}, {"c": 2}))
-    world.plugin._launched()
+    world.plugin.begin(StepPlan(world.new, (), {}, {"c": 2}))
+    world.plugin.launched()
     world.new = []
     assert world.plugin.propose([[]], *arrays(3)) == [[]]
 
 
 def nothing_scheduled(world: World, _peer: Peer) -> None:
-    world.plugin._begin(StepPlan([], (), {}, {}))
-    world.plugin._launched()
+    world.plugin.begin(StepPlan([], (), {}, {}))
+    world.plugin.launched()
 
 
 def unknown_row(world: World, _peer: Peer) -> None:
@@ -353,7 +353,7 @@ async def test_clients_odd_parameters_are_no_fault(monkeypatch: pytest.MonkeyPat
     world.step()
     assert world.plugin._num_faults == 0
     assert set(world.host._rows) == {"a", "b", "c"}
-    world.plugin._launched()
+    world.plugin.launched()
     world.post(proposer, *(world.block(name) for name in "abc"))
     drafts = world.step()
     assert [len(drafts[name]) for name in "abcde"] == [K, K, K, 0, 0]

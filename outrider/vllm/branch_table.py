@@ -1,0 +1,92 @@
+"""Drafts for each way in which the running step may end for a row: the device takes what fits.
+
+So the next step can be launched before the host knows how the running one ends. The host writes
+until the device copies the table, which it does between the two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MOST: Final = 32  # entries of a row
+_LINE: Final = 16  # values of 4 bytes in what the device copies at once
+_NO_OUTCOME: Final = -1  # equals none: a row emits a token at least
+
+
+def outcomes(counts: Tensor, latest: Tensor) -> Tensor:
+    """Return as one number each how many tokens rows emitted, and the last: int64 [rows]."""
+    return (counts.long() << 32) + latest
+
+
+class BranchTable:
+    """Drafts by row and outcome, on the host and on the device.
+
+    An entry is an outcome (8 bytes) and its draft tokens, -1 for each that lacks. Its outcome is
+    written last and in one store, so that the device copies no outcome without its draft.
+    """
+
+    def __init__(self, max_rows: int, num_draft_tokens: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"  # then the device copies from it by itself
+        size = -(-(2 + num_draft_tokens) // _LINE) * _LINE
+        on_host = lambda *shape, dtype: torch.empty(  # noqa: E731
+            shape, dtype=dtype, device="cpu", pin_memory=pinned
+        )
+        self._k = num_draft_tokens
+        self._on_host = on_host(max_rows, _MOST, size, dtype=torch.int32)
+        self._drafts = self._on_host.numpy()[..., 2 : 2 + self._k]
+        self._outcomes = self._on_host.numpy().view(np.int64)[..., 0]
+        self._on_device = torch.empty_like(self._on_host, device=device)
+        self._places = on_host(max_rows * (1 + self._k), dtype=torch.int64)
+        self._chosen = on_host(max_rows, self._k, dtype=torch.int32)
+        self._copied: Any = torch.cuda.Event() if pinned else None
+        self._slots: list[dict[int, int]] = []  # by row, of each outcome
+
+    def clear(self, num_rows: int) -> None:
+        """Begin a table of so many rows; the device has copied the last one."""
+        self._slots = [{} for _ in range(num_rows)]
+        self._outcomes[:num_rows] = _NO_OUTCOME
+
+    def write(self, row: int, emitted: int, last: int, draft: Sequence[int]) -> None:
+        """Set a row's draft after it emitted so many tokens and `last` as the last of them."""
+        slots, outcome = self._slots[row], (emitted << 32) + last
+        slot = slots.setdefault(outcome, len(slots))
+        if slot == _MOST:
+            del slots[outcome]
+            return
+        entry = self._drafts[row, slot]
+        entry[: len(draft)] = draft
+        entry[len(draft) :] = -1
+        self._outcomes[row, slot] = outcome
+
+    def choose(self, ended: Tensor, sources: Sequence[int], room: Sequence[int]) -> Tensor:
+        """Have the device choose drafts when the running step has ended; int32 [draft tokens].
+
+        `ended` are its rows' outcomes, and `sources` which of them is each row's. A row has `room`
+        for so many draft tokens.
+        """
+        num_rows = len(sources)
+        in_rows = [np.arange(row * self._k, row * self._k + n) for row, n in enumerate(room)]
+        places = np.concatenate([np.asarray(sources), *in_rows])
+        self._places.numpy()[: len(places)] = places
+        placed = self._places[: len(places)].to(ended.device, non_blocking=True)
+        table = self._on_device[:num_rows]
+        table.copy_(self._on_host[:num_rows], non_blocking=True)
+        fits = table.view(torch.int64)[..., 0] == ended[placed[:num_rows]][:, None]
+        found, slots = fits.int().max(dim=1)
+        drafts = torch.take_along_dim(table, slots[:, None, None], dim=1)[:, 0, 2 : 2 + self._k]
+        drafts = torch.where(found.bool()[:, None], drafts, -1)
+        self._chosen[:num_rows].copy_(drafts, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return drafts.flatten()[placed[num_rows:]]
+
+    def chosen(self) -> list[list[int]]:
+        """Wait for the device's choice; return each row's draft tokens, -1 for each that lacks."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._chosen[: len(self._slots)].tolist()

@@ -1,0 +1,203 @@
+"""The device chooses drafts by how the running step ends, which the host reads later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.draft_tree import DraftTree
+from outrider.vllm.branch_table import BranchTable, outcomes
+from tests.support.services.vllm_runner import AheadRunner
+from tests.support.services.vllm_steps import K, VllmSteps, truth
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    parents = draw(st.lists(st.integers(-1, 30), max_size=24))
+    tree = [min(parent, i - 1) for i, parent in enumerate(parents)]
+    taken: set[tuple[int, int]] = set()
+    tokens = []
+    for parent in tree:  # siblings differ
+        token = draw(st.integers(0, 3))
+        while (parent, token) in taken:
+            token += 1
+        taken.add((parent, token))
+        tokens.append(token)
+    return DraftTree(0, tuple(tokens), tuple(tree))
+
+
+@given(trees(), st.integers(0, 6), st.integers(-1, 23))
+def test_outcomes_are_all_ends_of_a_step_that_the_tree_goes_on_after(
+    tree: DraftTree, num_verified: int, node: int
+) -> None:
+    if node >= len(tree.parents):
+        return
+    verified = tree.first_path(num_verified, node)
+    expected = set()
+    for accepted in range(len(verified) + 1):
+        for token in set(tree.token_ids):
+            if accepted < len(verified) and token == verified[accepted]:
+                continue  # then more is accepted
+            if (end := tree.descend((*verified[:accepted], token), node)) is not None:
+                expected.add((accepted + 1, end))
+    found = tree.outcomes(num_verified, node)
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.tuples(st.integers(1, 3), st.integers(0, 3)),
+            st.lists(st.integers(0, 9), min_size=1, max_size=3),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.data(),
+)
+def test_table_gives_each_row_the_draft_of_its_outcome(
+    branches: list[dict[tuple[int, int], list[int]]], data: st.DataObject
+) -> None:
+    k, num_rows = 3, len(branches)
+    table = BranchTable(8, k, CPU)
+    table.clear(4)  # what the last step left does not matter
+    for row in range(4):
+        table.write(row, 1, 1, [7] * k)
+    table.clear(num_rows)
+    for row, drafts in enumerate(branches):
+        for (emitted, last), draft in drafts.items():
+            table.write(row, emitted, last, [5])  # and longer, as more of it comes
+            table.write(row, emitted, last, draft)
+    ended = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=num_rows))
+    sources = data.draw(st.permutations(range(len(ended))))[:num_rows]
+    room = data.draw(st.lists(st.integers(0, k), min_size=num_rows, max_size=num_rows))
+    counts, latest = (torch.tensor(each, dtype=torch.int32) for each in zip(*ended, strict=True))
+    given = table.choose(outcomes(counts, latest), sources, room).tolist()
+    drafts = [each.get(ended[source], []) for each, source in zip(branches, sources, strict=True)]
+    padded = [draft + [-1] * (k - len(draft)) for draft in drafts]
+    assert table.chosen() == padded
+    assert given == sum([draft[:n] for draft, n in zip(padded, room, strict=True)], [])
+
+
+def test_table_keeps_the_first_outcomes_of_a_row_with_too_many() -> None:
+    table = BranchTable(1, 1, CPU)
+    table.clear(1)
+    for last in range(50):
+        table.write(0, 1, last, [last])
+    chosen = []
+    for last in (31, 32):
+        table.choose(outcomes(torch.tensor([1]), torch.tensor([last])), [0], [1])
+        chosen += table.chosen()
+    assert chosen == [[31], [-1]]
+
+
+class Served:
+    """Steps of a runner around the real plug-in, and a proposer that drafts ahead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+        self.steps = VllmSteps(monkeypatch, names=())
+        self.plugin = self.steps.plugin
+        self.plugin._ahead = True
+        self.proposer = self.steps.attach(runs_ahead=True)
+        self.runner = AheadRunner(self.plugin)
+        self.runner.late = 2
+        self.names = names
+        for name in names:
+            self.steps.texts[name] = [truth(name, i) for i in range(3)]
+        self.runner.run(*names, new=names)
+
+    def text(self, name: str) -> list[int]:
+        return [token for token in self.runner.requests[name].text if token >= 0]
+
+    def block(self, name: str, base: int, *branches: tuple[int, list[int]]) -> Any:
+        """A chain of what is right from `base` on, with branches after so many of its tokens."""
+        chain = [truth(name, base + i) for i in range(K)]
+        tree = DraftTree.branched(base, chain, branches)
+        fields = {"base_len": base, "token_ids": tree.token_ids, "parents": tree.parents}
+        return self.steps.block(name, **fields)
+
+    def right(self, name: str, start: int, length: int = K) -> list[int]:
+        return [truth(name, start + i) for i in range(length)]
+
+
+async def test_branch_at_hand_is_verified_in_the_next_step_and_one_that_is_wrong_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "ab")
+    # Each row's first token was drawn, and is not read yet: both drafts go on after it.
+    served.steps.post(served.proposer, served.block("a", 3), served.block("b", 3))
+    served.runner.run("a", "b")
+    assert served.runner.verified == [
+        [*served.right("a", 4, K - 1), -1],
+        [*served.right("b", 4, K - 1), -1],
+    ]
+    # All that is verified is right: "a" has a branch after the token that follows, "b" a wrong one.
+    after = served.right("a", 3 + K)
+    wrong = [served.right("b", 3 + K)[0] + 1, *served.right("b", 4 + K)]
+    served.steps.post(
+        served.proposer,
+        served.block("a", 3, (K, [*after, truth("a", 3 + 2 * K)])),
+        served.block("b", 3, (K, wrong)),
+    )
+    served.runner.run("a", "b")
+    assert served.runner.verified == [served.right("a", 4 + K), [-1] * K]
+    served.runner.run("a", "b")
+    for name in "ab":
+        text = served.text(name)
+        assert text == served.right(name, 0, len(text))
+    stats = served.steps.host.take_stats("a")
+    assert stats is not None
+    assert stats.accepted == (K - 1) + K
+
+
+async def test_branches_that_come_after_the_launch_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "a")
+    table, written = BranchTable(8, K, CPU), []
+    monkeypatch.setattr(table, "write", lambda *given: written.append(given))
+    assert served.plugin.foresees(["a"])
+    served.plugin.write_branches(["a"], table)
+    assert not written
+    served.steps.post(served.proposer, served.block("a", 3))
+    looks = iter([False, True])
+    served.plugin.add_branches(table, lambda: next(looks))
+    assert written == [(0, 1, truth("a", 3), (*served.right("a", 4, K - 1),))]
+
+
+async def test_drafts_that_wait_for_a_result_are_chosen_by_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "a")
+    row = served.steps.host._rows["a"]
+    assert served.plugin.foresees(["a"])
+    row.drafting.runs_ahead = False  # on demand
+    assert not served.plugin.foresees(["a"])
+    row.drafting.runs_ahead, row.drafting.measured.hit = True, False  # the last one came too late
+    assert not served.plugin.foresees(["a"])
+    monkeypatch.setattr(served.steps.host._policy, "may_gain_by_waiting", lambda *_: False)
+    assert served.plugin.foresees(["a"])
+    served.plugin._alone = False  # other ranks would need the same branches
+    assert not served.plugin.foresees(["a"])
+
+
+async def test_fault_while_branches_are_written_costs_drafts_and_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "a")
+    served.steps.post(served.proposer, served.block("a", 3))
+    for name in ("foresees", "write_branches", "add_branches", "chosen"):
+        with monkeypatch.context() as patch:
+            patch.setattr(served.steps.host, name, None)
+            served.runner.run("a")
+    served.runner.run("a")
+    text = served.text("a")
+    assert text == served.right("a", 0, len(text))
+    assert len(text) >= 3 + 5
