@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ class _Times:
         self._written = 0.0
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
         self._ended = self._began = 0.0  # the last call; the step that runs
-        self._before = (0.0, 0.0)  # that step's launch: the first two of `PARTS`
         cuda: Any = torch.cuda
-        self._marks = [cuda.Event(enable_timing=True) for _ in range(2 * cuda.is_available())]
+        event = lambda: cuda.Event(enable_timing=True) if cuda.is_available() else None  # noqa: E731
+        # Of two steps in turn, the first two of `PARTS`, and its begin and end on the device.
+        self._launches = cycle([[0.0, 0.0, event(), event()] for _ in range(2)])
+        self._running = self._sampled = next(self._launches)
 
     def watch(self, runner: Any) -> None:
         """Time the parts of a model runner's steps."""
@@ -48,15 +51,17 @@ class _Times:
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             now, prepared_at = time.perf_counter(), max(self._began, self._ended)
-            self._before = prepared_at - self._ended, now - prepared_at
-            for mark in self._marks[:1]:
-                mark.record()
+            self._running = launch = next(self._launches)
+            launch[:2] = prepared_at - self._ended, now - prepared_at
+            if launch[2]:
+                launch[2].record()
             return forward(*args, **kwargs)
 
         def end(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
-            for mark in self._marks[1:]:
-                mark.record()
+            self._sampled = launch = self._running
+            if launch[3]:
+                launch[3].record()
             return output
 
         runner.execute_model, runner._model_forward, runner._sample = begin, launch, end
@@ -67,10 +72,10 @@ class _Times:
         if self._last is not None and self._last[1] == rows:
             sums["hits"] += 1
             sums["hit_s"] += began - self._last[0]
-            for name, seconds in zip(PARTS, self._before, strict=False):
+            *before, start, end = self._sampled
+            device_s = start.elapsed_time(end) * 1e-3 if start else 0.0
+            for name, seconds in zip(PARTS, (*before, device_s), strict=True):
                 sums[name] += seconds
-            if self._marks:
-                sums["device_s"] += self._marks[0].elapsed_time(self._marks[1]) * 1e-3
         self._last = None if waited_s or not all(drafts) else (began, rows)
         self._ended = now
         added = (1, rows, now - began - waited_s, waited_s)
@@ -122,6 +127,11 @@ class TimedProposer(RemoteProposer):
         drafts = super().next_drafts(*args)
         self._times.add(began, self._waited_s, drafts)
         return drafts
+
+    def commit(self, output: Any, chosen: dict[str, int]) -> None:
+        began = time.perf_counter()
+        super().commit(output, chosen)
+        self._times.add(began, 0.0, [*chosen.values()])
 
 
 class BareProposer:
