@@ -26,6 +26,19 @@ rest is that choice and the way of the results."""
 _NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s", *PARTS)
 
 
+class _Step:
+    def __init__(self, event: Any) -> None:
+        self.before = 0.0, 0.0
+        self._marks = [event(enable_timing=True) for _ in range(2)] if event else []
+
+    def mark(self, which: int) -> None:
+        for mark in self._marks[which : which + 1]:
+            mark.record()
+
+    def device_s(self) -> float:
+        return self._marks[0].elapsed_time(self._marks[1]) * 1e-3 if self._marks else 0.0
+
+
 class _Times:
     """Sums over steps, and seconds from call to call where all rows had drafts at once."""
 
@@ -36,10 +49,9 @@ class _Times:
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
         self._ended = self._began = 0.0  # the last call; the step that runs
         cuda: Any = torch.cuda
-        event = lambda: cuda.Event(enable_timing=True) if cuda.is_available() else None  # noqa: E731
-        # Of two steps in turn, the first two of `PARTS`, and its begin and end on the device.
-        self._launches = cycle([[0.0, 0.0, event(), event()] for _ in range(2)])
-        self._running = self._sampled = next(self._launches)
+        # Of two steps in turn, the first two of `PARTS`, and begin and end on the device.
+        self._steps = cycle([_Step(cuda.is_available() and cuda.Event) for _ in range(2)])
+        self._running = self._sampled = next(self._steps)
 
     def watch(self, runner: Any) -> None:
         """Time the parts of a model runner's steps."""
@@ -51,17 +63,15 @@ class _Times:
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             now, prepared_at = time.perf_counter(), max(self._began, self._ended)
-            self._running = launch = next(self._launches)
-            launch[:2] = prepared_at - self._ended, now - prepared_at
-            if launch[2]:
-                launch[2].record()
+            self._running = next(self._steps)
+            self._running.before = prepared_at - self._ended, now - prepared_at
+            self._running.mark(0)
             return forward(*args, **kwargs)
 
         def end(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
-            self._sampled = launch = self._running
-            if launch[3]:
-                launch[3].record()
+            self._sampled = self._running
+            self._sampled.mark(1)
             return output
 
         runner.execute_model, runner._model_forward, runner._sample = begin, launch, end
@@ -72,9 +82,8 @@ class _Times:
         if self._last is not None and self._last[1] == rows:
             sums["hits"] += 1
             sums["hit_s"] += began - self._last[0]
-            *before, start, end = self._sampled
-            device_s = start.elapsed_time(end) * 1e-3 if start else 0.0
-            for name, seconds in zip(PARTS, (*before, device_s), strict=True):
+            parts = *self._sampled.before, self._sampled.device_s()
+            for name, seconds in zip(PARTS, parts, strict=True):
                 sums[name] += seconds
         self._last = None if waited_s or not all(drafts) else (began, rows)
         self._ended = now

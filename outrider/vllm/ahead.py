@@ -28,6 +28,7 @@ from outrider.vllm.branch_table import BranchTable, outcomes
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
+Known = Callable[[], bool]
 
 
 class DraftSide(Protocol):
@@ -36,15 +37,16 @@ class DraftSide(Protocol):
     def awaited(self) -> None:
         """Take in what came, before the result of a step is waited for."""
 
-    def foresees(self, names: Sequence[str]) -> bool:
-        """Tell whether these rows have drafts for each outcome of the step that runs."""
+    def foresees(self, names: Sequence[str], table: BranchTable, known: Known) -> bool:
+        """Write the rows' drafts by how the running step may end, as they come.
+
+        Returns True as soon as no other is worth waiting for, False if it is `known` before how the
+        step ended.
+        """
         ...
 
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
-        """Begin a table of the rows with all drafts that are there."""
-
-    def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
-        """Write what comes until it is `known` how the step ended."""
+    def add_branches(self, table: BranchTable, known: Known) -> None:
+        """Write what else comes until it is `known` how the step ended."""
 
     def commit(self, output: StepOutput, chosen: dict[str, int]) -> None:
         """Commit what a step emitted, after which rows have so many draft tokens."""
@@ -132,7 +134,7 @@ class StepsAhead:
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        if any(room) and not unchecked and not self._is_known() and self._side.foresees(names):
+        if any(room) and not unchecked and self._foresees(names):
             self._foreseen = room
             self._choose_by_outcome(names, room)
         else:
@@ -150,12 +152,17 @@ class StepsAhead:
         """Tell whether the host can read how the step before ended."""
         return self._last is None or self._last.copied.query()
 
+    def _foresees(self, names: list[str]) -> bool:
+        """Tell whether the device is to choose the drafts of a step that is launched now."""
+        if self._is_known():
+            return False
+        self._table.clear(len(names))
+        return self._side.foresees(names, self._table, self._is_known)
+
     def _choose_by_outcome(self, names: list[str], room: list[int]) -> None:
         """Have the device choose drafts when the step before has ended."""
         assert self._last is not None
         rows = {name: row for row, name in enumerate(self._last.names)}
-        self._table.clear(len(names))
-        self._side.write_branches(names, self._table)
         sources = [rows.get(name, 0) for name in names]  # of what did not run there is no branch
         given = self._table.choose(self._last.outcomes, sources, room)
         self._verified.draft_token_ids.copy_(given)

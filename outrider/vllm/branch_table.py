@@ -33,9 +33,10 @@ class BranchTable:
     def __init__(self, max_rows: int, num_draft_tokens: int, device: torch.device) -> None:
         pinned = device.type == "cuda"  # then the device copies from it by itself
         size = -(-(2 + num_draft_tokens) // _LINE) * _LINE
-        on_host = lambda *shape, dtype: torch.empty(  # noqa: E731
-            shape, dtype=dtype, device="cpu", pin_memory=pinned
-        )
+
+        def on_host(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
         self._k = num_draft_tokens
         self._on_host = on_host(max_rows, _MOST, size, dtype=torch.int32)
         self._drafts = self._on_host.numpy()[..., 2 : 2 + self._k]
@@ -43,7 +44,8 @@ class BranchTable:
         self._on_device = torch.empty_like(self._on_host, device=device)
         self._places = on_host(max_rows * (1 + self._k), dtype=torch.int64)
         self._chosen = on_host(max_rows, self._k, dtype=torch.int32)
-        self._copied: Any = torch.cuda.Event() if pinned else None
+        cuda: Any = torch.cuda
+        self._copied = cuda.Event() if pinned else None
         self._slots: list[dict[int, int]] = []  # by row, of each outcome
 
     def clear(self, num_rows: int) -> None:
@@ -62,6 +64,9 @@ class BranchTable:
         entry[: len(draft)] = draft
         entry[len(draft) :] = -1
         self._outcomes[row, slot] = outcome
+
+    def has_branches(self, row: int) -> bool:
+        return bool(self._slots[row])
 
     def choose(self, ended: Tensor, sources: Sequence[int], room: Sequence[int]) -> Tensor:
         """Have the device choose drafts when the running step has ended; int32 [draft tokens].

@@ -94,7 +94,7 @@ class DraftHost(Inbox):
         self._by_session: dict[int, HostedRow] = {}
         self._last_session = 0
         self._accounting = Accounting(self.tracker, clock)
-        self._foreseen: dict[str, int] = {}  # places of rows in the table of branches
+        self._foreseen: dict[HostedRow, int] = {}  # places of rows in the table of branches
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
 
@@ -238,39 +238,41 @@ class DraftHost(Inbox):
             features = self._states.collect(self._by_session, names, step.rows)
         self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
 
-    def foresees(self, names: Sequence[str]) -> bool:
-        """Tell whether to let the device choose the drafts of rows by how the running step ends.
+    def foresees(self, names: Sequence[str], table: BranchTable, known: Callable[[], bool]) -> bool:
+        """Write drafts by how the running step may end for its rows, as they come.
 
-        It chooses among what has come by then. So it does if drafts are made ahead, and if it would
-        not pay to wait for those that were not at hand in time the last time.
+        Returns True as soon as no other is worth waiting for: then the device may choose among them
+        when the step ends. False if it is `known` before how the step ended.
         """
-        if self._states is not None:  # which are read before the next step runs
+        if self._states is not None:  # they are read before the next step runs
             return False
-        rows = [row for name in names if (row := self._row_that_runs(name)) is not None]
-        drafted = [row for row in rows if row.drafting.num_draft_tokens]
-        if not all([row.drafting.runs_ahead for row in drafted]):
-            return False
-        late = [row for row in drafted if row.drafting.measured.hit is False]
-        if not late:
-            return True
-        others = [row for row in rows if row.drafting.measured.hit is not False]
-        return not self._policy.may_gain_by_waiting(late, others, 0)
-
-    def _row_that_runs(self, name: str) -> HostedRow | None:
-        row = self._rows.get(name)
-        runs = row is not None and not row.ended and name in self._accounting.step.running.tokens
-        return row if runs else None
-
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
-        """Begin a table of drafts for each outcome of the running step for its rows."""
-        self._foreseen = {}
-        for place, name in enumerate(names):
-            if (row := self._row_that_runs(name)) is not None:
-                self._foreseen[name] = place
+        running = self._accounting.step.running.tokens
+        rows = [(place, self._rows.get(name)) for place, name in enumerate(names)]
+        runs = [(place, row) for place, row in rows if row is not None and row.name in running]
+        self._foreseen = {row: place for place, row in runs if not row.ended}
+        for row in self._foreseen:
+            self._write_branches(row, table)
+        while self._is_worth_waiting(table):
+            while not (changed := self._take_messages(_GLANCE_S)):
+                if known():
+                    return False
+            for row in changed:
                 self._write_branches(row, table)
+        return True
+
+    def _is_worth_waiting(self, table: BranchTable) -> bool:
+        """Tell whether drafts that have not come are worth waiting for when the step has ended."""
+        late: list[HostedRow] = []
+        others: list[HostedRow] = []
+        for row, place in self._foreseen.items():
+            lacks = row.drafting.waits and not table.has_branches(place)
+            (late if lacks else others).append(row)
+        if not late:
+            return False
+        return self._policy.may_gain_by_waiting(late, others, self._accounting.step.num_prefilling)
 
     def _write_branches(self, row: HostedRow, table: BranchTable) -> None:
-        draft, place = row.draft, self._foreseen.get(row.name)
+        draft, place = row.draft, self._foreseen.get(row)
         if draft is None or place is None or row.stale:
             return
         room = row.max_len - len(row.token_ids) - 1

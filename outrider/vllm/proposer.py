@@ -160,17 +160,14 @@ class RemoteProposer:
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.DraftSide`.
 
-    def foresees(self, names: Sequence[str]) -> bool:
+    def foresees(self, names: Sequence[str], table: BranchTable, known: Callable[[], bool]) -> bool:
         if self._host is None or not self._alone:
             return False
         try:
-            return self._host.foresees(names)
+            return self._host.foresees(names, table, known)
         except Exception:
-            self._log_fault("drafts were not weighed")
+            self._log_fault("branches were not written")
             return False
-
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
-        self._tend("branches were not written", lambda host: host.write_branches(names, table))
 
     def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
         self._tend("branches were not written", lambda host: host.add_branches(table, known))

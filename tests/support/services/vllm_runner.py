@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from outrider.vllm.adapter import StepOutput, StepPlan
-from outrider.vllm.ahead import DraftSide, StepsAhead
+from outrider.vllm.ahead import DraftSide, Known, StepsAhead
 from outrider.vllm.branch_table import BranchTable
 from tests.support.services.vllm_steps import K, new_request, truth
 
@@ -162,10 +162,7 @@ class AheadRunner:
     def draft(self, name: str, length: int) -> list[int]:
         return [truth(name, length + i) + (i >= self.right) for i in range(K)]
 
-    def foresees(self, _names: Sequence[str]) -> bool:
-        return True
-
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> None:
+    def foresees(self, names: Sequence[str], table: BranchTable, _known: Known) -> bool:
         """Write what follows each outcome that a row's present draft allows, and wrong ones."""
         for row, name in enumerate(names):
             state = self.requests[name]
@@ -174,8 +171,9 @@ class AheadRunner:
                 end = length + emitted
                 table.write(row, emitted, truth(name, end - 1), self.draft(name, end))
                 table.write(row, emitted, truth(name, end - 1) + 1, [1] * K)
+        return True
 
-    def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
+    def add_branches(self, _table: BranchTable, known: Known) -> None:
         self.calls.append("added")
         while not known():
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_table_gives_each_row_the_draft_of_its_outcome(
     drafts = [each.get(ended[source], []) for each, source in zip(branches, sources, strict=True)]
     padded = [draft + [-1] * (k - len(draft)) for draft in drafts]
     assert table.chosen() == padded
-    assert given == sum([draft[:n] for draft, n in zip(padded, room, strict=True)], [])
+    assert given == [*chain(*[draft[:n] for draft, n in zip(padded, room, strict=True)])]
 
 
 def test_table_keeps_the_first_outcomes_of_a_row_with_too_many() -> None:
@@ -157,14 +158,41 @@ async def test_branch_at_hand_is_verified_in_the_next_step_and_one_that_is_wrong
     assert stats.accepted == (K - 1) + K
 
 
+async def test_branches_are_written_as_they_come_and_waited_for_until_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "ab")
+    table, written = BranchTable(8, K, CPU), []
+    write = table.write
+    monkeypatch.setattr(table, "write", lambda *given: (written.append(given), write(*given)))
+
+    def foresees(*looks: bool) -> bool:
+        """Look at the result in turn; a draft of "b" comes behind the first look."""
+        seen = iter(looks)
+
+        def known() -> bool:
+            served.steps.post(served.proposer, served.block("b", 3))
+            return next(seen)
+
+        table.clear(2)
+        return served.plugin.foresees(["a", "b"], table, known)
+
+    served.steps.post(served.proposer, served.block("a", 3))
+    assert not foresees(True)
+    assert written == [(0, 1, truth("a", 3), (*served.right("a", 4, K - 1),))]
+    assert foresees(False, True)
+    assert written[-1] == (1, 1, truth("b", 3), (*served.right("b", 4, K - 1),))
+
+
 async def test_branches_that_come_after_the_launch_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served(monkeypatch, "a")
+    monkeypatch.setattr(served.steps.host._policy, "may_gain_by_waiting", lambda *_: False)
     table, written = BranchTable(8, K, CPU), []
+    table.clear(1)
     monkeypatch.setattr(table, "write", lambda *given: written.append(given))
-    assert served.plugin.foresees(["a"])
-    served.plugin.write_branches(["a"], table)
+    assert served.plugin.foresees(["a"], table, lambda: False)
     assert not written
     served.steps.post(served.proposer, served.block("a", 3))
     looks = iter([False, True])
@@ -172,20 +200,19 @@ async def test_branches_that_come_after_the_launch_are_written(
     assert written == [(0, 1, truth("a", 3), (*served.right("a", 4, K - 1),))]
 
 
-async def test_drafts_that_wait_for_a_result_are_chosen_by_the_host(
+async def test_device_chooses_nothing_for_several_ranks_or_where_states_are_read_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served(monkeypatch, "a")
-    row = served.steps.host._rows["a"]
-    assert served.plugin.foresees(["a"])
-    row.drafting.runs_ahead = False  # on demand
-    assert not served.plugin.foresees(["a"])
-    row.drafting.runs_ahead, row.drafting.measured.hit = True, False  # the last one came too late
-    assert not served.plugin.foresees(["a"])
     monkeypatch.setattr(served.steps.host._policy, "may_gain_by_waiting", lambda *_: False)
-    assert served.plugin.foresees(["a"])
+    table = BranchTable(8, K, CPU)
+    table.clear(1)
+    assert served.plugin.foresees(["a"], table, lambda: False)
     served.plugin._alone = False  # other ranks would need the same branches
-    assert not served.plugin.foresees(["a"])
+    assert not served.plugin.foresees(["a"], table, lambda: False)
+    served.plugin._alone = True
+    served.steps.host.keep(object())  # type: ignore[arg-type]
+    assert not served.plugin.foresees(["a"], table, lambda: False)
 
 
 async def test_fault_while_branches_are_written_costs_drafts_and_no_token(
@@ -193,11 +220,11 @@ async def test_fault_while_branches_are_written_costs_drafts_and_no_token(
 ) -> None:
     served = Served(monkeypatch, "a")
     served.steps.post(served.proposer, served.block("a", 3))
-    for name in ("foresees", "write_branches", "add_branches", "chosen"):
+    for name in ("foresees", "add_branches", "chosen"):
         with monkeypatch.context() as patch:
             patch.setattr(served.steps.host, name, None)
             served.runner.run("a")
     served.runner.run("a")
     text = served.text("a")
     assert text == served.right("a", 0, len(text))
-    assert len(text) >= 3 + 5
+    assert len(text) >= 3 + 4
