@@ -45,7 +45,7 @@ class WholeSteps(CompilationConfig):  # type: ignore[misc]
     none with prompts.
     """
 
-    most_tokens = 0  # of a step
+    most_tokens = 0  # of a step, and of a text: vLLM captures prompts as long as the step
 
     def resolve_cudagraph_mode_and_sizes(
         self, min_cg_support: Any, *args: Any, **kwargs: Any
@@ -53,8 +53,8 @@ class WholeSteps(CompilationConfig):  # type: ignore[misc]
         """Return how steps are captured."""
         own: Any = self
         by_default = own.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
-        if by_default and min_cg_support.name == "ALWAYS":
-            sizes = own.cudagraph_capture_sizes
+        sizes = own.cudagraph_capture_sizes
+        if by_default and min_cg_support.name == "ALWAYS" and sizes[-1] <= self.most_tokens:
             sizes = [*sizes, *[n for n in _GRAPH_TOKENS if sizes[-1] < n <= self.most_tokens]]
             own.cudagraph_mode = CUDAGraphMode.FULL
             own.cudagraph_capture_sizes, own.max_cudagraph_capture_size = sizes, sizes[-1]
@@ -130,7 +130,8 @@ def _capture_whole(args: Any, config: Any) -> None:
     )
     if not any(left_alone) and all(each is None for each in flags):
         graphs.__class__ = WholeSteps
-        graphs.most_tokens = config.scheduler_config.max_num_batched_tokens
+        batch = config.scheduler_config.max_num_batched_tokens
+        graphs.most_tokens = min(batch, model.max_model_len)
 
 
 def _refusal(args: Any) -> str:

@@ -298,6 +298,10 @@ def test_steps_with_prompts_are_captured_whole_where_vllm_can(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, True)
             assert chosen("ALWAYS") == own, name
+    for most, expected in [(600, ("FULL", [5, 10], 515)), (7, own)]:  # tokens of a text
+        monkeypatch.setattr(config.model_config, "max_model_len", most)
+        assert chosen("ALWAYS") == expected
+    monkeypatch.setattr(config.model_config, "max_model_len", 700)
     config.cache_config.kv_sharing_fast_prefill = True
     assert chosen("ALWAYS") == own
 
