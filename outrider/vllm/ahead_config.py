@@ -53,8 +53,8 @@ class WholeSteps(CompilationConfig):  # type: ignore[misc]
         """Return how steps are captured."""
         own: Any = self
         by_default = own.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
-        sizes = own.cudagraph_capture_sizes
-        if by_default and min_cg_support.name == "ALWAYS" and sizes[-1] <= self.most_tokens:
+        if by_default and min_cg_support.name == "ALWAYS":
+            sizes = own.cudagraph_capture_sizes
             sizes = [*sizes, *[n for n in _GRAPH_TOKENS if sizes[-1] < n <= self.most_tokens]]
             own.cudagraph_mode = CUDAGraphMode.FULL
             own.cudagraph_capture_sizes, own.max_cudagraph_capture_size = sizes, sizes[-1]
@@ -128,10 +128,10 @@ def _capture_whole(args: Any, config: Any) -> None:
         *(model.is_multimodal_model, model.use_mla, config.parallel_config.use_ubatching),
         *(config.cache_config.kv_sharing_fast_prefill, not current_platform.is_cuda()),
     )
-    if not any(left_alone) and all(each is None for each in flags):
-        graphs.__class__ = WholeSteps
-        batch = config.scheduler_config.max_num_batched_tokens
-        graphs.most_tokens = min(batch, model.max_model_len)
+    most = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len)
+    short = most < max(graphs.cudagraph_capture_sizes or [0])
+    if not short and not any(left_alone) and all(each is None for each in flags):
+        graphs.__class__, graphs.most_tokens = WholeSteps, most
 
 
 def _refusal(args: Any) -> str:
