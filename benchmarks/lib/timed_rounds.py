@@ -111,7 +111,7 @@ class TimedProposer(RemoteProposer):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self._times = _Times(vllm_config)
-        self._waited_s = 0.0
+        self._waited_s = self._began = 0.0
 
     def bind(self, runner: Any) -> None:
         """Time the runner's steps, and what the host waits."""
@@ -137,10 +137,13 @@ class TimedProposer(RemoteProposer):
         self._times.add(began, self._waited_s, drafts)
         return drafts
 
-    def commit(self, output: Any, chosen: dict[str, int]) -> None:
-        began = time.perf_counter()
-        super().commit(output, chosen)
-        self._times.add(began, 0.0, [*chosen.values()])
+    def commit(self, output: Any) -> None:
+        self._began = time.perf_counter()
+        super().commit(output)
+
+    def chosen(self, lengths: dict[str, int]) -> None:
+        super().chosen(lengths)
+        self._times.add(self._began, 0.0, [*lengths.values()])
 
 
 class BareProposer:

@@ -48,8 +48,11 @@ class DraftSide(Protocol):
     def add_branches(self, table: BranchTable, known: Known) -> None:
         """Write what else comes until it is `known` how the step ended."""
 
-    def commit(self, output: StepOutput, chosen: dict[str, int]) -> None:
-        """Commit what a step emitted, after which rows have so many draft tokens."""
+    def commit(self, output: StepOutput) -> None:
+        """Commit what a step emitted, after which the device has chosen the next drafts."""
+
+    def chosen(self, lengths: dict[str, int]) -> None:
+        """Note how many draft tokens the device has chosen for each row."""
 
     def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
         """Commit what a step emitted, and return drafts for rows of the next one."""
@@ -173,15 +176,15 @@ class StepsAhead:
         output = self._forward(*args, **kwargs)
         if (room := self._foreseen) is not None:
             self._foreseen = None
-            names = list(self._runner.input_batch.req_ids)
             self._side.add_branches(self._table, self._is_known)
-            last = self._read()
-            drafts = [d[:n] for d, n in zip(self._table.chosen(), room, strict=True)]
+            if (last := self._read()) is not None:
+                self._side.commit(last)
             self._prepared_at = time.perf_counter()  # no sooner did the device begin
+            names = list(self._runner.input_batch.req_ids)
+            drafts = [d[:n] for d, n in zip(self._table.chosen(), room, strict=True)]
             self._placed = names, drafts
             lengths = [n - draft.count(_NONE) for n, draft in zip(room, drafts, strict=True)]
-            if last is not None:
-                self._side.commit(last, dict(zip(names, lengths, strict=True)))
+            self._side.chosen(dict(zip(names, lengths, strict=True)))
         return output
 
     def _place(self, tokens: list[int]) -> None:

@@ -288,10 +288,9 @@ class DraftHost(Inbox):
                 self._write_branches(row, table)
 
     def chosen(self, lengths: Mapping[str, int]) -> None:
-        """Note how many draft tokens the device chose for rows after what was committed last."""
+        """Note how many draft tokens the device chose for the rows of the last commit."""
         for row in self._accounting.step.rows:
             row.num_drafted = lengths.get(row.name, 0)
-        self.tell()
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""

@@ -10,6 +10,7 @@ get its decision. No fault in here reaches vLLM: a step without drafts is slower
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
 
 _MAX_FAULTS = 16  # then the draft side is given up
+_HAND_OVER_S = 50e-6  # for which the event loop gets the interpreter, and tells proposers
 _WORKER = "outrider.vllm.worker.GPUWorker"
 NO_FEATURES = (
     "start it with --hidden-features {states} (`vllm serve` takes it in --additional-config), or "
@@ -172,12 +174,16 @@ class RemoteProposer:
     def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
         self._tend("branches were not written", lambda host: host.add_branches(table, known))
 
-    def commit(self, output: adapter.StepOutput, chosen: dict[str, int]) -> None:
+    def commit(self, output: adapter.StepOutput) -> None:
         def commit(host: DraftHost) -> None:
             host.commit(*output)
-            host.chosen(chosen)
+            host.tell()
+            time.sleep(_HAND_OVER_S)
 
         self._tend("a step was not committed", commit)
+
+    def chosen(self, lengths: dict[str, int]) -> None:
+        self._tend("drafts were not noted", lambda host: host.chosen(lengths))
 
     def take_stats(self, name: str) -> RequestStats | None:
         """Return the account of a request by vLLM's id; see `DraftHost.take_stats`."""

@@ -40,7 +40,7 @@ class AheadRunner:
         self.within_prompt = ""  # rows that emit nothing
         self.calls: list[str] = []
         self.late = 0  # looks at a step's result until it is known
-        self.chosen: dict[str, int] = {}  # draft tokens of rows whose drafts the device chose
+        self.lengths: dict[str, int] = {}  # of the drafts that the device chose
         StepsAhead(self, side or self, 8, K)
 
     def run(
@@ -178,10 +178,12 @@ class AheadRunner:
         while not known():
             pass
 
-    def commit(self, output: StepOutput, chosen: dict[str, int]) -> None:
+    def commit(self, output: StepOutput) -> None:
         self.calls.append("committed")
         self.told.append(output)
-        self.chosen = chosen
+
+    def chosen(self, lengths: dict[str, int]) -> None:
+        self.lengths = lengths
 
     def take_draft_token_ids(self) -> Any:
         raise AssertionError("vLLM's has no drafts of ours")

@@ -62,7 +62,7 @@ def test_device_chooses_drafts_of_a_step_that_is_launched_before_the_last_result
     assert before <= runner.prepared_at <= runner.began
     assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]
     assert runner._inputs == [-1, *runner.verified[0], -1, *runner.verified[1]]
-    assert runner.chosen == {"a": K, "b": K}
+    assert runner.lengths == {"a": K, "b": K}
 
 
 def test_texts_are_the_truth_whatever_part_of_a_draft_is_right(runner: AheadRunner) -> None:
