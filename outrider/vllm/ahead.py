@@ -37,11 +37,14 @@ class DraftSide(Protocol):
     def awaited(self) -> None:
         """Take in what came, before the result of a step is waited for."""
 
-    def foresees(self, names: Sequence[str], table: BranchTable, known: Known) -> bool:
-        """Write the rows' drafts by how the running step may end, as they come.
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
+        """Write the rows' drafts by how the running step may end; False if there can be none."""
+        ...
 
-        Returns True as soon as no other is worth waiting for, False if it is `known` before how the
-        step ended.
+    def await_branches(self, table: BranchTable, known: Known) -> bool:
+        """Write what comes, until no other draft is worth waiting for: then return True.
+
+        False if it is `known` before how the step ended.
         """
         ...
 
@@ -85,7 +88,10 @@ class StepsAhead:
         self._runner, self._side = runner, side
         self._last: _Launched | None = None
         self._table = BranchTable(max_num_seqs, num_draft_tokens, runner.device)
-        self._foreseen: list[int] | None = None  # room of each row whose draft the device chooses
+        self._room: list[int] = []  # of each row of the step for draft tokens
+        self._draftable = False  # the rows may have drafts
+        self._chooses = False  # the device chooses the drafts, if the result does not come first
+        self._settled = True  # it is decided who chooses
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
@@ -109,7 +115,7 @@ class StepsAhead:
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._verified, self._placed = None, ([], [])
-        self._foreseen, self._plan = None, scheduler_output
+        self._plan = scheduler_output
         if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
             self._side.next_drafts(self._read(), ())
         launched = self._execute(scheduler_output, *args, **kwargs)
@@ -130,69 +136,80 @@ class StepsAhead:
         """
         runner, verified = self._runner, self._verified
         names = list(runner.input_batch.req_ids)
-        room = [0] * len(names) if verified is None else verified.num_draft_tokens
+        self._room = room = [0] * len(names) if verified is None else verified.num_draft_tokens
         self._side.awaited()
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        if any(room) and not unchecked and self._foresees(names):
-            self._foreseen = room
-            self._choose_by_outcome(names, room)
-        else:
-            found = self._side.next_drafts(self._read(), () if unchecked else names)
-            found = found or [[]] * len(names)
-            drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
-            self._placed = names, drafts
-            if any(room):
-                self._place([*chain.from_iterable(drafts)])
+        self._draftable = any(room) and not unchecked
+        self._chooses, self._settled = self._draftable and self._choose(names), False
+        if runner.supports_mm_inputs or runner.enable_prompt_embeds:
+            self._settle()
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
-        self._prepared_at = time.perf_counter()
         return self._preprocess(scheduler_output, *args, **kwargs)
 
     def _is_known(self) -> bool:
         """Tell whether the host can read how the step before ended."""
         return self._last is None or self._last.copied.query()
 
-    def _foresees(self, names: list[str]) -> bool:
-        """Tell whether the device is to choose the drafts of a step that is launched now."""
+    def _choose(self, names: list[str]) -> bool:
+        """Have the device choose drafts when the step before has ended; False if it has."""
         if self._is_known():
             return False
-        self._table.clear(len(names))
-        return self._side.foresees(names, self._table, self._is_known)
-
-    def _choose_by_outcome(self, names: list[str], room: list[int]) -> None:
-        """Have the device choose drafts when the step before has ended."""
         assert self._last is not None
+        self._table.clear(len(names))
+        if not self._side.write_branches(names, self._table):
+            return False
         rows = {name: row for row, name in enumerate(self._last.names)}
         sources = [rows.get(name, 0) for name in names]  # of what did not run there is no branch
-        given = self._table.choose(self._last.outcomes, sources, room)
+        given = self._table.choose(self._last.outcomes, sources, self._room)
         self._verified.draft_token_ids.copy_(given)
         self._runner.input_ids.gpu.scatter_(0, self._places, given.clamp(min=0))
+        return True
+
+    def _settle(self) -> None:
+        """Decide who chooses the drafts; if it is the host, read how the step before ended."""
+        self._settled = True
+        self._chooses = self._chooses and self._side.await_branches(self._table, self._is_known)
+        if self._chooses:
+            return
+        names = list(self._runner.input_batch.req_ids)
+        found = self._side.next_drafts(self._read(), names if self._draftable else ())
+        found = found or [[]] * len(names)
+        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, self._room, strict=True)]
+        self._placed = names, drafts
+        if any(self._room):
+            self._place([*chain.from_iterable(drafts)])
+        self._prepared_at = time.perf_counter()
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Launch the model; then read how the step before ended, if its drafts did not wait."""
+        """Launch the model; then read how the step before ended, if the device chooses drafts."""
+        if not self._settled:
+            self._settle()
         output = self._forward(*args, **kwargs)
-        if (room := self._foreseen) is not None:
-            self._foreseen = None
+        if self._chooses:
+            self._chooses = False
             self._side.add_branches(self._table, self._is_known)
             if (last := self._read()) is not None:
                 self._side.commit(last)
             self._prepared_at = time.perf_counter()  # no sooner did the device begin
-            names = list(self._runner.input_batch.req_ids)
-            drafts = [d[:n] for d, n in zip(self._table.chosen(), room, strict=True)]
-            self._placed = names, drafts
-            lengths = [n - draft.count(_NONE) for n, draft in zip(room, drafts, strict=True)]
-            self._side.chosen(dict(zip(names, lengths, strict=True)))
+            self._take_chosen()
         return output
+
+    def _take_chosen(self) -> None:
+        names = list(self._runner.input_batch.req_ids)
+        drafts = [d[:n] for d, n in zip(self._table.chosen(), self._room, strict=True)]
+        self._placed = names, drafts
+        lengths = [len(draft) - draft.count(_NONE) for draft in drafts]
+        self._side.chosen(dict(zip(names, lengths, strict=True)))
 
     def _place(self, tokens: list[int]) -> None:
         """Write draft tokens of all rows to what is verified, and to the model's input.
 
         A row that lacks one goes on with what it chooses itself. The device may copy from host
-        memory later. vLLM prepares the next step, and so this is called again, only after it has
-        waited for all such copies of this one (`prepare_inputs_event`).
+        memory later, but before the result of this step, which is read before the next such copy.
         """
         self._on_host.numpy()[: len(tokens)] = tokens
         on_host = self._on_host[: len(tokens)]

@@ -238,12 +238,8 @@ class DraftHost(Inbox):
             features = self._states.collect(self._by_session, names, step.rows)
         self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
 
-    def foresees(self, names: Sequence[str], table: BranchTable, known: Callable[[], bool]) -> bool:
-        """Write drafts by how the running step may end for its rows, as they come.
-
-        Returns True as soon as no other is worth waiting for: then the device may choose among them
-        when the step ends. False if it is `known` before how the step ended.
-        """
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
+        """Write drafts by how the running step may end for its rows; False if there can be none."""
         if self._states is not None:  # they are read before the next step runs
             return False
         running = self._accounting.step.running.tokens
@@ -252,6 +248,13 @@ class DraftHost(Inbox):
         self._foreseen = {row: place for place, row in runs if not row.ended}
         for row in self._foreseen:
             self._write_branches(row, table)
+        return True
+
+    def await_branches(self, table: BranchTable, known: Callable[[], bool]) -> bool:
+        """Write what comes, until no other draft is worth waiting for: then return True.
+
+        False if it is `known` before how the running step ended.
+        """
         while self._is_worth_waiting(table):
             while not (changed := self._take_messages(_GLANCE_S)):
                 if known():

@@ -162,14 +162,15 @@ class RemoteProposer:
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.DraftSide`.
 
-    def foresees(self, names: Sequence[str], table: BranchTable, known: Callable[[], bool]) -> bool:
-        if self._host is None or not self._alone:
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
+        if not self._alone:
             return False
-        try:
-            return self._host.foresees(names, table, known)
-        except Exception:
-            self._log_fault("branches were not written")
-            return False
+        fault = "branches were not written"
+        return bool(self._tend(fault, lambda host: host.write_branches(names, table)))
+
+    def await_branches(self, table: BranchTable, known: Callable[[], bool]) -> bool:
+        fault = "branches were not awaited"
+        return bool(self._tend(fault, lambda host: host.await_branches(table, known)))
 
     def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
         self._tend("branches were not written", lambda host: host.add_branches(table, known))
@@ -214,12 +215,13 @@ class RemoteProposer:
     def awaited(self) -> None:
         self._tend("drafts were not taken", lambda host: host.take_early())
 
-    def _tend(self, fault: str, call: Callable[[DraftHost], None]) -> None:
+    def _tend(self, fault: str, call: Callable[[DraftHost], object]) -> object:
+        """Return what the host returns; None without one, or after a fault."""
         try:
-            if self._host is not None:
-                call(self._host)
+            return None if self._host is None else call(self._host)
         except Exception:
             self._log_fault(fault)
+            return None
 
     def _log_fault(self, what: str) -> None:
         self._num_faults += 1

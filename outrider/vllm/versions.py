@@ -172,7 +172,8 @@ AHEAD: Final = Names(
         "vllm.config.vllm": ("get_args(NgramGPUTypes)",),
         "vllm.v1.worker.gpu_model_runner": (
             *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
-            *("self.input_ids =", "self.requests:", "_preprocess(\n"),
+            *("self.input_ids =", "self.requests:", "_preprocess(\n", "self._model_forward("),
+            *("self.supports_mm_inputs =", "self.enable_prompt_embeds ="),
             *("self.synchronize_input_prep(),", "self.prepare_inputs_event.synchronize()"),
             *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
             *("self._invalid_req_indices =", "self._model_runner_output ="),

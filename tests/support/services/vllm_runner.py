@@ -20,6 +20,7 @@ class AheadRunner:
     """Runs steps whose plans are made before the last step's tokens are read."""
 
     device = torch.device("cpu")
+    supports_mm_inputs = enable_prompt_embeds = False
 
     def __init__(self, side: DraftSide | None = None) -> None:
         """Make a runner of no requests; without a `side`, it drafts itself what is right."""
@@ -91,6 +92,13 @@ class AheadRunner:
 
     def _model_forward(self) -> None:
         self.calls.append("runs")
+        self.launched_at = time.perf_counter()
+        if not self.enable_prompt_embeds:
+            self._take_inputs()
+
+    def _take_inputs(self) -> None:
+        self._inputs = self.input_ids.gpu[: self._num_tokens].tolist()
+        self.input_ids.gpu.fill_(-1)  # as the next step's placeholders do
 
     def _calc_spec_decode_metadata(self, drafted: Any, ends: Any) -> Any:
         """Describe draft tokens; all but a row's last token with logits verify the next one."""
@@ -107,9 +115,9 @@ class AheadRunner:
 
     def _preprocess(self, _plan: Any, num_tokens: int) -> None:
         self.calls.append("prepared")
-        self.prepared_at = time.perf_counter()
-        self._inputs = self.input_ids.gpu[:num_tokens].tolist()
-        self.input_ids.gpu.fill_(-1)  # as the next step's placeholders do
+        self._num_tokens = num_tokens
+        if self.enable_prompt_embeds:
+            self._take_inputs()
 
     def sample_tokens(self, _grammar: None) -> Any:
         names, rows = self.input_batch.req_ids, []
@@ -162,7 +170,7 @@ class AheadRunner:
     def draft(self, name: str, length: int) -> list[int]:
         return [truth(name, length + i) + (i >= self.right) for i in range(K)]
 
-    def foresees(self, names: Sequence[str], table: BranchTable, _known: Known) -> bool:
+    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
         """Write what follows each outcome that a row's present draft allows, and wrong ones."""
         for row, name in enumerate(names):
             state = self.requests[name]
@@ -171,6 +179,9 @@ class AheadRunner:
                 end = length + emitted
                 table.write(row, emitted, truth(name, end - 1), self.draft(name, end))
                 table.write(row, emitted, truth(name, end - 1) + 1, [1] * K)
+        return True
+
+    def await_branches(self, _table: BranchTable, _known: Known) -> bool:
         return True
 
     def add_branches(self, _table: BranchTable, known: Known) -> None:

@@ -33,14 +33,20 @@ def runner(request: pytest.FixtureRequest) -> AheadRunner:
     return made
 
 
-def test_drafts_come_between_a_result_and_the_next_step_and_books_while_that_runs() -> None:
+@pytest.mark.parametrize("embeds", [False, True])
+def test_drafts_come_between_a_result_and_the_next_step_and_books_while_that_runs(
+    embeds: bool,
+) -> None:
     runner = AheadRunner()
+    runner.enable_prompt_embeds = embeds  # then they are made of the drafts, too
     runner.run("a", "b", new="ab")
     runner.calls.clear()
     before = time.perf_counter()
     runner.run("a", "b")
-    assert runner.calls == ["awaited", "read", "prepared", "runs", "begin 2", "launched"]
-    assert before <= runner.began <= runner.prepared_at
+    prepared = ["read", "prepared"] if embeds else ["prepared", "read"]
+    assert runner.calls == ["awaited", *prepared, "runs", "begin 2", "launched"]
+    assert runner.began is not None
+    assert before <= runner.began <= runner.launched_at
     for name in "ab":
         assert told(runner)[name] == [truth(name, 3)]
     assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]
@@ -59,7 +65,8 @@ def test_device_chooses_drafts_of_a_step_that_is_launched_before_the_last_result
     assert runner.calls == [
         *("awaited", "prepared", "runs", "added", "read", "committed", "begin 2", "launched")
     ]
-    assert before <= runner.prepared_at <= runner.began
+    assert runner.began is not None
+    assert before <= runner.launched_at <= runner.began
     assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]
     assert runner._inputs == [-1, *runner.verified[0], -1, *runner.verified[1]]
     assert runner.lengths == {"a": K, "b": K}

@@ -175,7 +175,8 @@ async def test_branches_are_written_as_they_come_and_waited_for_until_the_result
             return next(seen)
 
         table.clear(2)
-        return served.plugin.foresees(["a", "b"], table, known)
+        assert served.plugin.write_branches(["a", "b"], table)
+        return served.plugin.await_branches(table, known)
 
     served.steps.post(served.proposer, served.block("a", 3))
     assert not foresees(True)
@@ -192,7 +193,8 @@ async def test_branches_that_come_after_the_launch_are_written(
     table, written = BranchTable(8, K, CPU), []
     table.clear(1)
     monkeypatch.setattr(table, "write", lambda *given: written.append(given))
-    assert served.plugin.foresees(["a"], table, lambda: False)
+    assert served.plugin.write_branches(["a"], table)
+    assert served.plugin.await_branches(table, lambda: False)
     assert not written
     served.steps.post(served.proposer, served.block("a", 3))
     looks = iter([False, True])
@@ -204,15 +206,14 @@ async def test_device_chooses_nothing_for_several_ranks_or_where_states_are_read
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served(monkeypatch, "a")
-    monkeypatch.setattr(served.steps.host._policy, "may_gain_by_waiting", lambda *_: False)
     table = BranchTable(8, K, CPU)
     table.clear(1)
-    assert served.plugin.foresees(["a"], table, lambda: False)
+    assert served.plugin.write_branches(["a"], table)
     served.plugin._alone = False  # other ranks would need the same branches
-    assert not served.plugin.foresees(["a"], table, lambda: False)
+    assert not served.plugin.write_branches(["a"], table)
     served.plugin._alone = True
     served.steps.host.keep(object())  # type: ignore[arg-type]
-    assert not served.plugin.foresees(["a"], table, lambda: False)
+    assert not served.plugin.write_branches(["a"], table)
 
 
 async def test_fault_while_branches_are_written_costs_drafts_and_no_token(
@@ -220,7 +221,7 @@ async def test_fault_while_branches_are_written_costs_drafts_and_no_token(
 ) -> None:
     served = Served(monkeypatch, "a")
     served.steps.post(served.proposer, served.block("a", 3))
-    for name in ("foresees", "add_branches", "chosen"):
+    for name in ("write_branches", "await_branches", "add_branches", "chosen"):
         with monkeypatch.context() as patch:
             patch.setattr(served.steps.host, name, None)
             served.runner.run("a")
