@@ -99,7 +99,7 @@ class StepsAhead:
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
         """Rows of the step, and their draft tokens with `_NONE` for each that lacks."""
         self._outcomes: Any = None  # of the rows of the step that is sampled
-        self._prepared_at = 0.0
+        self._began_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         most = max_num_seqs * num_draft_tokens
         self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
@@ -120,7 +120,7 @@ class StepsAhead:
             self._side.next_drafts(self._read(), ())
         launched = self._execute(scheduler_output, *args, **kwargs)
         self._mend(*self._placed)  # from here on the device works
-        self._side.begin(StepPlan.of(scheduler_output), self._prepared_at)
+        self._side.begin(StepPlan.of(scheduler_output), self._began_at)
         self._side.launched()
         return launched
 
@@ -182,7 +182,7 @@ class StepsAhead:
         self._placed = names, drafts
         if any(self._room):
             self._place([*chain.from_iterable(drafts)])
-        self._prepared_at = time.perf_counter()
+        self._began_at = time.perf_counter()
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the model; then read how the step before ended, if the device chooses drafts."""
@@ -192,9 +192,9 @@ class StepsAhead:
         if self._chooses:
             self._chooses = False
             self._side.add_branches(self._table, self._is_known)
+            self._began_at = time.perf_counter()  # the device has begun
             if (last := self._read()) is not None:
                 self._side.commit(last)
-            self._prepared_at = time.perf_counter()  # no sooner did the device begin
             self._take_chosen()
         return output
 
