@@ -176,6 +176,11 @@ class DraftTracker:
             if row.drafting.offered.limit:
                 row.drafting.round.looked_at = now
 
+    def chosen(self, rows: Iterable[tuple[Row, int]]) -> None:
+        """Note that each row's draft was at hand if so many tokens of it were, 0 if none was."""
+        for row, drafted in rows:
+            row.drafting.round.at_hand = drafted > 0
+
     def cut(
         self, drafts: Rows[tuple[Row, DraftNodes]], num_rows: int, num_others: int
     ) -> list[list[bool]]:

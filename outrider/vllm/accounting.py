@@ -61,6 +61,7 @@ class Step:
     rows: list[HostedRow] = field(default_factory=list)  # that emitted tokens, and go on
     emitted: list[Emitted] = field(default_factory=list)  # that is not counted yet
     counted: bool = True
+    chosen_by_device: bool = False  # the drafts of `rows`: it did not see the latest
     num_early_blocks: int = 0  # that came before its result, and are not counted yet
     launched: list[HostedRow] = field(default_factory=list)  # of the rows, those that go on
     timings: StepTimings | None = None  # None: it is accounted for
@@ -126,6 +127,8 @@ class Accounting:
         going_on = [row for row in self.note_rounds() if not row.ended]
         if going_on:
             self.tracker.choose_rows(going_on, step.num_prefilling, step.ended)
+            if step.chosen_by_device:
+                self.tracker.chosen([(row, row.num_drafted) for row in going_on])
         if not step.counted:
             step.counted = True
             if not self.tracker.policy.measured.steps.padded:  # else no draft is cut

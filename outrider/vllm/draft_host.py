@@ -201,6 +201,7 @@ class DraftHost(Inbox):
         step.num_early_blocks = len(self._accounting.blocks)
         step.ended = now = self._clock()
         step.num_prefilling, step.rows, step.emitted, step.counted = 0, [], [], False
+        step.chosen_by_device = False
         commits: list[Commit] = []
         for i, (name, sampled) in enumerate(zip(names, emitted, strict=False)):
             row, tokens = self._rows.get(name), tuple(sampled)
@@ -292,7 +293,9 @@ class DraftHost(Inbox):
 
     def chosen(self, lengths: Mapping[str, int]) -> None:
         """Note how many draft tokens the device chose for the rows of the last commit."""
-        for row in self._accounting.step.rows:
+        step = self._accounting.step
+        step.chosen_by_device = True
+        for row in step.rows:
             row.num_drafted = lengths.get(row.name, 0)
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:

@@ -202,6 +202,32 @@ async def test_branches_that_come_after_the_launch_are_written(
     assert written == [(0, 1, truth("a", 3), (*served.right("a", 4, K - 1),))]
 
 
+async def test_draft_that_the_device_did_not_see_is_late_and_no_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "a")
+    host = served.steps.host
+    monkeypatch.setattr(host._policy, "may_gain_by_waiting", lambda *_: False)
+    add = host.add_branches
+
+    def adding(*args: Any) -> None:
+        served.steps.post(served.proposer, served.block("a", 3))
+        add(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "add_branches", adding)
+        served.runner.run("a")
+    assert served.runner.verified == [[-1] * K]
+    stats = host.take_stats("a")
+    assert stats is not None
+    assert (stats.hits, stats.misses_late) == (0, 1)
+    served.runner.run("a")  # what was late is still true
+    assert served.runner.verified == [[*served.right("a", 5, K - 2), -1, -1]]
+    stats = host.take_stats("a")
+    assert stats is not None
+    assert (stats.hits, stats.misses_late) == (1, 1)
+
+
 async def test_device_chooses_nothing_for_several_ranks_or_where_states_are_read_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
