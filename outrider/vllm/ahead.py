@@ -16,7 +16,7 @@ choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -37,8 +37,11 @@ class DraftSide(Protocol):
     def awaited(self) -> None:
         """Take in what came, before the result of a step is waited for."""
 
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
-        """Write the rows' drafts by how the running step may end; False if there can be none."""
+    def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
+        """Write rows' drafts by how the running step may end; False if there can be none.
+
+        `places` in the table are of the rows that have room for draft tokens.
+        """
         ...
 
     def await_branches(self, table: BranchTable, known: Known) -> bool:
@@ -160,7 +163,8 @@ class StepsAhead:
             return False
         assert self._last is not None
         self._table.clear(len(names))
-        if not self._side.write_branches(names, self._table):
+        places = {name: row for row, name in enumerate(names) if self._room[row]}
+        if not self._side.write_branches(places, self._table):
             return False
         rows = {name: row for row, name in enumerate(self._last.names)}
         sources = [rows.get(name, 0) for name in names]  # of what did not run there is no branch

@@ -239,14 +239,14 @@ class DraftHost(Inbox):
             features = self._states.collect(self._by_session, names, step.rows)
         self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
 
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
+    def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         """Write drafts by how the running step may end for its rows; False if there can be none."""
         if self._states is not None:  # they are read before the next step runs
             return False
         running = self._accounting.step.running.tokens
-        rows = [(place, self._rows.get(name)) for place, name in enumerate(names)]
-        runs = [(place, row) for place, row in rows if row is not None and row.name in running]
-        self._foreseen = {row: place for place, row in runs if not row.ended}
+        rows = [self._rows[name] for name in places if name in running and name in self._rows]
+        going_on = [row for row in rows if not row.ended and _room(row) > 1]
+        self._foreseen = {row: places[row.name] for row in going_on}
         for row in self._foreseen:
             self._write_branches(row, table)
         return True
@@ -279,8 +279,7 @@ class DraftHost(Inbox):
         draft, place = row.draft, self._foreseen.get(row)
         if draft is None or place is None or row.stale:
             return
-        room = row.max_len - len(row.token_ids) - 1
-        most = min(row.drafting.num_draft_tokens, self._k)
+        room, most = _room(row), min(row.drafting.num_draft_tokens, self._k)
         for emitted, node in draft.outcomes(row.num_verified, row.draft_node):
             if path := draft.first_path(min(most, room - emitted), node):
                 table.write(place, emitted, draft.token_ids[node], path)
@@ -332,11 +331,8 @@ class DraftHost(Inbox):
             self._take_messages(ready.wake_at - now)
 
     def _draft(self, row: HostedRow, draft: DraftTree) -> list[int]:
-        # The last token needs no draft.
-        room = row.max_len - len(row.token_ids) - 1
-        return list(
-            draft.first_path(min(row.drafting.num_draft_tokens, self._k, room), row.draft_node)
-        )
+        most = min(row.drafting.num_draft_tokens, self._k, _room(row))
+        return list(draft.first_path(most, row.draft_node))
 
     def _cut(self, drafts: dict[str, list[int]]) -> None:
         """Leave out draft tokens that are not worth verifying, by their proposers' confidence."""
@@ -432,3 +428,8 @@ class DraftHost(Inbox):
                     arrived(row, block, row.take_block(block.tree, block.method))
             changed.append(row)
         return changed
+
+
+def _room(row: HostedRow) -> int:
+    """Return how many tokens of a row may be drafted; the last one needs no draft."""
+    return row.max_len - len(row.token_ids) - 1

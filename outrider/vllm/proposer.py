@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,11 +162,11 @@ class RemoteProposer:
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.DraftSide`.
 
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
+    def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         if not self._alone:
             return False
         fault = "branches were not written"
-        return bool(self._tend(fault, lambda host: host.write_branches(names, table)))
+        return bool(self._tend(fault, lambda host: host.write_branches(places, table)))
 
     def await_branches(self, table: BranchTable, known: Callable[[], bool]) -> bool:
         fault = "branches were not awaited"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,9 +170,9 @@ class AheadRunner:
     def draft(self, name: str, length: int) -> list[int]:
         return [truth(name, length + i) + (i >= self.right) for i in range(K)]
 
-    def write_branches(self, names: Sequence[str], table: BranchTable) -> bool:
+    def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         """Write what follows each outcome that a row's present draft allows, and wrong ones."""
-        for row, name in enumerate(names):
+        for name, row in places.items():
             state = self.requests[name]
             length = len([token for token in state.text if token >= 0])
             for emitted in range(1, K + 2):

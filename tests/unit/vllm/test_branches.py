@@ -102,11 +102,13 @@ def test_table_keeps_the_first_outcomes_of_a_row_with_too_many() -> None:
 class Served:
     """Steps of a runner around the real plug-in, and a proposer that drafts ahead."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, names: str, *, runs_ahead: bool = True
+    ) -> None:
         self.steps = VllmSteps(monkeypatch, names=())
         self.plugin = self.steps.plugin
         self.plugin._ahead = True
-        self.proposer = self.steps.attach(runs_ahead=True)
+        self.proposer = self.steps.attach(runs_ahead=runs_ahead)
         self.runner = AheadRunner(self.plugin)
         self.runner.late = 2
         self.names = names
@@ -175,7 +177,7 @@ async def test_branches_are_written_as_they_come_and_waited_for_until_the_result
             return next(seen)
 
         table.clear(2)
-        assert served.plugin.write_branches(["a", "b"], table)
+        assert served.plugin.write_branches({"a": 0, "b": 1}, table)
         return served.plugin.await_branches(table, known)
 
     served.steps.post(served.proposer, served.block("a", 3))
@@ -193,13 +195,42 @@ async def test_branches_that_come_after_the_launch_are_written(
     table, written = BranchTable(8, K, CPU), []
     table.clear(1)
     monkeypatch.setattr(table, "write", lambda *given: written.append(given))
-    assert served.plugin.write_branches(["a"], table)
+    assert served.plugin.write_branches({"a": 0}, table)
     assert served.plugin.await_branches(table, lambda: False)
     assert not written
     served.steps.post(served.proposer, served.block("a", 3))
     looks = iter([False, True])
     served.plugin.add_branches(table, lambda: next(looks))
     assert written == [(0, 1, truth("a", 3), (*served.right("a", 4, K - 1),))]
+
+
+def never() -> bool:
+    raise AssertionError("nothing is to be waited for")
+
+
+@pytest.mark.parametrize(("room", "waits"), [(1, False), (2, True)])
+async def test_step_waits_for_no_branches_of_rows_without_room_for_any(
+    room: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(monkeypatch, "ab")
+    host, table = served.steps.host, BranchTable(8, K, CPU)
+    table.clear(2)
+    served.steps.post(served.proposer, served.block("a", 3))
+    host.take_early()
+    assert host.write_branches({"a": 0}, table)  # "b" is within its prompt
+    assert host.await_branches(table, never)
+    host._rows["b"].max_len = 3 + room + 1  # of which the running step emits one
+    assert host.write_branches({"a": 0, "b": 1}, table)
+    assert host.await_branches(table, (lambda: True) if waits else never) is not waits
+
+
+def test_rows_without_room_have_no_place_for_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, places = AheadRunner(), []
+    runner.late = 2
+    monkeypatch.setattr(runner, "write_branches", lambda given, _: bool(places.append(given)))
+    runner.run("a", new="a")
+    runner.run("b", "a", new="b")
+    assert places == [{"a": 1}]
 
 
 async def test_draft_that_the_device_did_not_see_is_late_and_no_hit(
@@ -234,12 +265,12 @@ async def test_device_chooses_nothing_for_several_ranks_or_where_states_are_read
     served = Served(monkeypatch, "a")
     table = BranchTable(8, K, CPU)
     table.clear(1)
-    assert served.plugin.write_branches(["a"], table)
+    assert served.plugin.write_branches({"a": 0}, table)
     served.plugin._alone = False  # other ranks would need the same branches
-    assert not served.plugin.write_branches(["a"], table)
+    assert not served.plugin.write_branches({"a": 0}, table)
     served.plugin._alone = True
     served.steps.host.keep(object())  # type: ignore[arg-type]
-    assert not served.plugin.write_branches(["a"], table)
+    assert not served.plugin.write_branches({"a": 0}, table)
 
 
 async def test_fault_while_branches_are_written_costs_drafts_and_no_token(
