@@ -256,24 +256,26 @@ class DraftHost(Inbox):
 
         False if it is `known` before how the running step ended.
         """
-        while self._is_worth_waiting(table):
-            while not (changed := self._take_messages(_GLANCE_S)):
-                if known():
-                    return False
-            for row in changed:
-                self._write_branches(row, table)
-        return True
+        late = self._worth_waiting(table)
+        while any(row.drafting.runs_ahead for row in late):
+            if changed := self._take_messages(_GLANCE_S):
+                for row in changed:
+                    self._write_branches(row, table)
+                late = self._worth_waiting(table)
+            if late and known():
+                return False
+        return not late  # drafts on demand come after the result
 
-    def _is_worth_waiting(self, table: BranchTable) -> bool:
-        """Tell whether drafts that have not come are worth waiting for when the step has ended."""
+    def _worth_waiting(self, table: BranchTable) -> list[HostedRow]:
+        """Return rows without branches if these are worth waiting for when the step has ended."""
         late: list[HostedRow] = []
         others: list[HostedRow] = []
         for row, place in self._foreseen.items():
             lacks = row.drafting.waits and not table.has_branches(place)
             (late if lacks else others).append(row)
-        if not late:
-            return False
-        return self._policy.may_gain_by_waiting(late, others, self._accounting.step.num_prefilling)
+        num_prefilling = self._accounting.step.num_prefilling
+        gains = late and self._policy.may_gain_by_waiting(late, others, num_prefilling)
+        return late if gains else []
 
     def _write_branches(self, row: HostedRow, table: BranchTable) -> None:
         draft, place = row.draft, self._foreseen.get(row)

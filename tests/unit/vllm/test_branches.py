@@ -204,6 +204,25 @@ async def test_branches_that_come_after_the_launch_are_written(
     assert written == [(0, 1, truth("a", 3), (*served.right("a", 4, K - 1),))]
 
 
+async def test_result_is_looked_for_while_blocks_keep_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "ab")
+    table, looks = BranchTable(8, K, CPU), iter([False, False, True])
+    table.clear(2)
+    served.steps.post(served.proposer, served.block("a", 3))
+    assert served.plugin.write_branches({"a": 0, "b": 1}, table)
+    take, posts = served.steps.host.take, iter(range(100))
+
+    def taking(timeout_s: float) -> Any:
+        next(posts)
+        served.steps.post(served.proposer, served.block("a", 3))  # "b" still has none
+        return take(timeout_s)
+
+    monkeypatch.setattr(served.steps.host, "take", taking)
+    assert not served.steps.host.await_branches(table, lambda: next(looks))
+
+
 def never() -> bool:
     raise AssertionError("nothing is to be waited for")
 
@@ -231,6 +250,16 @@ def test_rows_without_room_have_no_place_for_branches(monkeypatch: pytest.Monkey
     runner.run("a", new="a")
     runner.run("b", "a", new="b")
     assert places == [{"a": 1}]
+
+
+async def test_host_chooses_for_proposers_that_await_the_result_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, "a", runs_ahead=False)
+    host, table = served.steps.host, BranchTable(8, K, CPU)
+    table.clear(1)
+    assert host.write_branches({"a": 0}, table)
+    assert not host.await_branches(table, never)
 
 
 async def test_draft_that_the_device_did_not_see_is_late_and_no_hit(
