@@ -27,7 +27,8 @@ class BranchTable:
     """Drafts by row and outcome, on the host and on the device.
 
     An entry is an outcome (8 bytes) and its draft tokens, -1 for each that lacks. Its outcome is
-    written last and in one store, so that the device copies no outcome without its draft.
+    written last and in one store. A copy that is made meanwhile may have it with tokens of an
+    earlier draft, or -1: no memory is left that was never written.
     """
 
     def __init__(self, max_rows: int, num_draft_tokens: int, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class BranchTable:
         size = -(-(2 + num_draft_tokens) // _LINE) * _LINE
 
         def on_host(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            return torch.full(shape, -1, dtype=dtype, device="cpu", pin_memory=pinned)
 
         self._k = num_draft_tokens
         self._on_host = on_host(max_rows, _MOST, size, dtype=torch.int32)

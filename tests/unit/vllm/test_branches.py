@@ -99,6 +99,22 @@ def test_table_keeps_the_first_outcomes_of_a_row_with_too_many() -> None:
     assert chosen == [[31], [-1]]
 
 
+@pytest.mark.parametrize("k", [4, 14, 15, 30])
+def test_device_takes_tokens_of_no_memory_that_was_never_written(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *given, **how: empty(*given, **how).fill_(2**30))
+    table = BranchTable(1, k, CPU)
+    table.clear(1)
+    # A copy of several lines may have the first of them, with the outcome, from after the write.
+    before = table._on_host.clone()
+    table.write(0, 1, 7, [5] * k)
+    table._on_host[:, :, 16:] = before[:, :, 16:]
+    table.choose(outcomes(torch.tensor([1]), torch.tensor([7])), [0], [k])
+    assert set(table.chosen()[0]) <= {5, -1}
+
+
 class Served:
     """Steps of a runner around the real plug-in, and a proposer that drafts ahead."""
 
