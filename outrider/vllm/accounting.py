@@ -88,7 +88,7 @@ class Accounting:
         step, tracker = self.step, self.tracker
         self.settle()
         launched = [(row, row.num_verified) for row in step.launched if not row.ended]
-        opened = tracker.launched(launched, step.began) if launched else []
+        opened = tracker.launched(launched, max(step.began, step.ended)) if launched else []
         if step.timings is None:
             return None
         steps = tracker.policy.measured.steps

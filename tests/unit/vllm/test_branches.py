@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
+from outrider.policy.draft_times import DraftTimes
 from outrider.vllm.branch_table import BranchTable, outcomes
 from tests.support.services.vllm_runner import AheadRunner
 from tests.support.services.vllm_steps import K, VllmSteps, truth
@@ -302,6 +303,29 @@ async def test_draft_that_the_device_did_not_see_is_late_and_no_hit(
     stats = host.take_stats("a")
     assert stats is not None
     assert (stats.hits, stats.misses_late) == (1, 1)
+
+
+@pytest.mark.parametrize("late", [0, 2], ids=["read before the launch", "read after the launch"])
+async def test_drafts_that_come_while_a_step_runs_are_made_beside_it(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, beside = Served(monkeypatch, "a"), []
+    served.runner.late = late
+    monkeypatch.setattr(served.steps.host._policy, "may_gain_by_waiting", lambda *_: False)
+    observe = DraftTimes.observe
+
+    def observing(*args: Any, alone: bool) -> None:
+        beside.append(not alone)
+        observe(*args, alone=alone)
+
+    monkeypatch.setattr(DraftTimes, "observe", observing)
+    served.steps.post(served.proposer, served.steps.block("a", 1, base_len=3))
+    for _ in range(2):
+        served.runner.run("a")
+    served.steps.post(served.proposer, served.block("a", 5))
+    served.steps.host.take_early()
+    served.steps.host.take_stats("a")  # after which all that came is noted
+    assert beside == [True]
 
 
 async def test_device_chooses_nothing_for_several_ranks_or_where_states_are_read_first(
