@@ -95,7 +95,8 @@ class Accounting:
         num_rows = len(step.emitted) + step.num_prefilling
         num_tokens, seconds = step.timings.num_tokens, step.timings.forward_ms * 1e-3
         prompts = step.ran.prompts({each.row.name for each in step.emitted if each.first})
-        decoded = num_rows > 0 < num_tokens and not prompts  # 0: forgotten after a fault
+        forgotten = num_tokens == 0  # after a fault
+        decoded = num_rows > 0 and not (prompts or forgotten)
         if decoded:
             steps.observe_step(num_rows, num_tokens, seconds)
         rows = [each.row for each in step.emitted]

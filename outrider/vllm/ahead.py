@@ -4,10 +4,10 @@ With `--async-scheduling` vLLM prepares a step while the one before runs, with r
 `num_speculative_tokens` draft tokens in each row. It corrects positions on the device, once that
 knows how many tokens were accepted. So drafts may come last, in one of two ways:
 
-- The device chooses them among those for each outcome of the step before, which is launched behind
-  it and read later: the device never waits for the host.
-- Just before the model is launched, what the step before emitted is read, committed, and the drafts
-  take their places. So drafts may be waited for.
+- The device chooses each row's draft by what the step before emitted, from a table of branches. The
+  step is launched before the host has read that, and the device need not wait for the host.
+- The host reads what the step before emitted, commits it, and chooses the drafts. Then it launches
+  the step. So it may wait for drafts.
 
 Between steps vLLM has placeholders for tokens that it has not read. Whatever it reads of a text to
 choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before it samples.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
-from outrider.vllm.branch_table import BranchTable, outcomes
+from outrider.vllm.branch_table import BranchTable, as_outcomes
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
@@ -35,7 +35,7 @@ class DraftSide(Protocol):
     """What decides on drafts, and follows the steps. No call raises."""
 
     def awaited(self) -> None:
-        """Take in what came, before the result of a step is waited for."""
+        """Take in what came while the last step ran."""
 
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         """Write rows' drafts by how the running step may end; False if there can be none.
@@ -45,9 +45,9 @@ class DraftSide(Protocol):
         ...
 
     def await_branches(self, table: BranchTable, known: Known) -> bool:
-        """Write what comes, until no other draft is worth waiting for: then return True.
+        """Write what comes; return True once no missing draft is worth waiting for.
 
-        False if it is `known` before how the step ended.
+        False if `known` says first that the host can read how the step ended.
         """
         ...
 
@@ -94,7 +94,7 @@ class StepsAhead:
         self._room: list[int] = []  # of each row of the step for draft tokens
         self._draftable = False  # the rows may have drafts
         self._chooses = False  # the device chooses the drafts, if the result does not come first
-        self._settled = True  # it is decided who chooses
+        self._decided = True  # who chooses
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
@@ -147,9 +147,9 @@ class StepsAhead:
             and not scheduler_output.pending_structured_output_tokens
         )
         self._draftable = any(room) and not unchecked
-        self._chooses, self._settled = self._draftable and self._choose(names), False
+        self._chooses, self._decided = self._draftable and self._choose(names), False
         if runner.supports_mm_inputs or runner.enable_prompt_embeds:
-            self._settle()
+            self._decide()
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
         return self._preprocess(scheduler_output, *args, **kwargs)
 
@@ -173,9 +173,9 @@ class StepsAhead:
         self._runner.input_ids.gpu.scatter_(0, self._places, given.clamp(min=0))
         return True
 
-    def _settle(self) -> None:
+    def _decide(self) -> None:
         """Decide who chooses the drafts; if it is the host, read how the step before ended."""
-        self._settled = True
+        self._decided = True
         self._chooses = self._chooses and self._side.await_branches(self._table, self._is_known)
         if self._chooses:
             return
@@ -190,8 +190,8 @@ class StepsAhead:
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the model; then read how the step before ended, if the device chooses drafts."""
-        if not self._settled:
-            self._settle()
+        if not self._decided:
+            self._decide()
         output = self._forward(*args, **kwargs)
         if self._chooses:
             self._chooses = False
@@ -274,7 +274,7 @@ class StepsAhead:
         token_ids = sampler_output.sampled_token_ids  # [rows, 1 or 1 + K]
         counts = (token_ids >= 0).sum(dim=1, dtype=torch.int32)
         latest = token_ids.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]
-        self._outcomes = outcomes(counts, latest)
+        self._outcomes = as_outcomes(counts, latest)
         self._runner._copy_valid_sampled_token_count(latest, counts)
         return self._keep_books(scheduler_output, sampler_output, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Drafts for each way in which the running step may end for a row: the device takes what fits.
+"""A table of drafts, one for each way in which the running step may end for a row.
 
-So the next step can be launched before the host knows how the running one ends. The host writes
-until the device copies the table, which it does between the two steps.
+The device takes the one that fits, so the next step can be launched before the host knows how the
+running one ends. The device copies the table between the two steps. Until then the host may write.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 _MOST: Final = 32  # entries of a row
-_LINE: Final = 16  # values of 4 bytes in what the device copies at once
+_LINE: Final = 16  # values of 4 bytes in a cache line
 _NO_OUTCOME: Final = -1  # equals none: a row emits a token at least
 
 
-def outcomes(counts: Tensor, latest: Tensor) -> Tensor:
+def as_outcomes(counts: Tensor, latest: Tensor) -> Tensor:
     """Return as one number each how many tokens rows emitted, and the last: int64 [rows]."""
     return (counts.long() << 32) + latest
 
@@ -26,9 +26,9 @@ def outcomes(counts: Tensor, latest: Tensor) -> Tensor:
 class BranchTable:
     """Drafts by row and outcome, on the host and on the device.
 
-    An entry is an outcome (8 bytes) and its draft tokens, -1 for each that lacks. Its outcome is
-    written last and in one store. A copy that is made meanwhile may have it with tokens of an
-    earlier draft, or -1: no memory is left that was never written.
+    An entry is an outcome (8 bytes) and its draft tokens, -1 for each that is missing. The outcome
+    is written last and in one store. A copy that is made meanwhile may have it with tokens of an
+    earlier draft, which are valid ids, or with -1.
     """
 
     def __init__(self, max_rows: int, num_draft_tokens: int, device: torch.device) -> None:

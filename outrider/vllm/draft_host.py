@@ -252,9 +252,9 @@ class DraftHost(Inbox):
         return True
 
     def await_branches(self, table: BranchTable, known: Callable[[], bool]) -> bool:
-        """Write what comes, until no other draft is worth waiting for: then return True.
+        """Write what comes; return True once no missing draft is worth waiting for.
 
-        False if it is `known` before how the running step ended.
+        False if `known` says first that the host can read how the running step ended.
         """
         late = self._worth_waiting(table)
         while any(row.drafting.runs_ahead for row in late):

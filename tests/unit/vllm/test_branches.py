@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
 from outrider.policy.draft_times import DraftTimes
-from outrider.vllm.branch_table import BranchTable, outcomes
+from outrider.vllm.branch_table import BranchTable, as_outcomes
 from tests.support.services.vllm_runner import AheadRunner
 from tests.support.services.vllm_steps import K, VllmSteps, truth
 
@@ -81,7 +81,7 @@ def test_table_gives_each_row_the_draft_of_its_outcome(
     sources = data.draw(st.permutations(range(len(ended))))[:num_rows]
     room = data.draw(st.lists(st.integers(0, k), min_size=num_rows, max_size=num_rows))
     counts, latest = (torch.tensor(each, dtype=torch.int32) for each in zip(*ended, strict=True))
-    given = table.choose(outcomes(counts, latest), sources, room).tolist()
+    given = table.choose(as_outcomes(counts, latest), sources, room).tolist()
     drafts = [each.get(ended[source], []) for each, source in zip(branches, sources, strict=True)]
     padded = [draft + [-1] * (k - len(draft)) for draft in drafts]
     assert table.chosen() == padded
@@ -95,7 +95,7 @@ def test_table_keeps_the_first_outcomes_of_a_row_with_too_many() -> None:
         table.write(0, 1, last, [last])
     chosen = []
     for last in (31, 32):
-        table.choose(outcomes(torch.tensor([1]), torch.tensor([last])), [0], [1])
+        table.choose(as_outcomes(torch.tensor([1]), torch.tensor([last])), [0], [1])
         chosen += table.chosen()
     assert chosen == [[31], [-1]]
 
@@ -112,7 +112,7 @@ def test_device_takes_tokens_of_no_memory_that_was_never_written(
     before = table._on_host.clone()
     table.write(0, 1, 7, [5] * k)
     table._on_host[:, :, 16:] = before[:, :, 16:]
-    table.choose(outcomes(torch.tensor([1]), torch.tensor([7])), [0], [k])
+    table.choose(as_outcomes(torch.tensor([1]), torch.tensor([7])), [0], [k])
     assert set(table.chosen()[0]) <= {5, -1}
 
 
