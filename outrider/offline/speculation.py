@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 from outrider.drafting.building.config import CONFIGS, MethodConfig
@@ -13,7 +15,7 @@ from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
 from outrider.models.facts import drafting_method
 from outrider.models.resolve import resolve_model
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from scorer_service.drafting.in_process_flags import take_words
+from scorer_service.drafting.in_process_flags import FLAG, take_words
 
 DEFAULT_TOKENS: Final = 4
 _ALIASES: Final = {"[ngram]": "ngram", "vanilla": "draft_model", **METHOD_ALIASES}
@@ -24,6 +26,8 @@ _WITHOUT_EFFECT: Final = frozenset(
     }
 )
 """Settings of vLLM's for what is decided here from measurements, or makes no difference."""
+_OURS: Final = re.compile(rf"(argument )?({FLAG}: |(?=--synthetic-))")
+"""Begins errors about flags that the caller has not given."""
 _ONE: Final = ("draft_tensor_parallel_size", "tensor_parallel_size", "draft_pipeline_parallel_size")
 
 
@@ -37,7 +41,10 @@ class Speculation(NamedTuple):
 
 
 def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) -> Speculation:
-    """Return what a `speculative_config` asks for. Raises `ConfigError`, naming the setting."""
+    """Return what a `speculative_config` asks for. Raises `ConfigError`, naming the setting.
+
+    Errors name flags of `outrider batch`, and settings of this object by their own names.
+    """
     if config is None or config == {}:
         return Speculation()
     if not isinstance(config, Mapping):
@@ -85,7 +92,18 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     try:
         return Speculation(take_words(words, model, device), tokens, rates, length)
     except ConfigError as error:
-        raise _error(with_underscores(error.message)) from error
+        raise _of_flags(error.message) from error
+
+
+@contextmanager
+def naming_config() -> Iterator[None]:
+    """Name the settings, in a scorer's errors about flags that stand for them."""
+    try:
+        yield
+    except ConfigError as error:
+        if (found := _OURS.match(error.message)) is None:
+            raise
+        raise _of_flags(error.message[found.end() :]) from error
 
 
 def switched_off(config: object) -> bool:
@@ -107,10 +125,24 @@ def _method(name: str, draft: str) -> str:
     return name
 
 
+def _of_flags(message: str) -> ConfigError:
+    return _error(with_names(message))
+
+
 def _error(message: str) -> ConfigError:
-    return ConfigError(f"speculative_config: {message.removesuffix('.')}.")
+    return ConfigError(f"--speculative-config: {message.removesuffix('.')}.")
 
 
-def with_underscores(message: str) -> str:
-    """Return a message about flags as one about settings."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)
+def with_names(message: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a message about flags as one about arguments; `names` are the others' names.
+
+    Commands that a message advises stay as they are.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        word = found[0].removeprefix("--").replace("-", "_")
+        if " " in word or (word == found[0] and "_" not in word and found.start()):
+            return found[0]  # a command, or a word of plain English
+        return names.get(word, word)
+
+    return re.sub(r"outrider serve[^.;]*|(?<![\w-])--[a-z][a-z-]*|\w+", named, message)
