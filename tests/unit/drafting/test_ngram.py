@@ -15,7 +15,7 @@ from outrider.drafting.proposer import NO_PACE, DraftRound, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 

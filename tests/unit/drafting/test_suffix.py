@@ -18,7 +18,7 @@ from outrider.drafting.proposer import SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 SMALL_TEXT = st.lists(st.integers(0, 2), max_size=40)
