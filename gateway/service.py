@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -156,9 +156,11 @@ class Gateway:
             self._generator.admission.drain(grace_s)
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
-        stopping = [] if self._grpc is None else [self._grpc.stop(grace_s + _FORCE_S)]
+        stopping: list[Awaitable[object]] = []
+        if self._grpc is not None:
+            stopping.append(self._grpc.stop(grace_s + _FORCE_S))
         if self._serving is not None:
-            stopping.append(_settled(self._serving))
+            stopping.append(asyncio.gather(self._serving, return_exceptions=True))
         await asyncio.gather(*stopping)
         if self._pool is not None:
             await self._pool.stop()
@@ -210,7 +212,3 @@ class _HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process, not to this server."""
         yield
-
-
-async def _settled(task: asyncio.Task[None]) -> None:
-    await asyncio.gather(task, return_exceptions=True)
