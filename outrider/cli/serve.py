@@ -13,6 +13,7 @@ from functools import partial
 from outrider.cli.ports import check_port, memory_folder
 from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
+from outrider.cli.serve_flags import in_own_flags
 from outrider.cli.services import SOCKET, ServeConfig, services
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, say
@@ -53,7 +54,10 @@ def stack_of(config: ServeConfig) -> Iterator[Stack]:
                 f"the path of sockets in {folder} is too long: let TMPDIR name a folder of at most "
                 f"{most} bytes."
             )
-        yield Stack(services(config, folder), relay)
+        try:
+            yield Stack(services(config, folder), relay)
+        except ConfigError as error:
+            raise ConfigError(in_own_flags(error.message)) from error
 
 
 def _folder(kept: contextlib.ExitStack) -> str:
