@@ -9,6 +9,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
+from outrider.cli.dialects import VLLM
 from outrider.drafting.building.config import CONFIGS, MethodConfig
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
@@ -19,16 +20,9 @@ from scorer_service.drafting.in_process_flags import FLAG, take_words
 
 DEFAULT_TOKENS: Final = 4
 _ALIASES: Final = {"[ngram]": "ngram", "vanilla": "draft_model", **METHOD_ALIASES}
-_WITHOUT_EFFECT: Final = frozenset(
-    {
-        *("disable_by_batch_size", "disable_padded_drafter_batch", "enforce_eager"),
-        *("use_local_argmax_reduction", "use_heterogeneous_vocab"),
-    }
-)
-"""Settings of vLLM's for what is decided here from measurements, or makes no difference."""
+_RULES: Final = VLLM.flags["--speculative-config"].keys or {}
 _OURS: Final = re.compile(rf"(argument )?({FLAG}: |(?=--synthetic-))")
 """Begins errors about flags that the caller has not given."""
-_ONE: Final = ("draft_tensor_parallel_size", "tensor_parallel_size", "draft_pipeline_parallel_size")
 
 
 class Speculation(NamedTuple):
@@ -52,12 +46,9 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     settings = {key: value for key, value in config.items() if value is not None}
     rates = settings.pop("synthetic_acceptance_rates", None)
     length = settings.pop("synthetic_acceptance_length", None)
-    if settings.get("rejection_sample_method") == "synthetic":
-        if not rates and length is None:
-            raise _error(
-                "synthetic needs synthetic_acceptance_rates or synthetic_acceptance_length"
-            )
-        del settings["rejection_sample_method"]  # as vLLM has it; these say it
+    synthetic = settings.get("rejection_sample_method") == "synthetic"
+    if synthetic and not rates and length is None:
+        raise _error("synthetic needs synthetic_acceptance_rates or synthetic_acceptance_length")
     draft = str(settings.pop("model", "") or "")
     if switched_off(config):
         if rates or length is not None:
@@ -67,9 +58,6 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
         raise _error(f"num_speculative_tokens is a number from 0 to {MAX_SPECULATIVE_TOKENS}")
     method = _method(str(settings.pop("method", "")), draft)
-    for key in _ONE:
-        if settings.pop(key, 1) != 1:
-            raise _error(f"{key} must be 1: a draft runs on one GPU")
     words = [f"--method={method}"]
     if method in (*HIDDEN_STATE_METHODS, "draft_model"):
         if not draft and method == "mtp":
@@ -83,12 +71,14 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     if tokens > cast("int", defaults["max_draft_tokens"]):
         settings.setdefault("max_draft_tokens", tokens)
     for key, value in settings.items():
-        if key not in _WITHOUT_EFFECT:
-            flag = key.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words.append(f"--{flag}={value}")
+        flag, rule = key.replace("_", "-"), _RULES.get(key)
+        if rule is not None and rule.ours is None:
+            if rule.refusal is not None and str(value) not in rule.harmless:
+                raise _error(f"{key} {value}: {rule.refusal}")
+        elif isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={value}")
     try:
         return Speculation(take_words(words, model, device), tokens, rates, length)
     except ConfigError as error:

@@ -476,7 +476,7 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
         ),
         (
             {"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 2}},
-            "draft_tensor_parallel_size must be 1",
+            "^speculative_config: draft_tensor_parallel_size 2: leave it out",
         ),
         (
             {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": [0.5]}},
