@@ -47,5 +47,6 @@ class SuffixSettings:
             raise ConfigError("--suffix-decoding-max-spec-factor must be above 0 and at most 100.")
         if not 0.0 <= self.min_token_prob <= 1.0:
             raise ConfigError("--suffix-decoding-min-token-prob must be between 0 and 1.")
-        if self.max_cached_requests < 0 or self.max_cached_tokens < 0:
-            raise ConfigError("--suffix-decoding-max-cached-* must not be negative.")
+        for name in ("requests", "tokens"):
+            if getattr(self, f"max_cached_{name}") < 0:
+                raise ConfigError(f"--suffix-decoding-max-cached-{name} must not be negative.")

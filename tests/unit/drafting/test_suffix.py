@@ -256,5 +256,6 @@ def test_suffix_session_with_impossible_tokens_drafts_nothing() -> None:
     ],
 )
 def test_suffix_with_bad_settings_is_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="suffix_decoding_"):
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^--suffix-decoding-{name.replace('_', '-')} must"):
         SuffixSettings(**settings)  # type: ignore[arg-type]
