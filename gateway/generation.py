@@ -137,11 +137,19 @@ class Writer:
             reason = FinishReason.STOP
         stop = output.stop_string if output.stopped else self._stop_token_id
         self._cost_s = time.perf_counter() - self._began
-        ending = _ending(request, (reason, stop), output.released, self.account, self._cost_s)
+        usage = common_pb2.Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=output.released,
+            cached_prompt_tokens=self.account.cached_prompt_tokens,
+        )
+        cost_time_ms = self._cost_s * 1000
+        aux_info = self.account.close(output_len=output.released, cost_time_ms=cost_time_ms)
+        prompt = None
         if request.prompt_logprobs is not None:
             if self._prompt is None:
                 raise InternalError("The scorer did not send the prompt's logprobs.")
-            ending = replace(ending, prompt_logprobs=self._prompt.tokens())
+            prompt = self._prompt.tokens()
+        ending = Ending(reason, stop, usage, aux_info, prompt)
         return Chunk(tuple(self._tokens), ending, tuple(self._drafts))
 
     def times(self) -> RequestTimes:
@@ -302,24 +310,6 @@ def _drafts(request: GenerationRequest, round_: Round) -> Iterator[VerifiedDraft
     """Yield a round's drafts, by their places in the output."""
     prompt_len = len(request.prompt_token_ids)
     return (draft._replace(base_len=draft.base_len - prompt_len) for draft in round_.drafts)
-
-
-def _ending(
-    request: GenerationRequest,
-    reason_and_stop: tuple[FinishReason, str | int | None],
-    output_len: int,
-    account: Account,
-    cost_s: float,
-) -> Ending:
-    return Ending(
-        *reason_and_stop,
-        common_pb2.Usage(
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=output_len,
-            cached_prompt_tokens=account.cached_prompt_tokens,
-        ),
-        account.close(output_len=output_len, cost_time_ms=cost_s * 1000),
-    )
 
 
 def _span_attributes(request: GenerationRequest, model: str) -> dict[str, str | int | float]:

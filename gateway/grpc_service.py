@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import lru_cache
@@ -119,34 +119,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, tenant: str
     ) -> tuple[GenerationRequest, Reading | None]:
         """Return the request that a scorer will take, and how its answer is read."""
-        intake = self._generator.intake
-        constraint = constraint_from_proto(request.constraint)
-        plan = Plan(constraint, "")
-        operation, param = "text_completion", request.WhichOneof("prompt")
-        token_ids: Sequence[int]
-        if request.suffix:
-            require(param == "text", "suffix", "left out where the prompt is no text")
-            asked = request.HasField("prompt_logprobs")
-            require(not asked, "suffix", "left out where the prompt's logprobs are asked for")
-            token_ids, ends = await intake.encode_infill(request.text, request.suffix, "text")
-            plan = replace(plan, ends=ends)
-        elif param == "text":
-            token_ids = await intake.encode(request.text, param)
-        elif param == "tokens":
-            token_ids = list(request.tokens.token_ids)
-        elif param == "chat":
-            operation = "chat"
-            plan = await plan_chat(chat_from_proto(request.chat, constraint), self._generator)
-            token_ids = plan.token_ids
-        else:
+        intake, param = self._generator.intake, request.WhichOneof("prompt")
+        if param is None:
             raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
+        plan = await self._plan(request)
         stop, scores_only = request.stop, _scores_only(request)
         max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
         ends = frozenset() if stop.ignore_eos else plan.ends
         speculation = speculation_from_proto(request.speculation)
         intake.check_advice(speculation.advice, "advice", "references")
         work = intake.prepare(
-            token_ids,
+            plan.token_ids,
             param,
             Limits(
                 max_tokens=1 if scores_only else max_tokens,
@@ -157,7 +140,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 stop_strings_param="stop_strings",
             ),
             Settings(
-                operation=operation,
+                operation="chat" if param == "chat" else "text_completion",
                 sampling=sampling_from_proto(request.sampling, seed=intake.default_seed()),
                 speculation=speculation,
                 request_id=request.request_id,
@@ -175,6 +158,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ),
         )
         return work, plan.reading
+
+    async def _plan(self, request: generation_pb2.GenerateRequest) -> Plan:
+        """Return the prompt's tokens, and what they say of the answer."""
+        intake, constraint = self._generator.intake, constraint_from_proto(request.constraint)
+        if request.HasField("chat"):
+            return await plan_chat(chat_from_proto(request.chat, constraint), self._generator)
+        plan = Plan(constraint, "")
+        if request.suffix:
+            require(request.HasField("text"), "suffix", "left out where the prompt is no text")
+            asked = request.HasField("prompt_logprobs")
+            require(not asked, "suffix", "left out where the prompt's logprobs are asked for")
+            token_ids, ends = await intake.encode_infill(request.text, request.suffix, "text")
+            return replace(plan, token_ids=token_ids, ends=ends)
+        if request.HasField("tokens"):
+            return replace(plan, token_ids=list(request.tokens.token_ids))
+        return replace(plan, token_ids=await intake.encode(request.text, "text"))
 
 
 def _scores_only(request: generation_pb2.GenerateRequest) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -59,8 +59,7 @@ class Gateway:
         api_keys = ApiKeys.load(config.api_key_file)
         tokenizer = await asyncio.wrap_future(in_thread(lambda: _tokenizer(config.model)))
         allow_connections()
-        shares = config.worker is not None
-        self._socket = bind(config.host, config.http_port, share=shares)
+        self._socket = bind(config.host, config.http_port, share=config.worker is not None)
         shown, shared = self._telemetry.registry, None
         if config.worker is not None:
             self._member = member = Membership(config.worker, self._telemetry.registry)
@@ -75,25 +74,49 @@ class Gateway:
         shown.register(load.collector(METRIC_PREFIX + "gateway_"))
         if self._member is not None:
             self._background.start(self._member.tell(lambda: load.held))
-        metrics = {}
-        if config.metrics_port is not None:
-            metrics["metrics"] = self._telemetry.serve_metrics(
-                config.host, config.metrics_port, shown, share_port=shares
-            )
-        servicer = GenerationServicer(generator, api_keys)
+        metrics = self._serve_metrics(shown)
+        grpc = await self._serve_grpc(generator, api_keys)
+        http = self._serve_http(generator, api_keys, self._public_metrics(load, shown))
+        if config.hold_timeout_s is None:
+            progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
+            await pool.start(config.start_timeout_s)
+        else:
+            pool.follow()
+        self._background.start(self._follow_health(pool, generator))
+        return {"http": http, "grpc": grpc, **metrics}
+
+    def _serve_metrics(self, shown: CollectorRegistry) -> dict[str, str]:
+        """Serve metrics on a port of their own, if asked for, and return its address."""
+        config = self._config
+        if config.metrics_port is None:
+            return {}
+        where, shares = (config.host, config.metrics_port), config.worker is not None
+        return {"metrics": self._telemetry.serve_metrics(*where, shown, share_port=shares)}
+
+    async def _serve_grpc(self, generator: Generator, api_keys: ApiKeys) -> str:
+        """Serve the gRPC face, and return its address."""
+        config, servicer = self._config, GenerationServicer(generator, api_keys)
         self._grpc = GrpcServer(
             join_address(config.host, config.grpc_port),
             lambda server: add_to_server(servicer, server),
             [SERVICE_NAME],
             health_address=config.deployment.health_address(config.host),
             limits=ClientLimits(config.max_body_bytes, config.request_timeout_s),
-            share_port=shares,
+            share_port=config.worker is not None,
         )
-        grpc_port = await self._grpc.start()
+        port = await self._grpc.start()
         await self._grpc.set_serving(generator.accepting, process=True)
+        return join_address(config.host, port)
+
+    def _serve_http(
+        self, generator: Generator, api_keys: ApiKeys, metrics: CollectorRegistry | None
+    ) -> str:
+        """Serve the HTTP face, and return its address."""
+        config = self._config
+        assert self._socket is not None
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(generator, config, api_keys, self._public_metrics(load, shown)),
+                create_app(generator, config, api_keys, metrics),
                 http=PatientProtocol,
                 log_config=None,
                 log_level="warning",
@@ -106,18 +129,7 @@ class Gateway:
         with readable(config.host, config.http_port):
             self._socket.listen(_BACKLOG)  # from here on nobody is refused
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
-        http_port = self._socket.getsockname()[1]
-        if config.hold_timeout_s is None:
-            progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
-            await pool.start(config.start_timeout_s)
-        else:
-            pool.follow()
-        self._background.start(self._follow_health(self._grpc, pool, generator))
-        return {
-            "http": f"http://{join_address(config.host, http_port)}",
-            "grpc": join_address(config.host, grpc_port),
-            **metrics,
-        }
+        return f"http://{join_address(config.host, self._socket.getsockname()[1])}"
 
     def _public_metrics(
         self, load: ScorerLoad, shown: CollectorRegistry
@@ -144,9 +156,11 @@ class Gateway:
             self._generator.admission.drain(grace_s)
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
-        stopping = [] if self._grpc is None else [self._grpc.stop(grace_s + _FORCE_S)]
+        stopping: list[Awaitable[object]] = []
+        if self._grpc is not None:
+            stopping.append(self._grpc.stop(grace_s + _FORCE_S))
         if self._serving is not None:
-            stopping.append(_settled(self._serving))
+            stopping.append(asyncio.gather(self._serving, return_exceptions=True))
         await asyncio.gather(*stopping)
         if self._pool is not None:
             await self._pool.stop()
@@ -156,16 +170,15 @@ class Gateway:
             self._member.leave()
         self._telemetry.shutdown()
 
-    async def _follow_health(
-        self, server: GrpcServer, pool: ScorerPool, generator: Generator
-    ) -> None:
+    async def _follow_health(self, pool: ScorerPool, generator: Generator) -> None:
         """Say in the gRPC health of the service, as /health does, if requests are answered.
 
         The process as a whole stays SERVING, since a restart brings no scorer back.
         """
+        assert self._grpc is not None
         while True:
             changed = pool.changed
-            await server.set_serving(generator.accepting, process=True)
+            await self._grpc.set_serving(generator.accepting, process=True)
             await changed.wait()
 
     async def wait_failed(self) -> None:
@@ -199,7 +212,3 @@ class _HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process, not to this server."""
         yield
-
-
-async def _settled(task: asyncio.Task[None]) -> None:
-    await asyncio.gather(task, return_exceptions=True)

@@ -79,13 +79,13 @@ def acceptance_rates(
         return tuple(rates)
     if rates:
         raise ConfigError(
-            "synthetic_acceptance_rates and synthetic_acceptance_length say the same: give one."
+            "--synthetic-acceptance-rates and --synthetic-acceptance-length say the same: give one."
         )
     if not 1.0 <= length <= num_speculative_tokens + 1:
         raise ConfigError(
-            f"synthetic_acceptance_length {length:g} must lie between 1 and "
+            f"--synthetic-acceptance-length {length:g} must lie between 1 and "
             f"{num_speculative_tokens + 1}: {num_speculative_tokens} draft tokens "
-            "(num_speculative_tokens) and the target's own."
+            "(--num-speculative-tokens) and the target's own."
         )
     return tuple(min(1.0, max(0.0, length - 1 - n)) for n in range(num_speculative_tokens))
 
@@ -95,14 +95,14 @@ def check_acceptance_rates(rates: Sequence[float], num_speculative_tokens: int) 
     if not rates:
         return
     if not all(0.0 <= rate <= 1.0 for rate in rates):
-        raise ConfigError("synthetic_acceptance_rates must lie between 0 and 1.")
+        raise ConfigError("--synthetic-acceptance-rates must lie between 0 and 1.")
     if any(after > before for before, after in pairwise(rates)):
         raise ConfigError(
-            "synthetic_acceptance_rates must not rise: the n-th is how likely a round accepts at "
+            "--synthetic-acceptance-rates must not rise: the n-th is how likely a round accepts at "
             "least n tokens."
         )
     if len(rates) != num_speculative_tokens:
         raise ConfigError(
-            f"synthetic_acceptance_rates needs one rate for each of {num_speculative_tokens} draft "
-            f"tokens (num_speculative_tokens), but has {len(rates)}."
+            f"--synthetic-acceptance-rates has {len(rates)} rates, but needs one rate for each of "
+            f"{num_speculative_tokens} draft tokens (--num-speculative-tokens)."
         )

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from outrider.errors import ConfigError
 from outrider.methods import parse_methods
+from outrider.params import MAX_SPECULATIVE_TOKENS
 
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 MAX_SOCKET_PATH = 97
 """Bytes: the system allows 107, and sockets beside it add ".vllm" and ".data"."""
 _MOST = 2**31 - 1
+_FloatType = Callable[[str], float]
 
 
 class RaisingParser(argparse.ArgumentParser):
@@ -23,12 +28,25 @@ class RaisingParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def number(text: str) -> float:
-    """Read a number; other text is NaN, which no bounds include."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _number(low: float, high: float, about: str, *, open_low: bool = False) -> _FloatType:
+    """Return what reads a number from `low` to `high`, or above `low`; errors say `about`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan  # which no bounds include
+        if not low <= value <= high or (open_low and value == low):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {about}")
+        return value
+
+    return read
+
+
+temperature = _number(0.0, 2.0, "from 0 to 2")
+seconds = _number(0.0, 1e9, "of seconds above 0", open_low=True)
+from_zero = _number(0.0, sys.float_info.max, "from 0")
+part = _number(0.0, 1.0, "above 0 and at most 1", open_low=True)
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -48,6 +66,12 @@ def whole(text: str, low: int, high: int = _MOST) -> int:
         bounds = f"of at least {low}, at most {high}" if high == _MOST else f"from {low} to {high}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
     return int(text)
+
+
+positive = partial(whole, low=1)
+whole_number = partial(whole, low=0)
+seed = partial(whole, low=0, high=2**64 - 1)
+speculative_tokens = partial(whole, low=0, high=MAX_SPECULATIVE_TOKENS)
 
 
 def methods(text: str) -> tuple[str, ...]:
@@ -87,53 +111,11 @@ def key(text: str) -> str:
     return text
 
 
-def temperature(text: str) -> float:
-    """Read a temperature from 0 to 2."""
-    value = number(text)
-    if not 0.0 <= value <= 2.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
-    return value
-
-
-def seconds(text: str) -> float:
-    """Read a number of seconds above 0."""
-    value = number(text)
-    if not 0.0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
-
-
-def from_zero(text: str) -> float:
-    """Read a number from 0."""
-    value = number(text)
-    if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return value
-
-
 def port(text: str) -> int:
     """Read a port from 0 (any free one) to 65535; gRPC would wrap greater numbers."""
     if not (text.isascii() and text.isdigit() and int(text) < 2**16):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
-
-
-def positive(text: str) -> int:
-    """Read a whole number above 0."""
-    return whole(text, 1)
-
-
-def whole_number(text: str) -> int:
-    """Read a whole number from 0."""
-    return whole(text, 0)
-
-
-def part(text: str) -> float:
-    """Read a number above 0 and at most 1."""
-    value = number(text)
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
-    return value
 
 
 def device(text: str) -> str:
@@ -142,13 +124,3 @@ def device(text: str) -> str:
     if text != "cpu" and not (kind == "cuda" and (index.isdecimal() or text == kind)):
         raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or, say, cuda:1")
     return text
-
-
-def seed(text: str) -> int:
-    """Read a 64-bit seed."""
-    return whole(text, 0, 2**64 - 1)
-
-
-def speculative_tokens(text: str) -> int:
-    """Read a number of draft tokens from 0 to 128."""
-    return whole(text, 0, 128)

@@ -189,11 +189,11 @@ class Advice:
     references: tuple[TokenIds, ...] = ()  # documents besides the prompt
 
     def __post_init__(self) -> None:
-        require(1 <= self.min_token_match <= 64, "sp_min_token_match", "between 1 and 64")
+        require(1 <= self.min_token_match <= 64, "min_token_match", "between 1 and 64")
         require(
             self.min_token_match <= self.max_token_match <= 64,
-            "sp_max_token_match",
-            "between sp_min_token_match and 64",
+            "max_token_match",
+            "between min_token_match and 64",
         )
 
 

@@ -32,6 +32,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME: Final = "outrider.v1.ProposerService"
 _STOP_TIMEOUT_S: Final = 1.0
 _SERVER_GRACE_S: Final = 0.5
+_TOLD: Final = (
+    *("proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash"),
+    *("max_sessions", "max_draft_tokens", "max_model_len", "protocol_version"),
+)
+"""Fields of Hello and of ProposerInfo with the same name and meaning."""
 
 
 class ProposerService:
@@ -154,16 +159,7 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
             await status.abort(context, error)
         hello = self._hello()
         return proposer_pb2.GetProposerInfoResponse(
-            proposer_id=hello.proposer_id,
-            incarnation=hello.incarnation,
-            method=hello.method,
-            model=hello.model,
-            vocab_size=hello.vocab_size,
-            tokenizer_hash=hello.tokenizer_hash,
-            max_sessions=hello.max_sessions,
-            max_draft_tokens=hello.max_draft_tokens,
-            max_model_len=hello.max_model_len,
-            protocol_version=hello.protocol_version,
+            **{name: getattr(hello, name) for name in _TOLD},
             sessions=self._worker.num_sessions,
             scorers=self._links.status(),
         )

@@ -10,7 +10,7 @@ from outrider.draft_port import EarlyTokens
 from outrider.engine_port import ServedEngine
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
-from outrider.types import PLAIN, Commit, Grown, Request, StepEvents, StepTimings, TokenKind
+from outrider.types import Commit, Grown, Request, StepEvents, StepTimings, TokenKind
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.blocks import BlockReceiver
 from scorer_service.drafting.registry import ProposerRegistry
@@ -187,10 +187,9 @@ class Hub:
             self._grow_drafted(grown, step_us)
         for columns in self.columns:
             grown = columns.add(grown)
-        for session_id, base_len, token, num_draft_tokens in zip(*grown, strict=True):
-            session = self._sessions.get(session_id)
+        for commit in grown.commits:
+            session = self._sessions.get(commit.session_id)
             if session is not None:
-                commit = Commit(session_id, base_len, (token,), PLAIN, num_draft_tokens)
                 session.mailbox.put(commit)
                 if session.rounds is not None:
                     session.rounds.commit(commit, timings)

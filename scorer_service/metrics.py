@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from outrider.bounded import remember
 from outrider.counts import DRAFT_FATES, DRAFT_MODES, StepCounts, context_class_from, sum_rounds
 from outrider.features import FeatureBatch
+from outrider.rpc import latency
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
 
@@ -22,10 +23,7 @@ _STEP_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.25, 0.5, 1.0),
 )
-_REQUEST_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
-    *(10.0, 20.0, 40.0, 80.0, 160.0),
-)
+_REQUEST_S = (*latency.REQUEST_S, 160.0)
 _POWERS = tuple(float(2**i) for i in range(13))
 _MAX_PROPOSERS, _MAX_POOLS = 1024, 256
 _OTHER = "other"  # the pool of proposers beyond these limits
@@ -95,11 +93,11 @@ _LABELLED = {
 _HISTOGRAMS = {
     "request_queue_time_seconds": (
         "Time from a request's arrival to its first step, observed at that step.",
-        _REQUEST_SECONDS,
+        _REQUEST_S,
     ),
     "request_prefill_time_seconds": (
         "Time from a request's first step to its first token, without waits when preempted.",
-        _REQUEST_SECONDS,
+        _REQUEST_S,
     ),
     "step_rows": ("Rows in an engine step.", _POWERS),
     "iteration_tokens_total": ("Query tokens in an engine step.", _POWERS),

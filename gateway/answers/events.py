@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -39,24 +38,3 @@ class Arguments:
 
 
 Event = Content | Reasoning | Call | Arguments
-
-
-def append(events: list[Event], event: Event) -> None:
-    """Append an event, joined with the last one if both are pieces of the same text."""
-    if not isinstance(event, Call):
-        if not event.text:
-            return
-        if events and type(last := events[-1]) is type(event):
-            assert not isinstance(last, Call)
-            events[-1] = type(event)(last.text + event.text)
-            return
-    events.append(event)
-
-
-def joined(pieces: Iterable[Iterable[Event]]) -> list[Event]:
-    """Return the events of a text that came in pieces, as if it had come whole."""
-    events: list[Event] = []
-    for piece in pieces:
-        for event in piece:
-            append(events, event)
-    return events

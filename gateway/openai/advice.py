@@ -5,10 +5,12 @@ from __future__ import annotations
 from gateway.intake import Intake
 from gateway.openai.request_objects import ExtraConfig, within
 from gateway.openai.requests import Request
+from gateway.openai.translation import named
 from outrider.errors import InvalidRequestError
 from outrider.params import MAX_REFERENCES, Advice, TokenIds, require
 
 _REFERENCES = "speculation.references"
+_NAMES = {"min_token_match": "sp_min_token_match", "max_token_match": "sp_max_token_match"}
 
 
 async def read_advice(body: Request, intake: Intake) -> Advice:
@@ -27,13 +29,16 @@ async def read_advice(body: Request, intake: Intake) -> Advice:
     token_ids = await _expected(body, extra, intake)
     references = await _references(body, intake)
     try:
-        advice = Advice(
-            token_ids=token_ids,
-            edit=edit,
-            references=references,
-            min_token_match=least,
-            max_token_match=most if extra.sp_max_token_match is None else extra.sp_max_token_match,
-        )
+        with named(_NAMES):
+            advice = Advice(
+                token_ids=token_ids,
+                edit=edit,
+                references=references,
+                min_token_match=least,
+                max_token_match=(
+                    most if extra.sp_max_token_match is None else extra.sp_max_token_match
+                ),
+            )
     except InvalidRequestError as error:
         raise within("extra_config", error) from error
     intake.check_advice(advice, "extra_config.sp_advice_prompt_token_ids", _REFERENCES)

@@ -19,6 +19,7 @@ from gateway.openai.errors import public_error
 from gateway.openai.job import Job, completions_of, run_job
 from gateway.openai.json_pieces import json_pieces
 from gateway.openai.rendering import KEEP_ALIVE, EventStream, Rendering
+from gateway.openai.translation import renamed
 from outrider.errors import OutriderError
 from outrider.rpc.tasks import first_of
 
@@ -127,7 +128,7 @@ class CompletionResponse(Response):
         if made is None:
             refused = self._refusal(error)
             return refused, b"event: error\ndata: %b\n\n" % bytes(refused.body)
-        shown = made[0].renamed(error)
+        shown = renamed(error, made[0].names)
         return self._refusal(shown), b"" if events is None else events.error(shown)
 
 

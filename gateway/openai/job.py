@@ -20,7 +20,6 @@ from gateway.openai.choices import Completion, ScoredPrompt, Shaper
 from gateway.openai.deltas import MessageReading
 from gateway.openai.requests import ChatRequest, CompletionRequest, Request
 from gateway.output import OutputToken
-from outrider.errors import InvalidRequestError, OutriderError
 from outrider.params import require
 from outrider.rpc.telemetry import Metadata
 
@@ -44,16 +43,6 @@ class Job:
     """Parameters that a scorer may refuse -> the client's names of them."""
     scores_only: bool
     """True: the one token that each completion generates is left out."""
-
-    def renamed(self, error: OutriderError) -> OutriderError:
-        """Return the error with the client's name of the parameter at fault."""
-        param = error.param if isinstance(error, InvalidRequestError) else None
-        if param is None or param not in self.names:
-            return error
-        name, message = self.names[param], error.message
-        if message.startswith(f"{param} "):
-            message = f"{name}{message.removeprefix(param)}"
-        return InvalidRequestError(message, param=name)
 
 
 def admit(body: Request, generator: Generator) -> ExitStack:

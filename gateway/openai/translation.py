@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from gateway.openai.parse import parse, validated
 from gateway.openai.requests import ChatRequest
-from outrider.errors import InvalidRequestError, OutriderError
+from outrider.errors import InvalidRequestError
 
 _SHARED: Final = frozenset(
     {
@@ -36,6 +36,7 @@ _TAGS: Final = frozenset(
 """Types of the objects in bodies of other APIs."""
 
 M = TypeVar("M", bound=BaseModel)
+E = TypeVar("E", bound=Exception)
 
 
 def read(kind: type[M], body: bytes | Mapping[str, Any], allowed: Mapping[str, str]) -> M:
@@ -67,7 +68,7 @@ def as_chat(
         return parse(kind, {**others, **given})
 
 
-def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
+def renamed(error: E, names: Mapping[str, str]) -> E:
     """Return the error with the client's names of a chat's parameters."""
     if not isinstance(error, InvalidRequestError):
         return error
@@ -78,7 +79,7 @@ def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
         param = name
     for name, theirs in names.items():
         if "_" in name:  # no word of plain English
-            message = re.sub(rf"\b{name}\b", theirs, message)
+            message = re.sub(rf"(?<![\w.]){name}\b", theirs, message)
     return type(error)(message, param=param, reason=error.reason)
 
 

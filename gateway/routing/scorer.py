@@ -43,7 +43,7 @@ class Scorer:
         self._tls = tls
         self._steps: StepsStream | None = None  # none before the first request
         self._closing = Background()
-        self._connect(self._certificates())
+        self._connect(None if tls is None else stamp(tls))
 
     async def generate(
         self,
@@ -123,14 +123,6 @@ class Scorer:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._connected_with = certificates
 
-    def _certificates(self) -> Stamp | None:
-        if self._tls is None:
-            return None
-        try:
-            return stamp(self._tls)
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
-
     def _renew(self) -> None:
         """Connect anew if the certificates were replaced; requests under way end where they are.
 
@@ -138,7 +130,7 @@ class Scorer:
         """
         former, steps = self._channel, self._steps
         try:
-            certificates = self._certificates()
+            certificates = None if self._tls is None else stamp(self._tls)
             if certificates == self._connected_with:
                 return
             self._connect(certificates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -10,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from gateway.config import GatewayConfig
@@ -20,7 +20,7 @@ from gateway.workers.metrics import retire
 from gateway.workers.shared import SharedCounts
 from outrider.errors import OutriderError, say
 from outrider.process.child_process import ServiceProcess, ServiceSpec, describe_exit, stop_all
-from outrider.process.temporary import temporary_folder
+from outrider.process.temporary import run_folder, temporary_folder
 from outrider.rpc.tasks import Background, all_or_first_error
 
 _LOAD_S: Final = 600.0
@@ -47,7 +47,7 @@ class Workers:
     def __init__(self, config: GatewayConfig, argv: Sequence[str]) -> None:
         self._config = config
         self._argv = tuple(argv)
-        self._folder: TemporaryDirectory[str] | None = None
+        self._kept = contextlib.ExitStack()
         self._reserved: dict[str, socket.socket] = {}
         self._processes: dict[int, ServiceProcess] = {}
         self._watches = Background()
@@ -57,7 +57,7 @@ class Workers:
     async def start(self) -> dict[str, str]:
         """Start every worker, and return the addresses. Raises `OutriderError`."""
         self._reserve_ports()
-        self._folder = TemporaryDirectory(prefix="outrider-gateway-", dir=temporary_folder())
+        self._place = Path(self._kept.enter_context(run_folder(temporary_folder())))
         self._counts = SharedCounts.create(self._place, self._config.workers)
         indices = range(self._config.workers)
         said = await all_or_first_error([self._start(index) for index in indices])
@@ -71,18 +71,10 @@ class Workers:
         await self._watches.cancel()
         grace_s = self._config.deployment.drain_grace_s + _STOP_S
         await stop_all(self._processes.values(), grace_s, _STOP_S)
-        for reserved in self._reserved.values():
-            reserved.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._kept.close()
 
     async def wait_failed(self) -> None:
         await self._failed.wait()
-
-    @property
-    def _place(self) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.name)
 
     def _reserve_ports(self) -> None:
         """Bind the ports without listening: nobody else may, and a 0 becomes a number."""
@@ -95,7 +87,8 @@ class Workers:
         ):
             if port is not None:
                 bind(config.host, port).close()  # refused where a stranger's gateway shares it
-                self._reserved[flag] = bind(config.host, port, share=True)
+                reserved = self._kept.enter_context(bind(config.host, port, share=True))
+                self._reserved[flag] = reserved
 
     def _spec(self, index: int) -> ServiceSpec:
         worker = Worker(index, self._config.workers, os.getpid(), self._place)

@@ -131,6 +131,8 @@ _API_KEY: Final = Rule(refusal="write the key into a file: --api-key-file FILE",
 _TOKENIZER: Final = _refused("leave it out: the tokenizer is the one in MODEL's folder")
 _PREFETCHED: Final = _needless("the best that fits is chosen by measurement", "maybe")
 
+_ONE_DEVICE: Final = _only("1", refusal="leave it out: a draft runs on one device")
+
 _SPECULATIVE_CONFIG: Final = {
     "method": _is("--method", _METHODS),
     "model": _is("--draft-model"),
@@ -152,12 +154,16 @@ _SPECULATIVE_CONFIG: Final = {
     ),
     "synthetic_acceptance_rates": _is("--synthetic-acceptance-rates"),
     "synthetic_acceptance_length": _is("--synthetic-acceptance-length"),
-    "draft_tensor_parallel_size": _only("1", refusal="leave it out: a draft runs on one device"),
+    "draft_tensor_parallel_size": _ONE_DEVICE,
+    "draft_pipeline_parallel_size": _ONE_DEVICE,
+    "tensor_parallel_size": _ONE_DEVICE,
     "max_model_len": _is("--draft-max-model-len"),
     "quantization": _DRAFT_QUANTIZATION,
     "disable_padded_drafter_batch": _needless("drafts are packed without padding"),
     "disable_by_batch_size": _needless("where drafting does not pay, it is switched off by itself"),
     "enforce_eager": _EAGER,
+    "use_local_argmax_reduction": _needless("a draft runs on one device"),
+    "use_heterogeneous_vocab": _needless("a draft has the target's tokenizer"),
     "disable_logprobs": _needless("log probabilities are the target's, with any draft"),
 }
 
@@ -168,9 +174,7 @@ VLLM: Final = Dialect(
         "--ngram-prompt-lookup-max": _is("--prompt-lookup-max"),
         "--ngram-prompt-lookup-min": _is("--prompt-lookup-min"),
         "--speculative-max-model-len": _is("--draft-max-model-len"),
-        "--speculative-draft-tensor-parallel-size": _SPECULATIVE_CONFIG[
-            "draft_tensor_parallel_size"
-        ],
+        "--speculative-draft-tensor-parallel-size": _ONE_DEVICE,
         "--speculative-disable-by-batch-size": _SPECULATIVE_CONFIG["disable_by_batch_size"],
         "-tp": _is("--tensor-parallel-size"),
         "-pp": _is("--pipeline-parallel-size"),

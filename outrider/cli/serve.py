@@ -7,21 +7,18 @@ import asyncio
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Final
 
 from outrider.cli.ports import check_port, memory_folder
 from outrider.cli.process import relay, run_until_signal
 from outrider.cli.serve_config import take_config
+from outrider.cli.serve_flags import in_own_flags
 from outrider.cli.services import SOCKET, ServeConfig, services
 from outrider.cli.stack import Stack
 from outrider.errors import ConfigError, say
 from outrider.flag_types import MAX_SOCKET_PATH
-from outrider.process.temporary import temporary_folder
-
-_PREFIX: Final = "outrider-"
+from outrider.process.temporary import run_folder, temporary_folder
 
 tell = partial(relay, "outrider")
 """Shows a line of the command's own on stderr."""
@@ -48,7 +45,8 @@ def stack_of(config: ServeConfig) -> Iterator[Stack]:
 
     Raises `ConfigError` where no folder can be made, or its path is too long for sockets.
     """
-    with _folder() as folder:
+    with contextlib.ExitStack() as kept:
+        folder = _folder(kept)
         surplus = len(os.fsencode(f"{folder}/{SOCKET}")) - MAX_SOCKET_PATH
         if surplus > 0:
             most = len(os.fsencode(os.path.dirname(folder))) - surplus
@@ -56,17 +54,20 @@ def stack_of(config: ServeConfig) -> Iterator[Stack]:
                 f"the path of sockets in {folder} is too long: let TMPDIR name a folder of at most "
                 f"{most} bytes."
             )
-        yield Stack(services(config, folder), relay)
+        try:
+            yield Stack(services(config, folder), relay)
+        except ConfigError as error:
+            raise ConfigError(in_own_flags(error.message)) from error
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder for sockets, in memory if that works."""
+def _folder(kept: contextlib.ExitStack) -> str:
+    """Make a folder for sockets, in memory if that works, until the stack is left."""
     if (in_memory := memory_folder()) is not None:
         with contextlib.suppress(OSError):
-            return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=in_memory)
+            return kept.enter_context(run_folder(in_memory))
     parent = temporary_folder()
     try:
-        return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
+        return kept.enter_context(run_folder(parent))
     except OSError as error:
         raise ConfigError(f"no folder can be made in {parent}: {error.strerror}.") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -65,6 +66,20 @@ PASSED: Final = (
     PassedFlag("draft", "draft-kv-cache-memory", flag_types.positive, "MiB", "kv-cache-memory"),
 )
 """Flags that the services check; `outrider scorer --help` and its like say more."""
+_IN_PROCESS: Final = "--in-process-proposer: "
+_OF_DRAFT: Final = {"--model": "--draft-model"} | {
+    f"--{flag.theirs}": f"--{flag.name}" for flag in PASSED if flag.theirs
+}
+
+
+def in_own_flags(message: str) -> str:
+    """Return an error of a service that drafts, with the flags of `serve`."""
+    before, inside, said = message.partition(_IN_PROCESS)
+    if not inside:
+        before, said = "", message
+    if not (inside or message.startswith("the proposer ")):
+        return message
+    return before + re.sub(r"--[a-z-]+", lambda flag: _OF_DRAFT.get(flag[0], flag[0]), said)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -167,7 +167,7 @@ class Scheduler(Queues):
         may_draft, drafting = self.tracker.may_draft, self._drafting
         temperatures = [seq.temperature for seq in self.running] if may_draft else []
         tokens = [choices[0] if choices else 0 for choices in result.choices]
-        rows = PlainRows(step.seqs, step.lengths, tokens)  # before texts grow
+        rows = PlainRows(step.seqs, step.plain_lens, tokens)
         rest = self._grow(rows, drafting=drafting)
         plain = rows.without(rest)
         emitted: list[Emitted] = []

@@ -70,11 +70,14 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     """Tokens before those with `slice.num_logits` whose logits tell the prompt's next tokens."""
 
     @property
-    def ends_undrafted(self) -> bool:
-        """Tell whether its logits are for one token, after others of the output."""
-        slice_ = self.slice
-        last = slice_.start + len(slice_.token_ids)
-        return slice_.num_logits == 1 and last > self.seq.num_prompt_tokens and not self.draft
+    def plain_len(self) -> int:
+        """Return the text's length, if the logits are for one token after others of the output.
+
+        Of other rows it is greater than any length.
+        """
+        length = self.slice.start + len(self.slice.token_ids)
+        decodes = self.slice.num_logits == 1 and length > self.seq.num_prompt_tokens
+        return length if decodes and not self.draft else sys.maxsize
 
     @property
     def scored_tokens(self) -> TokenIds:
@@ -219,15 +222,10 @@ class Step:
         return self.singles.seqs + [row.seq for row in self.others]
 
     @property
-    def lengths(self) -> list[int]:
-        """Return the lengths of texts once the step before is committed, by rows.
-
-        Rows that do not end their texts, or end them with a draft, have a greater number.
-        """
+    def plain_lens(self) -> list[int]:
+        """Return `plain_len` of the rows."""
         singles = [start + 1 for start in self.singles.starts]
-        return singles + [
-            len(row.seq.token_ids) if row.ends_undrafted else sys.maxsize for row in self.others
-        ]
+        return singles + [row.plain_len for row in self.others]
 
     @property
     def has_drafts(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,10 +13,15 @@ import torch
 from outrider.cli.dialects import VLLM as VLLM_FLAGS
 from outrider.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from outrider.engines import AUTO, ENGINES, NATIVE, VLLM, Wanted, choose, has_vllm
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.models.facts import stored_dtype
 from outrider.models.resolve import resolve_model
-from outrider.offline.speculation import read_speculation, switched_off, with_underscores
+from outrider.offline.speculation import (
+    naming_config,
+    read_speculation,
+    switched_off,
+    with_names,
+)
 from outrider.rpc import runtime
 from outrider.vllm.flags import num_devices
 from scorer_service.__main__ import resolve
@@ -53,6 +59,8 @@ _SAME: Final = (
     *("kv_cache_memory", "attention_backend", "speculation_policy", "enable_prefix_caching"),
 )
 """Arguments that are flags of a scorer by the same names."""
+_NAMES: Final = {"page_size": "block_size"}
+"""Flags of a scorer -> the arguments that they come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,16 @@ class Arguments:
     served_model_name: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     engine: str = AUTO
+
+
+@contextmanager
+def naming_arguments(names: Mapping[str, str] = _NAMES) -> Iterator[None]:
+    """Name the caller's arguments in errors about a scorer's flags; `names` are others' names."""
+    try:
+        yield
+    except (ConfigError, UnsupportedModelError) as error:
+        said = with_names(error.message.removeprefix("argument "), names)
+        raise type(error)(said) from error
 
 
 def check_others(others: Mapping[str, Any]) -> None:
@@ -160,11 +178,8 @@ def scorer_options(given: Arguments, others: Mapping[str, Any] | None = None) ->
 def _options(flags: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> ScorerOptions:
     """Return what a scorer's flags ask for; `own` are vLLM's. Raises `ConfigError`."""
     words = [*_words(flags), *(() if own is None else ("--", *_words(own)))]
-    try:
+    with naming_config():
         options = resolve(words)
-    except ConfigError as error:
-        said = with_underscores(error.message).removeprefix("argument ")
-        raise ConfigError(said) from error
     del options["exit_with_parent"]
     return ScorerOptions(**options)
 
@@ -201,5 +216,5 @@ def _dtype(given: Arguments, *, on_gpu: bool) -> str:
         if on_gpu:
             name = stored_dtype(resolve_model(given.model, "target", tokenizer_only=True))
     if name not in DTYPES:
-        raise ConfigError(f"dtype={name!r} must be auto, float32, bfloat16 or float16.")
+        raise ConfigError(f"--dtype {name} must be auto, float32, bfloat16 or float16.")
     return name

@@ -12,10 +12,11 @@ from functools import lru_cache
 from gateway.generation import Chunk, Writer
 from gateway.intake import GenerationRequest
 from gateway.openai.job import Job
+from gateway.openai.translation import renamed
 from gateway.routing.rounds import Round
 from gateway.thinking_budget import Reasoning
 from outrider.end_of_turn import EndOfTurn
-from outrider.errors import OutriderError, UnavailableError
+from outrider.errors import UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import SamplingParams
 from outrider.rpc import codec
@@ -74,8 +75,7 @@ class LocalAnswer:
                 return
             if isinstance(news, Exception):
                 self.cancel()
-                renamed = self._job.renamed(news) if isinstance(news, OutriderError) else news
-                self._on_end(renamed)
+                self._on_end(renamed(news, self._job.names))
                 return
             self._on_chunk(index, news)
             others, waiting = waiting, range(0)

@@ -25,6 +25,7 @@ from outrider.offline.answers import Answers
 from outrider.offline.feed import Feed
 from outrider.offline.places import Places
 from outrider.offline.run import STOP_S, Call, Run
+from outrider.offline.speculation import naming_config
 from outrider.offline.switching import switching
 from outrider.rpc.telemetry import configure
 from scorer_service.config import ScorerOptions
@@ -58,7 +59,8 @@ class LocalEngine:
         self._thread.start()
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
         try:
-            starting.result()
+            with naming_config():
+                starting.result()
         except BaseException:  # an interrupt, too
             starting.cancel()
             self.close()

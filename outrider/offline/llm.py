@@ -18,7 +18,12 @@ from gateway.openai.requests import CompletionRequest
 from outrider.errors import InvalidRequestError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
-from outrider.offline.arguments import Arguments, scorer_options, take_old_speculation
+from outrider.offline.arguments import (
+    Arguments,
+    naming_arguments,
+    scorer_options,
+    take_old_speculation,
+)
 from outrider.offline.engine import LocalEngine
 from outrider.offline.feed import Feed
 from outrider.offline.outputs import RequestOutput
@@ -40,12 +45,14 @@ class LoadedModel:
         if (old := take_old_speculation(arguments)) is not None:
             known.setdefault("speculative_config", old)
         given = Arguments(model=str(model), **known)
-        options = scorer_options(given, arguments)
-        self.folder = resolve_model(tokenizer or given.model, "target", tokenizer_only=True)
         self._seeds = random.Random(given.seed)
         self._ids = itertools.count()
-        config = GeneratorConfig(served_model_name=options.served_model_name, ends_at_context=True)
-        self.engine = LocalEngine(options, Tokenizer.load(self.folder), config)
+        with naming_arguments():
+            options = scorer_options(given, arguments)
+            self.folder = resolve_model(tokenizer or given.model, "target", tokenizer_only=True)
+            name = options.served_model_name
+            config = GeneratorConfig(served_model_name=name, ends_at_context=True)
+            self.engine = LocalEngine(options, Tokenizer.load(self.folder), config)
 
     def completion(
         self, prompt: Prompt, params: SamplingParams | None, kind: RequestOutputKind, id_: str = ""

@@ -9,10 +9,22 @@ from typing import Any, Self
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
+from outrider.offline.arguments import naming_arguments
 from outrider.offline.llm import LLM
 from outrider.offline.outputs import CompletionOutput, RequestOutput
 from outrider.offline.params import SamplingParams
 
+_NAMES = {
+    "device": "device_type",
+    "tensor_parallel_size": "tp",
+    "max_model_len": "session_len",
+    "max_num_seqs": "max_batch_size",
+    "gpu_memory_utilization": "cache_max_entry_count",
+    "max_num_batched_tokens": "max_prefill_token_num",
+    "enforce_eager": "eager_mode",
+    **{name: name for name in ("dtype", "block_size", "enable_prefix_caching")},
+}
+"""Arguments of `LLM` -> their names here."""
 _NEUTRAL = {"quant_policy": 0, "dp": 1, "ep": 1, "adapters": None, "revision": None}
 
 
@@ -44,18 +56,7 @@ class PytorchEngineConfig:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `LLM`."""
-        given = {
-            "dtype": self.dtype,
-            "device": self.device_type,
-            "tensor_parallel_size": self.tp,
-            "max_model_len": self.session_len,
-            "max_num_seqs": self.max_batch_size,
-            "gpu_memory_utilization": self.cache_max_entry_count,
-            "block_size": self.block_size,
-            "max_num_batched_tokens": self.max_prefill_token_num,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "enforce_eager": self.eager_mode,
-        }
+        given = {name: getattr(self, theirs) for name, theirs in _NAMES.items()}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -188,7 +189,9 @@ def pipeline(
     arguments = (backend_config or PytorchEngineConfig()).arguments()
     if speculative_config is not None:
         arguments["speculative_config"] = asdict(speculative_config)
-    return Pipeline(model_path, arguments | others)
+    names = {name: theirs for name, theirs in _NAMES.items() if name not in others}
+    with naming_arguments(names):
+        return Pipeline(model_path, arguments | others)
 
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
+from outrider.cli.dialects import VLLM
 from outrider.drafting.building.config import CONFIGS, MethodConfig
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
 from outrider.models.facts import drafting_method
 from outrider.models.resolve import resolve_model
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from scorer_service.drafting.in_process_flags import take_words
+from scorer_service.drafting.in_process_flags import FLAG, take_words
 
 DEFAULT_TOKENS: Final = 4
 _ALIASES: Final = {"[ngram]": "ngram", "vanilla": "draft_model", **METHOD_ALIASES}
-_WITHOUT_EFFECT: Final = frozenset(
-    {
-        *("disable_by_batch_size", "disable_padded_drafter_batch", "enforce_eager"),
-        *("use_local_argmax_reduction", "use_heterogeneous_vocab"),
-    }
-)
-"""Settings of vLLM's for what is decided here from measurements, or makes no difference."""
-_ONE: Final = ("draft_tensor_parallel_size", "tensor_parallel_size", "draft_pipeline_parallel_size")
+_RULES: Final = VLLM.flags["--speculative-config"].keys or {}
+_OURS: Final = re.compile(rf"(argument )?({FLAG}: |(?=--synthetic-))")
+"""Begins errors about flags that the caller has not given."""
 
 
 class Speculation(NamedTuple):
@@ -37,7 +35,10 @@ class Speculation(NamedTuple):
 
 
 def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) -> Speculation:
-    """Return what a `speculative_config` asks for. Raises `ConfigError`, naming the setting."""
+    """Return what a `speculative_config` asks for. Raises `ConfigError`, naming the setting.
+
+    Errors name flags of `outrider batch`, and settings of this object by their own names.
+    """
     if config is None or config == {}:
         return Speculation()
     if not isinstance(config, Mapping):
@@ -45,12 +46,9 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     settings = {key: value for key, value in config.items() if value is not None}
     rates = settings.pop("synthetic_acceptance_rates", None)
     length = settings.pop("synthetic_acceptance_length", None)
-    if settings.get("rejection_sample_method") == "synthetic":
-        if not rates and length is None:
-            raise _error(
-                "synthetic needs synthetic_acceptance_rates or synthetic_acceptance_length"
-            )
-        del settings["rejection_sample_method"]  # as vLLM has it; these say it
+    synthetic = settings.get("rejection_sample_method") == "synthetic"
+    if synthetic and not rates and length is None:
+        raise _error("synthetic needs synthetic_acceptance_rates or synthetic_acceptance_length")
     draft = str(settings.pop("model", "") or "")
     if switched_off(config):
         if rates or length is not None:
@@ -60,9 +58,6 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     if type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS:
         raise _error(f"num_speculative_tokens is a number from 0 to {MAX_SPECULATIVE_TOKENS}")
     method = _method(str(settings.pop("method", "")), draft)
-    for key in _ONE:
-        if settings.pop(key, 1) != 1:
-            raise _error(f"{key} must be 1: a draft runs on one GPU")
     words = [f"--method={method}"]
     if method in (*HIDDEN_STATE_METHODS, "draft_model"):
         if not draft and method == "mtp":
@@ -76,16 +71,29 @@ def read_speculation(config: Mapping[str, Any] | None, model: str, device: str) 
     if tokens > cast("int", defaults["max_draft_tokens"]):
         settings.setdefault("max_draft_tokens", tokens)
     for key, value in settings.items():
-        if key not in _WITHOUT_EFFECT:
-            flag = key.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words.append(f"--{flag}={value}")
+        flag, rule = key.replace("_", "-"), _RULES.get(key)
+        if rule is not None and rule.ours is None:
+            if rule.refusal is not None and str(value) not in rule.harmless:
+                raise _error(f"{key} {value}: {rule.refusal}")
+        elif isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={value}")
     try:
         return Speculation(take_words(words, model, device), tokens, rates, length)
     except ConfigError as error:
-        raise _error(with_underscores(error.message)) from error
+        raise _of_flags(error.message) from error
+
+
+@contextmanager
+def naming_config() -> Iterator[None]:
+    """Name the settings, in a scorer's errors about flags that stand for them."""
+    try:
+        yield
+    except ConfigError as error:
+        if (found := _OURS.match(error.message)) is None:
+            raise
+        raise _of_flags(error.message[found.end() :]) from error
 
 
 def switched_off(config: object) -> bool:
@@ -107,10 +115,24 @@ def _method(name: str, draft: str) -> str:
     return name
 
 
+def _of_flags(message: str) -> ConfigError:
+    return _error(with_names(message))
+
+
 def _error(message: str) -> ConfigError:
-    return ConfigError(f"speculative_config: {message.removesuffix('.')}.")
+    return ConfigError(f"--speculative-config: {message.removesuffix('.')}.")
 
 
-def with_underscores(message: str) -> str:
-    """Return a message about flags as one about settings."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)
+def with_names(message: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a message about flags as one about arguments; `names` are the others' names.
+
+    Commands that a message advises stay as they are.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        word = found[0].removeprefix("--").replace("-", "_")
+        if " " in word or (word == found[0] and "_" not in word and found.start()):
+            return found[0]  # a command, or a word of plain English
+        return names.get(word, word)
+
+    return re.sub(r"outrider serve[^.;]*|(?<![\w-])--[a-z][a-z-]*|\w+", named, message)

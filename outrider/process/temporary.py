@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 from outrider.errors import ConfigError
+
+_PREFIX: Final = "outrider-run-"
 
 
 def temporary_folder() -> str:
@@ -19,3 +28,35 @@ def temporary_folder() -> str:
             "no temporary file can be written, in $TMPDIR, /tmp, /var/tmp, /usr/tmp or the working "
             "folder: let TMPDIR name a folder with room that this user may write to."
         ) from error
+
+
+@contextlib.contextmanager
+def run_folder(parent: str) -> Iterator[str]:
+    """Yield a new folder, locked while this process lives; first delete those of ended processes.
+
+    A process that is killed deletes nothing, but its lock goes with it. Raises `OSError`.
+    """
+    for left in Path(parent).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _opened(left) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+    # Nobody else deletes it before it is locked, since it gets its name only then.
+    folder = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent)
+    try:
+        with _opened(folder) as lock:
+            with contextlib.suppress(OSError):  # NFS locks no folders; then none is deleted, either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            unnamed, folder = folder, f"{parent}/{Path(folder).name.removeprefix('.')}"
+            os.rename(unnamed, folder)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -14,6 +14,7 @@ from outrider.errors import InvalidRequestError
 from outrider.methods import METHOD_ALIASES, METHODS
 from outrider.params import (
     NO_ADVICE,
+    REQUEST_RULES,
     Advice,
     Constraint,
     ConstraintKind,
@@ -26,11 +27,8 @@ from outrider.params import (
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, draft_pb2
 
-KIND_TO_PROTO: Final = {
-    TokenKind.PLAIN: common_pb2.TOKEN_KIND_PLAIN,
-    TokenKind.ACCEPTED: common_pb2.TOKEN_KIND_ACCEPTED,
-    TokenKind.RECOVERED: common_pb2.TOKEN_KIND_RECOVERED,
-    TokenKind.BONUS: common_pb2.TOKEN_KIND_BONUS,
+KIND_TO_PROTO: Final[Mapping[TokenKind, common_pb2.TokenKind]] = {
+    kind: getattr(common_pb2, f"TOKEN_KIND_{kind.name}") for kind in TokenKind
 }
 KIND_FROM_PROTO: Final[Mapping[int, TokenKind]] = {
     value: kind for kind, value in KIND_TO_PROTO.items()
@@ -39,18 +37,13 @@ KIND_FROM_PROTO: Final[Mapping[int, TokenKind]] = {
 _KINDS_CACHED: Final = 4096
 """Rounds by the kinds of their tokens: few differ."""
 
-FINISH_TO_PROTO: Final = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+FINISH_TO_PROTO: Final[Mapping[FinishReason, common_pb2.FinishReason]] = {
+    reason: getattr(common_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
 
-RULE_TO_PROTO: Final = {
-    VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
-    VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
-    VerificationRule.BLOCK: common_pb2.VERIFICATION_RULE_BLOCK,
-    VerificationRule.TYPICAL: common_pb2.VERIFICATION_RULE_TYPICAL,
-    VerificationRule.TOP_P_WINDOW: common_pb2.VERIFICATION_RULE_TOP_P_WINDOW,
+RULE_TO_PROTO: Final[Mapping[VerificationRule, common_pb2.VerificationRule]] = {
+    rule: getattr(common_pb2, f"VERIFICATION_RULE_{rule.name}") for rule in REQUEST_RULES
 }
 RULE_FROM_PROTO: Final = {value: rule for rule, value in RULE_TO_PROTO.items()}
 

@@ -162,40 +162,37 @@ def connect(
     Each step may take `timeout_s`. Raises `OSError` if the scorer cannot be reached that way, and
     `ConfigError` for TLS files that cannot be read.
     """
-    connected = _open(target, offer, tls, timeout_s)
-    try:
+    with contextlib.ExitStack() as undo:
+        connected = _open(undo, target, offer, tls, timeout_s)
         connected.sendall(offer.key)
         if connected.recv(len(_WELCOME)) != _WELCOME:
             raise ConnectionRefusedError("the key is not known there")
-    except BaseException:
-        connected.close()
-        raise
+        undo.pop_all()
     return FrameSocket(connected, MAX_MESSAGE_BYTES, _MAX_UNSENT_BYTES)
 
 
 def _open(
-    target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None, timeout_s: float
+    undo: contextlib.ExitStack,
+    target: Target,
+    offer: draft_pb2.DataConnection,
+    tls: TlsFiles | None,
+    timeout_s: float,
 ) -> socket.socket:
+    """Return the connected socket, which `undo` closes."""
     if target.socket_path is not None:
         # The scorer may not choose the folder.
         path = Path(target.socket_path).parent / Path(offer.socket).name
-        connected = socket.socket(socket.AF_UNIX)
+        connected = undo.enter_context(socket.socket(socket.AF_UNIX))
         connected.settimeout(timeout_s)
-        try:
-            connected.connect(str(path))
-        except OSError:
-            connected.close()
-            raise
+        connected.connect(str(path))
         return connected
     host = target.address.rpartition(":")[0].strip("[]")
-    connected = socket.create_connection((host, offer.port), timeout_s)
-    try:
-        for level, option, value in _OPTIONS:
-            connected.setsockopt(level, option, value)
-        if tls is None:
-            return connected
-        name = target.server_name or host
-        return client_context(tls).wrap_socket(connected, server_hostname=name)
-    except BaseException:
-        connected.close()
-        raise
+    connected = undo.enter_context(socket.create_connection((host, offer.port), timeout_s))
+    for level, option, value in _OPTIONS:
+        connected.setsockopt(level, option, value)
+    if tls is None:
+        return connected
+    encrypted = client_context(tls).wrap_socket(
+        connected, server_hostname=target.server_name or host
+    )
+    return undo.enter_context(encrypted)

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Histogram
 
 _LABELS: Final = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
-_REQUEST_S: Final = (
+REQUEST_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 20.0, 40.0, 80.0),
 )
@@ -47,9 +47,9 @@ class LatencyMetrics:
                 registry=registry,
             )
 
-        self._duration = histogram("request_duration", "End-to-end time of a request.", _REQUEST_S)
+        self._duration = histogram("request_duration", "End-to-end time of a request.", REQUEST_S)
         self._ttft = histogram(
-            "time_to_first_token", "Time from a request to its first token.", _REQUEST_S
+            "time_to_first_token", "Time from a request to its first token.", REQUEST_S
         )
         self._tpot = histogram("time_per_output_token", "Time per token after the first.", _TOKEN_S)
 

@@ -24,9 +24,12 @@ Stamp = tuple[tuple[int, int, int], ...]
 def stamp(files: TlsFiles) -> Stamp:
     """Return a value that changes when a file is written or replaced, also by a link.
 
-    Raises `OSError` while a file is missing.
+    Raises `ConfigError` while a file is missing.
     """
-    stats = [os.stat(path) for path in files.paths]
+    try:
+        stats = [os.stat(path) for path in files.paths]
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
     return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
@@ -108,7 +111,7 @@ class Follower(Generic[T]):
                 loaded = self._load(self._files)
                 if stamp(self._files) != now:  # being replaced until the next handshake
                     return None
-            except (OSError, ConfigError) as error:
+            except ConfigError as error:
                 _log.warning("keeping the former certificate: %s", error)
                 return None
             self._stamp, self.latest = now, loaded

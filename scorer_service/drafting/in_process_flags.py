@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.flag_types import RaisingParser
 from outrider.models.resolve import EMBEDDED
 
-_FLAG: Final = "--in-process-proposer"
+FLAG: Final = "--in-process-proposer"
 
 
 def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
@@ -30,7 +30,7 @@ def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
 
 def take_words(words: Sequence[str], model: str, device: str) -> tuple[MethodConfig, ...]:
     """Return the same from flags that are split. Raises `ConfigError`."""
-    parser = RaisingParser(prog=_FLAG, add_help=False)
+    parser = RaisingParser(prog=FLAG, add_help=False)
     add_method_flags(parser, device.partition(":")[0])
     args = parser.parse_args(words)
     if args.target_model not in (EMBEDDED, model):
@@ -46,7 +46,7 @@ def naming_flag() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{_FLAG}: {error.message}") from error
+        raise ConfigError(f"{FLAG}: {error.message}") from error
 
 
 def states_of(methods: Sequence[MethodConfig]) -> str | None:

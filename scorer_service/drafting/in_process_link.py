@@ -13,6 +13,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.in_process import InProcessProposer
+from scorer_service.drafting.in_process_flags import FLAG
 from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.sessions import Session
 
@@ -31,7 +32,7 @@ def attach(
     try:
         link.attached = registry.attach(hello, link)
     except OutriderError as error:
-        raise ConfigError(f"--in-process-proposer: {error.message}") from error
+        raise ConfigError(f"{FLAG}: {error.message}") from error
     proposer.listen(link)
 
 

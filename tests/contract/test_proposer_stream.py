@@ -38,7 +38,7 @@ from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from tests.support.models.hash_model import HashModel
 from tests.support.services.draft_scorer import Conversation, DraftScorer, close, commit, open_
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 from tests.support.waiting import until
 
 PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7

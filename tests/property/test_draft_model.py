@@ -26,7 +26,7 @@ from outrider.errors import ConfigError
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.models.hash_model import HashModel
 from tests.support.models.recordable import tiny_llama_config
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 COUPLED, REJECTION = VerificationRule.COUPLED, VerificationRule.REJECTION

@@ -16,7 +16,8 @@ from outrider.draft_tree import DraftTree
 from tests.support.models.features import CAPTURED, RowReader
 from tests.support.models.hash_model import HashModel
 from tests.support.simulators.feature_world import feature_world, run_random_requests
-from tests.support.simulators.simulation import VOCAB, Clock, Net
+from tests.support.simulators.methods import VOCAB, Clock
+from tests.support.simulators.network import Net
 
 
 def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:

@@ -18,7 +18,9 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.simulators.devices import Numbers, ShortSighted, TokensAt
-from tests.support.simulators.simulation import Clock, Net, World
+from tests.support.simulators.methods import Clock
+from tests.support.simulators.network import Net
+from tests.support.simulators.simulation import World
 
 VOCAB, PROMPT, ANSWER, ROWS, K, PAGES = 2048, 400, 1000, 8, 24, 4096
 STEP_TOKENS = (1, 8, 40, 160, 320, 640)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from gateway.answers.events import Arguments, Call, Content, Event, Reasoning
 from gateway.answers.formats import AnswerFormat, Reading, answer_format
@@ -37,6 +39,20 @@ class Meaning:
 
     def parsed(self) -> list[tuple[str, object]]:
         return [(name, json.loads(arguments)) for name, arguments in self.calls]
+
+
+def joined(pieces: Iterable[Iterable[Event]]) -> list[Event]:
+    """Return the events of a text that came in pieces, as if it had come whole."""
+    events: list[Event] = []
+    for event in chain.from_iterable(pieces):
+        last = events[-1] if events else None
+        if isinstance(event, Call):
+            events.append(event)
+        elif last is not None and type(last) is type(event) and not isinstance(last, Call):
+            events[-1] = type(event)(last.text + event.text)
+        elif event.text:
+            events.append(event)
+    return events
 
 
 def meaning(events: list[Event]) -> Meaning:

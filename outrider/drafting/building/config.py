@@ -47,11 +47,18 @@ class MethodConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramConfig(MethodConfig):
-    """Prompt lookup."""
+    """Prompt lookup. Raises `ConfigError`."""
 
     name: str = "ngram"
     prompt_lookup_min: int = setting(2, "ngram")
     prompt_lookup_max: int = setting(4, "ngram")
+
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                "--prompt-lookup-min must be at least 1, at most --prompt-lookup-max."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

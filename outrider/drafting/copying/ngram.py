@@ -13,7 +13,6 @@ from typing import Unpack
 from outrider.drafting.confidence import confidences_of_match
 from outrider.drafting.copying.base import NOTHING, Copied, CopyingProposer, Limits, Source
 from outrider.drafting.proposer import Follower, SessionStart
-from outrider.errors import ConfigError
 from outrider.params import TokenIds
 
 _END = -1  # of a reference; no token
@@ -24,7 +23,7 @@ class NgramProposer(CopyingProposer):
     """Copies the continuation of a match of the longest n-gram that ends the text.
 
     N-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens are tried. Of several matches the
-    most recent is taken. Raises `ConfigError`.
+    most recent is taken.
     """
 
     def __init__(
@@ -35,8 +34,6 @@ class NgramProposer(CopyingProposer):
         max_draft_tokens: int = 16,
         **limits: Unpack[Limits],
     ) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
         super().__init__("ngram", max_draft_tokens=max_draft_tokens, **limits)
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
 

@@ -42,10 +42,11 @@ class SuffixSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tree_depth <= 1024:
-            raise ConfigError("suffix_decoding_max_tree_depth must be between 1 and 1024.")
+            raise ConfigError("--suffix-decoding-max-tree-depth must be between 1 and 1024.")
         if not 0.0 < self.max_spec_factor <= 100.0:
-            raise ConfigError("suffix_decoding_max_spec_factor must be above 0 and at most 100.")
+            raise ConfigError("--suffix-decoding-max-spec-factor must be above 0 and at most 100.")
         if not 0.0 <= self.min_token_prob <= 1.0:
-            raise ConfigError("suffix_decoding_min_token_prob must be between 0 and 1.")
-        if self.max_cached_requests < 0 or self.max_cached_tokens < 0:
-            raise ConfigError("suffix_decoding_max_cached_* must not be negative.")
+            raise ConfigError("--suffix-decoding-min-token-prob must be between 0 and 1.")
+        for name in ("requests", "tokens"):
+            if getattr(self, f"max_cached_{name}") < 0:
+                raise ConfigError(f"--suffix-decoding-max-cached-{name} must not be negative.")

@@ -23,7 +23,7 @@ from outrider.drafting.cpu import compiled as base
 from outrider.drafting.cpu.llama_weights import Floats, Matrix, Weights
 from outrider.engine.cpu.attend import highest
 from outrider.engine.cpu.int8_linear import BLOCK, row_product
-from outrider.engine.cpu.scalars import array, bits, element_of, take, values_of, widen
+from outrider.engine.cpu.scalars import array, bits, element_of, exp, take, values_of, widen
 
 Ints = NDArray[np.int64]
 
@@ -312,7 +312,7 @@ def _attend(
         highest = weights[:length].max()
         total = np.float32(0.0)
         for i in range(length):
-            weights[i] = _exp((weights[i] - highest) * scale)
+            weights[i] = exp((weights[i] - highest) * scale)
             total += weights[i]
         for i in range(length):
             weights[i] /= total
@@ -337,27 +337,8 @@ def _attend(
 
 
 @compiled
-def _exp(x: _Float) -> _Float:
-    """Return e to the power of x <= 88, within 2 units in the last place.
-
-    Unlike a call, it vectorises. x = n ln 2 + r; the polynomial is Cephes'.
-    """
-    x = max(np.float32(x), np.float32(-87.0))
-    n = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    power = np.float32(1.9875691500e-4)
-    power = power * r + np.float32(1.3981999507e-3)
-    power = power * r + np.float32(8.3334519073e-3)
-    power = power * r + np.float32(4.1665795894e-2)
-    power = power * r + np.float32(1.6666665459e-1)
-    power = power * r + np.float32(5.0000001201e-1)
-    power = power * r * r + r + np.float32(1.0)
-    return power * np.uint32(np.uint32(np.int32(n) + 127) << 23).view(np.float32)
-
-
-@compiled
-def _sigmoid(x: _Float) -> _Float:
-    return np.float32(1.0) / (np.float32(1.0) + _exp(min(-x, np.float32(88.0))))
+def _sigmoid(x: _Float) -> Any:
+    return np.float32(1.0) / (np.float32(1.0) + exp(-x))
 
 
 @compiled

@@ -1,1 +1,4 @@
-"""The protocol of paged attention, and plain torch. Kernels are in ../cuda and ../cpu."""
+"""The protocol of paged attention, and plain torch.
+
+The kernels are ../cuda/kernels/attention.py and ../cpu/attend.py.
+"""

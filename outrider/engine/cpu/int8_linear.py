@@ -54,7 +54,7 @@ def int8_linear(arguments):
     words = width // 4
     weight = array(args[4], args[1] * words * BLOCK, np.int32)
     scales = array(args[5], args[1] * BLOCK, np.float32)
-    bias = array(args[6], num_out, element)
+    bias, has_bias = array(args[6], num_out, element), args[6] != 0
     out = array(args[7], rows * num_out, element)
 
     tiles = -(-rows // _TILE)
@@ -82,19 +82,11 @@ def int8_linear(arguments):
                 to = out[row * num_out + first : row * num_out + first + count]
                 of_row = sums[i * BLOCK : (i + 1) * BLOCK]
                 scale, offset = row_scales[row], offsets[row]
-                if args[6] != 0:
-                    for j in range(count):
-                        y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
+                for j in range(count):
+                    y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
+                    if has_bias:
                         y += widen(bias[first + j])
-                        to[j] = narrow(y + widen(to[j]) if add else y, element)
-                elif add:
-                    for j in range(count):
-                        y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
-                        to[j] = narrow(y + widen(to[j]), element)
-                else:
-                    for j in range(count):
-                        y = np.float32(np.int32(of_row[j] - offset)) * (scale * of_block[j])
-                        to[j] = narrow(y, element)
+                    to[j] = narrow(y + widen(to[j]) if add else y, element)
         item = take(arguments)
 
 
@@ -187,19 +179,8 @@ def _multiply(rounded, weight, sums):
         a6, b6 = dot4(a6, v, x), dot4(b6, w, x)
         x = splat(x7[k])
         a7, b7 = dot4(a7, v, x), dot4(b7, w, x)
-    store(sums, 0, a0)
-    store(sums, LANES, b0)
-    store(sums, BLOCK, a1)
-    store(sums, BLOCK + LANES, b1)
-    store(sums, 2 * BLOCK, a2)
-    store(sums, 2 * BLOCK + LANES, b2)
-    store(sums, 3 * BLOCK, a3)
-    store(sums, 3 * BLOCK + LANES, b3)
-    store(sums, 4 * BLOCK, a4)
-    store(sums, 4 * BLOCK + LANES, b4)
-    store(sums, 5 * BLOCK, a5)
-    store(sums, 5 * BLOCK + LANES, b5)
-    store(sums, 6 * BLOCK, a6)
-    store(sums, 6 * BLOCK + LANES, b6)
-    store(sums, 7 * BLOCK, a7)
-    store(sums, 7 * BLOCK + LANES, b7)
+    for row, (a, b) in enumerate(
+        ((a0, b0), (a1, b1), (a2, b2), (a3, b3), (a4, b4), (a5, b5), (a6, b6), (a7, b7))
+    ):
+        store(sums, row * BLOCK, a)
+        store(sums, row * BLOCK + LANES, b)

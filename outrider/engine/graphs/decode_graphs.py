@@ -76,8 +76,8 @@ class DecodeGraphs:
         self._runner = Runner(model, sample=sample, forwards=forwards)
         self._choose_and_verify = choose_and_verify
         self._trees = trees
-        layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, device)
-        self._inputs = DecodeInputs(buckets, layout)
+        self._layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, device)
+        self._inputs = DecodeInputs(buckets, self._layout)
         self._logits = torch.empty(tokens, model.vocab_size, dtype=model.dtype, device=device)
         self._verified = torch.empty(num_outputs, dtype=torch.int32, device=device)
         self._places = []
@@ -143,8 +143,8 @@ class DecodeGraphs:
         counts = [row.slice.num_logits for row in step.others]
         longest, rows = max(counts, default=1), step.num_rows
         slices = [row.slice for row in step.others if row.slice.parents]
-        if any(s.start + len(s.token_ids) > self._model.max_model_len for s in slices):
-            return None  # some nodes lie where a bucket has no slots
+        if not self._layout.holds(slices):
+            return None
         trees = bool(slices) or step.device_trees is not None
         if trees and longest > 1 + MAX_TREE_NODES:
             return None  # beside trees a chain is one, too

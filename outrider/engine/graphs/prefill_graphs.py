@@ -37,10 +37,8 @@ class PrefillGraphs:
         on_captured: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
-        self._inputs = PrefillInputs(
-            buckets,
-            PageLayout(model.max_model_len, model.page_size, model.scratch_page, model.device),
-        )
+        layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, model.device)
+        self._layout, self._inputs = layout, PrefillInputs(buckets, layout)
         self._hidden: Tensor | None = None  # [tokens, hidden], shared by all buckets
         taken: dict[PrefillBucket, float] = {}
 
@@ -78,9 +76,9 @@ class PrefillGraphs:
     def _run(self, rows: Sequence[RowSlice], fill_in: FillIn | None = None) -> Tensor | None:
         """Leave the rows' states in `_hidden` and return which of their tokens get logits."""
         tokens = sum([len(row.token_ids) for row in rows])
-        trees, longest = any(row.parents for row in rows), self._model.max_model_len
-        if any(row.start + len(row.token_ids) > longest for row in rows):
-            return None  # some nodes of a tree lie where a bucket has no slots
+        if not self._layout.holds(rows):
+            return None
+        trees = any(row.parents for row in rows)
         bucket = self._buckets.find(
             lambda each: each.tokens >= tokens and each.rows >= len(rows) and each.trees == trees
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.bounded import remember
+from outrider.engine.batch import RowSlice
 
 _ALIGNMENT = 256  # bytes: kernels read their inputs in wide words
 
@@ -24,6 +25,10 @@ class PageLayout:
     page_size: int
     scratch_page: int  # belongs to no sequence; padding rows and tokens write to it
     device: torch.device
+
+    def holds(self, rows: Iterable[RowSlice]) -> bool:
+        """Tell whether all tokens have slots: a tree may reach beyond the longest context."""
+        return all(row.start + len(row.token_ids) <= self.max_model_len for row in rows)
 
 
 class Staging:

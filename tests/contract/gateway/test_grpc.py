@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -64,6 +66,11 @@ def with_tool(**tool: str) -> generation_pb2.GenerateRequest:
         tools=[generation_pb2.Tool(**tool)],  # type: ignore[arg-type]
     )
     return generation_pb2.GenerateRequest(chat=chat)
+
+
+def with_advice(**advice: Any) -> generation_pb2.GenerateRequest:
+    speculation = common_pb2.SpeculationParams(advice=common_pb2.Advice(**advice))
+    return generation_pb2.GenerateRequest(text="x", speculation=speculation)
 
 
 async def test_generate_with_text_returns_whole_text() -> None:
@@ -214,15 +221,9 @@ async def test_generate_with_every_field_passes_them_to_scorer() -> None:
             ),
             "logit_bias",
         ),
-        (
-            generation_pb2.GenerateRequest(
-                text="x",
-                speculation=common_pb2.SpeculationParams(
-                    advice=common_pb2.Advice(token_ids=[2**31])
-                ),
-            ),
-            "advice",
-        ),
+        (with_advice(token_ids=[2**31]), "advice"),
+        (with_advice(min_token_match=65), "min_token_match"),
+        (with_advice(min_token_match=3, max_token_match=2), "max_token_match"),
         (
             generation_pb2.GenerateRequest(text="x", constraint=common_pb2.Constraint(regex="")),
             "regex",
@@ -245,6 +246,7 @@ async def test_generate_with_bad_field_names_it(
         code, error = await refusal(gateway, request_)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert getattr(error, "param", None) == param
+    assert not re.search(r"\bsp_|extra_config", str(error))
 
 
 async def test_generate_without_a_possible_next_token_is_an_invalid_argument() -> None:

@@ -279,6 +279,11 @@ async def test_request_with_neutral_values_is_accepted(gateway: Running, path: s
     ("change", "kind", "param"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        (
+            {"structured_outputs": {"json_object": True}},
+            "json_object",
+            "structured_outputs.json_object",
+        ),
         ({"structured_outputs": {"regex": "("}}, "regex", "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a"]}}, "regex", "structured_outputs.choice"),
     ],
@@ -286,8 +291,8 @@ async def test_request_with_neutral_values_is_accepted(gateway: Running, path: s
 async def test_request_refused_by_scorer_has_the_clients_name(
     gateway: Running, stream: bool, change: dict[str, Any], kind: str, param: str
 ) -> None:
-    gateway.scorer.script.refuse = InvalidRequestError("cannot be compiled", param=kind)
+    gateway.scorer.script.refuse = InvalidRequestError(f"{kind} is too slow", param=kind)
     response = await post(gateway, "/v1/completions", {"stream": stream, **change})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert (error["param"], error["message"]) == (param, "cannot be compiled")
+    assert (error["param"], error["message"]) == (param, f"{param} is too slow")

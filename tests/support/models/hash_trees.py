@@ -22,7 +22,7 @@ from outrider.drafting.proposer import (
 )
 from outrider.drafting.sessions import SessionMethod
 from tests.support.models.hash_model import HashModel, context_hash
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 DEPTH, WIDTH = 6, 4
 

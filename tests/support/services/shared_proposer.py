@@ -12,7 +12,7 @@ from proposer_service.metrics import ProposerMetrics
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.sessions import Session
 from tests.support.services.hub import Bench, commit, taken
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 
 class Scorer:

@@ -27,15 +27,9 @@ from outrider.policy.base import Policy
 from outrider.types import Request
 from scorer_service.drafting.in_process import InProcessProposer
 from tests.support.models.hash_model import MASK, HashModel
-from tests.support.simulators.simulation import (
-    VOCAB,
-    DraftHash,
-    Method,
-    Net,
-    Player,
-    World,
-    drafting_with,
-)
+from tests.support.simulators.methods import VOCAB, DraftHash, Method, drafting_with
+from tests.support.simulators.network import Net, Player
+from tests.support.simulators.simulation import World
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index

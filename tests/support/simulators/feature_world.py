@@ -16,7 +16,8 @@ from outrider.policy.base import FixedPolicy
 from outrider.types import Request
 from tests.support.models.features import FeatureHash
 from tests.support.models.hash_model import HashModel, Sequential
-from tests.support.simulators.simulation import VOCAB, World
+from tests.support.simulators.methods import VOCAB
+from tests.support.simulators.simulation import World
 
 MAX_LEN, PAGE_SIZE, NUM_PAGES, NUM_REQUESTS = 48, 4, 26, 5
 TRUTH = Sequential(HashModel(VOCAB, max_model_len=MAX_LEN))

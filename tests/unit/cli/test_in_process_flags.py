@@ -65,6 +65,11 @@ def test_embedded_module_in_process_says_what_it_reads(method: str, states: str)
         ("--method draft_model,eagle3", "only one model"),
         ("--method eagle", "needs --model"),
         ("--max-draft-tokens 0", "--max-draft-tokens is 1 to"),
+        ("--method ngram --prompt-lookup-max 0", "--prompt-lookup-min must be .* --prompt-lookup-"),
+        (
+            "--method suffix --suffix-decoding-max-tree-depth 0",
+            "--suffix-decoding-max-tree-depth must be",
+        ),
         ("--method eagle3 --target-model another", "--target-model another is not"),
     ],
 )

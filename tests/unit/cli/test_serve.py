@@ -444,6 +444,27 @@ def test_synthetic_rates_where_vllm_serves_name_its_own_key(
         assert "is for --engine native: give vLLM's keys after --" in said
 
 
+@pytest.mark.parametrize("beside", [[], ["--draft-device", "cpu"]])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--draft-quantization", "x"], "argument --draft-quantization: invalid choice"),
+        (["--draft-max-model-len", "1"], "(exit code 2): --draft-max-model-len is at least 2"),
+        (
+            ["--method", "ngram", "--prompt-lookup-min", "5"],
+            "(exit code 2): --prompt-lookup-min must be at least 1, at most --prompt-lookup-max",
+        ),
+    ],
+)
+def test_flag_that_a_drafting_service_refuses_has_the_name_that_serve_gives_it(
+    flags: list[str], beside: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["serve", "embedded", "--device", "cpu", "--port", "0", "--grpc-port", "0"]
+    said = refusal(main, [*argv, *flags, *beside], capsys)
+    assert told in said.splitlines()[-1]
+    assert "--in-process-proposer" not in said.splitlines()[-1]
+
+
 def test_ready_line_says_where_what_and_how() -> None:
     served = ServeConfig(served_model_name="m", methods=("ngram",), draft_device="cpu")
     line = ready_line(
@@ -478,7 +499,7 @@ def test_folder_of_sockets_that_cannot_be_made_is_refused(
     long = socket_folder / ("x" * 90)
     long.mkdir()
     for parent, told in (
-        (long, "TMPDIR .* at most 67 bytes"),
+        (long, "TMPDIR .* at most 63 bytes"),
         ("/proc", "/proc"),
     ):
         monkeypatch.setattr(serve, "temporary_folder", lambda parent=parent: str(parent))

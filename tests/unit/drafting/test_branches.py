@@ -40,7 +40,7 @@ from tests.support.models.recordable import (
     rerun,
     tiny_llama_config,
 )
-from tests.support.simulators.simulation import draft_model
+from tests.support.simulators.methods import draft_model
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),

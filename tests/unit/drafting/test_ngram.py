@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.building.config import NgramConfig
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -250,5 +251,5 @@ def test_ngram_references_count_as_memory() -> None:
 
 
 def test_ngram_with_bad_limits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prompt_lookup_min"):
-        NgramProposer(prompt_lookup_min=3, prompt_lookup_max=2)
+    with pytest.raises(ConfigError, match="--prompt-lookup-min"):
+        NgramConfig(prompt_lookup_min=3, prompt_lookup_max=2)

@@ -18,7 +18,7 @@ from outrider.drafting.proposer import SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 SMALL_TEXT = st.lists(st.integers(0, 2), max_size=40)
@@ -256,5 +256,6 @@ def test_suffix_session_with_impossible_tokens_drafts_nothing() -> None:
     ],
 )
 def test_suffix_with_bad_settings_is_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="suffix_decoding_"):
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^--suffix-decoding-{name.replace('_', '-')} must"):
         SuffixSettings(**settings)  # type: ignore[arg-type]

@@ -30,7 +30,9 @@ from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel
 from tests.support.models.hash_trees import HashTrees
-from tests.support.simulators.simulation import VOCAB, Clock, Net, World, draft_model
+from tests.support.simulators.methods import VOCAB, Clock, draft_model
+from tests.support.simulators.network import Net
+from tests.support.simulators.simulation import World
 
 
 def test_confidences_of_unlike_gaps_rise_and_stay_within_a_byte() -> None:

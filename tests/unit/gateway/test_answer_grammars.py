@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.answers.events import joined
 from gateway.answers.formats import TOOL_FORMATS, answer_format
 from gateway.answers.grammar import constraint_of
 from gateway.answers.lark import Lark
@@ -20,7 +19,7 @@ from gateway.answers.tools import Choice, Tool
 from outrider.engine.sampling.grammar import new_matcher
 from outrider.errors import InvalidRequestError
 from outrider.params import Constraint, ConstraintKind
-from tests.support.answers import Meaning, events_of, meaning
+from tests.support.answers import Meaning, events_of, joined, meaning
 
 BYTES = LLTokenizer("byte")
 SCHEMA = {

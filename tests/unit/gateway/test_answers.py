@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.answers.events import joined
 from gateway.answers.formats import TOOL_FORMATS, Reading, answer_format, tool_format_of
 from gateway.answers.parser import AnswerParser
 from gateway.answers.tools import Tool, parameter_types
@@ -28,6 +27,7 @@ from tests.support.answers import (
     TRICKY,
     Meaning,
     events_of,
+    joined,
     meaning,
     reading,
 )

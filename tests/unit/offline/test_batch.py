@@ -153,10 +153,12 @@ def test_batch_command_with_a_file_writes_one_answer_per_line(
     assert main([*flags, "--speculative-config", "{"]) == 2
     assert "--speculative-config is not JSON" in capsys.readouterr().err
     answered = answers.read_text()
+    lookup = ["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 0}']
     for wrong, told in (
-        (["--speculative-config", '"ngram"'], "give an object"),
-        (["--max-num-seqs", "0"], "max_num_seqs: '0' is not"),
-        (["--gpu-memory-utilization", "0"], "gpu_memory_utilization:"),
+        (["--speculative-config", '"ngram"'], "--speculative-config: give an object"),
+        (lookup, "batch: --speculative-config: prompt_lookup_min must be at least 1"),
+        (["--max-num-seqs", "0"], "argument --max-num-seqs: '0' is not"),
+        (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization:"),
         (["--seed", "-1"], "--seed must be"),
         (["-o", str(requests)], "-o is the file of -i"),
     ):

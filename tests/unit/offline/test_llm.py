@@ -441,14 +441,26 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"tensor_parallel_size": 4}, "tensor_parallel_size=4 .* outrider serve MODEL"),
+        (
+            {"tensor_parallel_size": 4},
+            "^tensor_parallel_size=4 .* outrider serve MODEL --tensor-parallel-size N",
+        ),
         ({"quantization": "awq"}, "quantization='awq' is not int8, fp8 or none"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' is not auto, .*engine='vllm'"),
-        ({"dtype": "int8"}, "dtype='int8' must be auto"),
+        ({"dtype": "int8"}, "^dtype int8 must be auto"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: .* not a number above 0"),
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
             "max_num_batched_tokens 4 is less than one token",
+        ),
+        ({"block_size": 0}, "^block_size: .* not a whole number"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 0}},
+            "^speculative_config: prompt_lookup_min must be at least 1, at most prompt_lookup_max",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_spec_factor": 0}},
+            "^speculative_config: suffix_decoding_max_spec_factor must be above 0",
         ),
         ({"max_num_seqs": 0}, "max_num_seqs: .* not a whole number of at least 1"),
         ({"max_model_len": 0}, "max_model_len: .* not a whole number of at least 3"),
@@ -464,15 +476,16 @@ def test_llm_that_cannot_load_leaves_no_thread(tmp_path: Path) -> None:
         ),
         (
             {"speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 2}},
-            "draft_tensor_parallel_size must be 1",
+            "^speculative_config: draft_tensor_parallel_size 2: leave it out",
         ),
         (
             {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": [0.5]}},
-            "one rate for each of 4",
+            "^speculative_config: synthetic_acceptance_rates has 1 rates, but needs one rate for "
+            r"each of 4 draft tokens \(num_speculative_tokens\)",
         ),
         (
             {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": "half"}},
-            "synthetic_acceptance_rates: .* no list of numbers",
+            "^speculative_config: synthetic_acceptance_rates: .* no list of numbers",
         ),
         (
             {"speculative_config": {"method": "ngram", "synthetic_acceptance_length": 5.5}},

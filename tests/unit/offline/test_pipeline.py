@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,25 @@ def test_pipeline_unless_do_sample_is_set_is_greedy(pipe: Pipeline) -> None:
 def test_pipeline_setting_that_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="quant_policy must be 0"):
         PytorchEngineConfig(quant_policy=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "others", "told"),
+    [
+        ({"max_batch_size": 0}, {}, "^max_batch_size: '0' is not"),
+        ({"device_type": "xpu", "dtype": "int8"}, {}, "^dtype int8 must be"),
+        ({"cache_max_entry_count": 2.0}, {}, "^cache_max_entry_count: '2.0' is not"),
+        ({"session_len": 1}, {}, "^session_len: '1' is not"),
+        ({"session_len": 64}, {"max_model_len": 1}, "^max_model_len: '1' is not"),
+        (
+            {"max_prefill_token_num": 1, "max_batch_size": 2},
+            {},
+            "^max_prefill_token_num 1 is .* or lower max_batch_size 2",
+        ),
+    ],
+)
+def test_pipeline_setting_out_of_range_is_refused_by_the_name_that_the_caller_wrote(
+    settings: dict[str, Any], others: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        pipeline("embedded", PytorchEngineConfig(**settings), **others)

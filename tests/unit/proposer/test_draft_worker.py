@@ -22,7 +22,7 @@ from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessa
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
 from tests.support.services.draft_scorer import close, commit, open_
-from tests.support.simulators.simulation import draft_model
+from tests.support.simulators.methods import draft_model
 
 
 def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from scorer_service.config import DraftLimits
 from tests.support.services.hub import Bench, commit
 from tests.support.services.scripted_proposer import hello
 from tests.support.services.shared_proposer import SharedProposer
-from tests.support.simulators.simulation import Clock
+from tests.support.simulators.methods import Clock
 
 FULL_S = DraftLimits().full_s
 

@@ -13,7 +13,9 @@ from outrider.params import SamplingParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy
 from outrider.types import Request, StepEvents
-from tests.support.simulators.simulation import Net, World, draft_model
+from tests.support.simulators.methods import draft_model
+from tests.support.simulators.network import Net
+from tests.support.simulators.simulation import World
 
 NUM_REQUESTS = 8
 

@@ -1,7 +1,9 @@
-"""Commands on a machine where no temporary file can be written."""
+"""Temporary folders: where none can be made, and what killed processes leave."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import proposer_service.__main__
 import scorer_service.__main__
 from outrider.cli import command_line, serve
 from outrider.offline import batch
+from outrider.process.temporary import run_folder
 
 _EMBEDDED = ["--model", "embedded"]
 
@@ -43,3 +46,38 @@ def test_command_without_a_place_for_temporary_files_is_refused_in_one_line(
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no temporary file can be written" in last
     assert not list(tmp_path.iterdir())
+
+
+def _hold(parent: Path) -> subprocess.Popen[str]:
+    """Start a process that has a folder with a file in it, and wait until it has."""
+    code = (
+        "import pathlib, sys, time\n"
+        "from outrider.process.temporary import run_folder\n"
+        "with run_folder(sys.argv[1]) as folder:\n"
+        "    pathlib.Path(folder, 'file').touch()\n"
+        "    print(folder, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(parent)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_run_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "outrider-other"
+    other.mkdir()
+    with _hold(tmp_path) as living, _hold(tmp_path) as killed:
+        try:
+            folders = [Path(each.stdout.readline().strip()) for each in (living, killed)]  # type: ignore[union-attr]
+            killed.kill()
+            killed.wait()
+            assert all((folder / "file").exists() for folder in folders)
+            with run_folder(str(tmp_path)) as mine:
+                assert set(tmp_path.iterdir()) == {folders[0], Path(mine), other}
+            assert set(tmp_path.iterdir()) == {folders[0], other}
+            assert (folders[0] / "file").exists()
+        finally:
+            living.kill()
+            killed.kill()

@@ -58,13 +58,7 @@ class DFlashFormat(HeadFormat):
 
     def mask_token(self, vocab_size: int) -> int:
         """Return the token that fills the slots, below `vocab_size`. Raises `ConfigError`."""
-        token = self._whole("mask_token_id", None)
-        if token >= vocab_size:
-            raise ConfigError(
-                f"config.json in {self.checkpoint.folder}: mask_token_id {token} is none of the "
-                f"{vocab_size} tokens that the embedding knows."
-            )
-        return token
+        return self.known_token(self._whole("mask_token_id", None), vocab_size)
 
     def layers(self, target: TargetTensors) -> tuple[int, ...]:
         """Return the states of the target that the module reads. Raises `ConfigError`."""

@@ -34,6 +34,15 @@ class HeadFormat:
             where = self.checkpoint.folder
             raise ConfigError(f"config.json in {where}: num_hidden_layers: {error}") from error
 
+    def known_token(self, token: int | None, vocab_size: int) -> int:
+        """Return `mask_token_id` if the embedding knows it. Raises `ConfigError`."""
+        if token is None or not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"config.json in {self.checkpoint.folder}: mask_token_id {token} is none of the "
+                f"{vocab_size} tokens that the embedding knows."
+            )
+        return token
+
     def name(self, suffix: str) -> str:
         """Return a tensor's name in the file: some exporters leave the root out of some names."""
         rooted = f"{self.root}{suffix}"

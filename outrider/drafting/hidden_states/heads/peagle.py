@@ -50,11 +50,7 @@ def read_peagle(folder: Path, setup: HeadSetup) -> PEagleHead:
     with torch.inference_mode():
         state = module.begin(mask)
     token = _number(found.checkpoint, "mask_token_id", "ptd_token_id")
-    if token is None or not 0 <= token < module.vocab_size:
-        raise ConfigError(
-            f"config.json in {folder}: mask_token_id {token} is none of the {module.vocab_size} "
-            "tokens that the embedding knows."
-        )
+    token = found.known_token(token, module.vocab_size)
     return PEagleHead(module, token, state, _depth(found.checkpoint))
 
 
