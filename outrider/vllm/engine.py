@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from outrider.errors import (
 )
 from outrider.models.eos import read_eos_token_ids
 from outrider.params import SamplingParams, StopParams, VerificationRule
+from outrider.process.temporary import run_folder, temporary_folder
 from outrider.process.watchdog import PATIENCE_S
 from outrider.types import (
     Commit,
@@ -81,7 +81,7 @@ class VllmEngine:
         self.draft_target = ""
         """gRPC address of the draft side; empty if vLLM's worker hosts none."""
         self._reaper: Reaper | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = contextlib.ExitStack()  # of the draft side's socket
         self._on_events = on_events
         self.running = True
         self._llm: Any = None
@@ -154,8 +154,7 @@ class VllmEngine:
         """Return the draft side's flags, with a socket that this process dials."""
         path = next((b for a, b in pairwise(flags) if a == "--listen-unix"), None)
         if path is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
-            path = f"{self._folder.name}/drafts"
+            path = f"{self._folder.enter_context(run_folder(temporary_folder()))}/drafts"
             flags = (*flags, "--listen-unix", path)
         self.draft_target = f"unix:{path}"
         return flags
@@ -211,8 +210,7 @@ class VllmEngine:
             self._reaper.dismiss()
         elif self._reaper is not None:
             self._reaper.reap()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._folder.close()
 
     def submit(self, request: Request, constraint: Any = None) -> None:  # noqa: ARG002
         """Hand a request to vLLM, which compiles the request's constraint itself."""
