@@ -247,7 +247,8 @@ class InProcessProposer:
         round_ = self._proposer.draft([*self._queue.wanting], NO_PACE)
         now = self._clock()  # one time for all drafts of a batch
         draft_us = round((now - began) * 1e6)
-        for key, tree in round_.drafts:
+        longest_first = sorted(round_.drafts, key=lambda draft: -len(draft[1].token_ids))
+        for key, tree in longest_first:  # a batch's first draft tells what it takes
             self._queue.answered(key)
             session = self._sessions[key]
             method = self._methods[round_.methods.get(key, 0)]

@@ -303,6 +303,24 @@ def test_drafts_on_the_device_go_into_the_next_step_though_others_would_be_waite
     assert set(taken) == {1}, "behind the launch before"
 
 
+def test_longest_draft_of_a_batch_is_posted_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy measures that one; a text that ends soon has a short draft."""
+    batches: dict[float | None, list[int]] = {}
+    post_block = Engine.post_block
+
+    def noted(engine: Engine, block: PostedBlock) -> Any:
+        batches.setdefault(block.arrived_at, []).append(len(block.tree.token_ids))
+        return post_block(engine, block)
+
+    monkeypatch.setattr(Engine, "post_block", noted)
+    run(draw_requests(VOCAB), module(folder, "eagle3", 1))
+    lengths = list(batches.values())
+    assert lengths == [sorted(batch, reverse=True) for batch in lengths]
+    assert any(batch[-1] < batch[0] for batch in lengths)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**16), width=st.sampled_from((1, 3)))
