@@ -95,9 +95,10 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         draft = self.seq.draft
         if draft is None or draft.base_len != len(self.seq.token_ids):
             return None
-        verified = draft.at_most(len(self.draft))
-        parents = () if verified.is_chain else verified.parents
-        return self._replace(draft=verified.token_ids, slice=self.slice._replace(parents=parents))
+        verified, part = draft.at_most(len(self.draft)), self.slice
+        if not verified.is_chain:
+            part = part._replace(parents=verified.parents)
+        return ScheduledRow(self.seq, part, verified.token_ids)
 
     def round(self, output: TokenIds) -> Round:
         """Return the round in which verification gave `output`, whose last token is not a draft."""
