@@ -205,8 +205,9 @@ class DeviceStates(NamedTuple):
 class ThreadHiddenStates(Protocol):
     """Hidden states of the engine, used on its thread."""
 
-    def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
-        """Return those rows of the last step that `wants` accepts; others are sent as usual."""
+    def take_colocated(self) -> list[FeatureRows]:
+        """Return the rows of proposers on this thread that came; others are sent as usual."""
+        ...
 
     def on_device(self, session_id: int, epoch: int) -> DeviceStates | None:
         """Return what the step in flight writes for a session's proposer; None if not at hand."""

@@ -9,34 +9,13 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from outrider.vllm import adapter
 from outrider.vllm.proposer import RemoteProposer
 
 _WRITTEN_S = 0.25  # between writes
-PARTS = ("between_s", "inputs_s", "device_s")
-"""Of a step after a hit: from the choice of drafts to `execute_model` (which comes first with
-`--async-scheduling`), until the model's launch, and the device's work on model and sampling. The
-rest is that choice and the way of the results."""
-_NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s", *PARTS)
-
-
-class _Step:
-    def __init__(self, event: Any) -> None:
-        self.before = 0.0, 0.0
-        self._marks = [event(enable_timing=True) for _ in range(2)] if event else []
-
-    def mark(self, which: int) -> None:
-        for mark in self._marks[which : which + 1]:
-            mark.record()
-
-    def device_s(self) -> float:
-        return self._marks[0].elapsed_time(self._marks[1]) * 1e-3 if self._marks else 0.0
+_NAMES = ("steps", "rows", "propose_s", "waited_s", "hits", "hit_s")
 
 
 class _Times:
@@ -47,34 +26,6 @@ class _Times:
         self.sums = dict.fromkeys(_NAMES, 0.0)
         self._written = 0.0
         self._last: tuple[float, int] | None = None  # a call's begin and rows, if all had drafts
-        self._ended = self._began = 0.0  # the last call; the step that runs
-        cuda: Any = torch.cuda
-        # Of two steps in turn, the first two of `PARTS`, and begin and end on the device.
-        self._steps = cycle([_Step(cuda.is_available() and cuda.Event) for _ in range(2)])
-        self._running = self._sampled = next(self._steps)
-
-    def watch(self, runner: Any) -> None:
-        """Time the parts of a model runner's steps."""
-        execute, forward, sample = runner.execute_model, runner._model_forward, runner._sample
-
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            self._began = time.perf_counter()
-            return execute(*args, **kwargs)
-
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            now, prepared_at = time.perf_counter(), max(self._began, self._ended)
-            self._running = next(self._steps)
-            self._running.before = prepared_at - self._ended, now - prepared_at
-            self._running.mark(0)
-            return forward(*args, **kwargs)
-
-        def end(*args: Any, **kwargs: Any) -> Any:
-            output = sample(*args, **kwargs)
-            self._sampled = self._running
-            self._sampled.mark(1)
-            return output
-
-        runner.execute_model, runner._model_forward, runner._sample = begin, launch, end
 
     def add(self, began: float, waited_s: float, drafts: Sequence[object]) -> None:
         """Count a call of `propose` that ends now, and the step before it."""
@@ -82,11 +33,7 @@ class _Times:
         if self._last is not None and self._last[1] == rows:
             sums["hits"] += 1
             sums["hit_s"] += began - self._last[0]
-            parts = *self._sampled.before, self._sampled.device_s()
-            for name, seconds in zip(PARTS, parts, strict=True):
-                sums[name] += seconds
         self._last = None if waited_s or not all(drafts) else (began, rows)
-        self._ended = now
         added = (1, rows, now - began - waited_s, waited_s)
         for name, value in zip(_NAMES, added, strict=False):
             sums[name] += value
@@ -114,11 +61,10 @@ class TimedProposer(RemoteProposer):
         self._waited_s = self._began = 0.0
 
     def bind(self, runner: Any) -> None:
-        """Time the runner's steps, and what the host waits."""
+        """Time what the host waits."""
         new = self._host is None
         super().bind(runner)
         if new and self._host is not None:
-            self._times.watch(runner)
             self._take, self._host.take = self._host.take, self._timed_take  # type: ignore[method-assign]
 
     def _timed_take(self, timeout_s: float = 0.0) -> Any:
@@ -153,8 +99,7 @@ class BareProposer:
         self._times = _Times(vllm_config)
         self._k = vllm_config.speculative_config.num_speculative_tokens
 
-    def load_model(self, *_: Any, **__: Any) -> None:
-        self._times.watch(adapter.find_runner(self))
+    def load_model(self, *_: Any, **__: Any) -> None: ...
 
     def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -73,6 +74,15 @@ class FedRows:
 def features_of(rows: Sequence[DraftInput]) -> list[Tensor]:
     """Return the features of rows that have any."""
     return [row.features for row in rows if row.features is not None]
+
+
+def features_on(device: torch.device, rows: Sequence[DraftInput]) -> Tensor:
+    """Return the features of rows on the device, without waiting for its steps in flight."""
+    parts = features_of(rows)
+    shape = sum(map(len, parts)), parts[0].shape[1]
+    pinned = device.type == "cuda"  # only of such memory a copy is enqueued
+    joined = torch.empty(shape, dtype=parts[0].dtype, pin_memory=pinned)
+    return torch.cat(parts, out=joined).to(device, non_blocking=True)
 
 
 Chain = tuple[list[int], bytes]

@@ -337,6 +337,8 @@ class Engine:
         if self._in_flight is not None or not may_stay_on_device(drafts, sequences):
             return False
         hold_places(drafts, sequences)
+        others = [seq for seq in self._scheduler.running if seq.draft is None]
+        self._tracker.draft_nothing([seq for seq in others if seq.drafting.proposer.colocated])
         self._device_drafts = drafts
         return True
 

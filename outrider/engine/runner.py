@@ -25,7 +25,7 @@ from outrider.engine.sampling.logprobs import (
 from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import RuledRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows
-from outrider.engine.step import ScheduledRow, Step, StepResult, fill_in_drafts
+from outrider.engine.step import FilledIn, ScheduledRow, Step, StepResult, fill_in_drafts
 from outrider.engine.tree_walk import path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs
@@ -207,8 +207,8 @@ def _drafts(step: Step, rows: Sequence[ScheduledRow], device: torch.device) -> T
     drafts = padded([row.draft for row in rows], width, -1).to(device, non_blocking=True)
     if step.device_drafts is not None:
         firsts = [i * width for i in range(len(rows))]
-        tokens = step.device_drafts.nodes.tokens
-        fill_in_drafts(step.device_drafts, tokens, rows, firsts, drafts.view(-1))
+        tokens = FilledIn(step.device_drafts.nodes.tokens, firsts, drafts.view(-1))
+        fill_in_drafts(step.device_drafts, rows, tokens)
     return drafts
 
 

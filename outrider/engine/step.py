@@ -98,9 +98,10 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         draft = self.seq.draft
         if draft is None or draft.base_len != len(self.seq.token_ids):
             return None
-        verified = draft.at_most(len(self.draft))
-        parents = () if verified.is_chain else verified.parents
-        return self._replace(draft=verified.token_ids, slice=self.slice._replace(parents=parents))
+        verified, part = draft.at_most(len(self.draft)), self.slice
+        if not verified.is_chain:
+            part = part._replace(parents=verified.parents)
+        return ScheduledRow(self.seq, part, verified.token_ids)
 
     def round(self, output: TokenIds) -> Round:
         """Return the round in which verification gave `output`, whose last token is not a draft."""
@@ -133,22 +134,28 @@ class DrawnTokens(NamedTuple):
         input_ids.index_copy_(0, places, drawn.to(input_ids.dtype))
 
 
-def fill_in_drafts(
-    late: DeviceDrafts, numbers: Tensor, rows: Rows[ScheduledRow], firsts: Rows[int], to: Tensor
-) -> None:
-    """Enqueue the copy of `numbers`, tokens or parents of drafts on the device, to `to` [n].
+class FilledIn(NamedTuple):
+    """Where numbers of drafts on the device are copied to."""
 
-    Each draft's begin at its place in `firsts`. What is there of rows that have no such draft
-    stays.
-    """
-    sessions, steps = [row.seq.session_id for row in rows], np.arange(numbers.shape[1])
+    numbers: Tensor  # [drafts, nodes]: tokens or parents
+    firsts: Rows[int]  # the place of each row's first
+    to: Tensor  # [n]
+
+
+def fill_in_drafts(late: DeviceDrafts, rows: Rows[ScheduledRow], *parts: FilledIn) -> None:
+    """Enqueue the copy of drafts on the device. What is there of rows without such stays."""
+    sessions, steps = [row.seq.session_id for row in rows], np.arange(late.nodes.tokens.shape[1])
     drafted = zip(sessions, rows, strict=True)
     lengths = [len(row.draft) if session in late.places else 0 for session, row in drafted]
     starts = [late.places.get(session, 0) * len(steps) for session in sessions]
     real = steps < np.array(lengths)[:, None]  # [rows, tokens of a draft]
-    places = [(np.array(first)[:, None] + steps)[real] for first in (starts, firsts)]
-    source, target = torch.from_numpy(np.stack(places)).to(to.device, non_blocking=True)
-    to.index_copy_(0, target, numbers.flatten().index_select(0, source).to(to.dtype))
+    firsts = [starts, *[part.firsts for part in parts]]
+    places = [(np.array(first)[:, None] + steps)[real] for first in firsts]
+    device = late.nodes.tokens.device
+    source, *targets = torch.from_numpy(np.stack(places)).to(device, non_blocking=True)
+    for part, target in zip(parts, targets, strict=True):
+        found = part.numbers.flatten().index_select(0, source)
+        part.to.index_copy_(0, target, found.to(part.to.dtype))
 
 
 TO_BE_DRAWN: Final = 0
@@ -249,8 +256,8 @@ class Step:
             self.drawn.fill_in(input_ids, [end - 1 for end in ends])
         if self.device_drafts is not None:
             firsts = [end - len(row.draft) for end, row in zip(ends, self.rows, strict=True)]
-            tokens = self.device_drafts.nodes.tokens
-            fill_in_drafts(self.device_drafts, tokens, self.rows, firsts, input_ids)
+            tokens = FilledIn(self.device_drafts.nodes.tokens, firsts, input_ids)
+            fill_in_drafts(self.device_drafts, self.rows, tokens)
 
     @property
     def device_trees(self) -> DeviceNodes | None:

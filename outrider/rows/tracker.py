@@ -71,7 +71,12 @@ class DraftTracker:
             d.num_draft_tokens, d.stance = 0, None  # until it goes into a step
         d.awaited.asked = d.num_draft_tokens > 0
         if proposer.colocated:  # it drafts before a step or not at all
-            d.awaited.no_guess_at = len(row.token_ids)
+            self.draft_nothing([row])
+
+    def draft_nothing(self, rows: Iterable[Row]) -> None:
+        """Note that no draft comes for rows before their next step: they wait for none."""
+        for row in rows:
+            row.drafting.awaited.no_guess_at = len(row.token_ids)
 
     def withhold(self, row: Row) -> None:
         """Ask for no first draft, as with so many requests as there are now none is of use.

@@ -153,18 +153,19 @@ class InProcessProposer:
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
         began = self._clock()
         self._on_device = False
-        own_rows = self._take_features(engine)
         with self._containing_failures():
             self._hear(engine)
-            for rows in own_rows:
-                self._pass_on(engine, rows)
             self._on_device = self._leave_on_device(engine)
-            if self._queue.wanting and not self._on_device:
-                self._draft(engine, self._clock())
+        if not self._on_device:
+            self._pass_on_features(engine)
+            with self._containing_failures():
+                if self._queue.wanting:
+                    self._draft(engine, self._clock())
         self._drafting = began, self._clock()
         engine.count_drafting(self._drafting[1] - began)
 
     def after_launch(self, engine: ColocatedEngine) -> None:
+        self._pass_on_features(engine)
         if self._listener is not None:
             with self._containing_failures():
                 if self._on_device:
@@ -219,11 +220,20 @@ class InProcessProposer:
         start = replace(session.start, num_draft_tokens=asked, num_output_tokens=written)
         self._queue.open(key, replace(start, prefix=tuple(text)))
 
-    def _pass_on(self, engine: ColocatedEngine, rows: FeatureRows) -> None:
-        """Give the method hidden states of a text that goes on."""
-        key = self._keys.get(rows.session_id)
-        if key is None:
+    def _pass_on_features(self, engine: ColocatedEngine) -> None:
+        """Give the method the hidden states that came, of texts that go on."""
+        if engine.features is None:
             return
+        rows = engine.features.take_colocated()
+        for each in rows:
+            engine.features.give_back(each.window, len(each.rows))
+        with self._containing_failures():
+            for each in rows:
+                key = self._keys.get(each.session_id)
+                if key is not None and self._sessions[key].epoch == each.order.epoch:
+                    self._pass_on(engine, key, each)
+
+    def _pass_on(self, engine: ColocatedEngine, key: SessionKey, rows: FeatureRows) -> None:
         session = self._sessions[key]
         if not session.told:  # its prompt is not through yet
             text = engine.committed(session.id)
@@ -232,25 +242,13 @@ class InProcessProposer:
             self._tell(key, session, text, 0)
         self._queue.features(key, rows.start, rows.rows)
 
-    def _take_features(self, engine: ColocatedEngine) -> list[FeatureRows]:
-        """Return the hidden states of own sessions; those for other proposers stay."""
-        if engine.features is None:
-            return []
-        own = engine.features.take_for(self._is_own)
-        for rows in own:
-            engine.features.give_back(rows.window, len(rows.rows))
-        return own
-
-    def _is_own(self, rows: FeatureRows) -> bool:
-        key = self._keys.get(rows.session_id)
-        return key is not None and self._sessions[key].epoch == rows.order.epoch
-
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post the wanted drafts, made since `began`, and return when they were made."""
         round_ = self._proposer.draft([*self._queue.wanting], NO_PACE)
         now = self._clock()  # one time for all drafts of a batch
         draft_us = round((now - began) * 1e6)
-        for key, tree in round_.drafts:
+        longest_first = sorted(round_.drafts, key=lambda draft: -len(draft[1].token_ids))
+        for key, tree in longest_first:  # a batch's first draft tells what it takes
             self._queue.answered(key)
             session = self._sessions[key]
             method = self._methods[round_.methods.get(key, 0)]

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import block_shapes, one_shot_shapes, recurrent_shapes
+from outrider.drafting.drafters import DraftInput, features_on
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.block_drafter import BlockDrafter
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
@@ -21,6 +22,7 @@ from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.block import BlockHead
 from outrider.drafting.hidden_states.recurrent_drafter import RecurrentDrafter
 from outrider.drafting.proposer import ProposerLimits, SessionStart
+from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
@@ -77,13 +79,9 @@ def _load(kind: str, folder: Path, dtype: torch.dtype, device: torch.device) -> 
     return head
 
 
-def _drafts(
-    head: Head,
-    sampling: SamplingParams,
-    tree_width: int,
-    capture: LoopCapture | None = None,
-) -> list[DraftTree]:
-    """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
+def _proposer(
+    head: Head, tree_width: int, capture: LoopCapture | None = None
+) -> CachedHeadProposer:
     pools = KVPools(65, PAGE_SIZE, head.dtype, head.device)
     backend = choose_backend(None, head.attention_traits(), head.device)
     limits = ProposerLimits(prefill_budget=40, tree_width=tree_width)
@@ -92,8 +90,17 @@ def _drafts(
         drafter = BlockDrafter(head, pools, backend, limits, capture)
     else:
         drafter = RecurrentDrafter(head, pools, backend, limits, capture)
-    proposer = CachedHeadProposer(drafter, method="eagle", name="tiny")
-    width = head.features.width
+    return CachedHeadProposer(drafter, method="eagle", name="tiny")
+
+
+def _drafts(
+    head: Head,
+    sampling: SamplingParams,
+    tree_width: int,
+    capture: LoopCapture | None = None,
+) -> list[DraftTree]:
+    """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
+    proposer, width = _proposer(head, tree_width, capture), head.features.width
     lengths = {1: 60, 2: 9}
     for key, length in lengths.items():
         proposer.open(key, SessionStart([key + i % 90 for i in range(length)], sampling, 6, 120))
@@ -120,6 +127,42 @@ def _alike(a: DraftTree, b: DraftTree) -> bool:
     told = zip(a.confidences, b.confidences, strict=True) if a.confidences and b.confidences else ()
     same = a._replace(confidences=b"") == b._replace(confidences=b"")
     return same and all(abs(one - other) <= 2 for one, other in told)
+
+
+def _step_in_flight() -> torch.cuda.Event:
+    """Return the end of work that takes longer than the host's."""
+    torch.cuda._sleep(2**31)
+    ended = torch.cuda.Event()
+    ended.record()
+    return ended
+
+
+def test_prompts_are_fed_while_a_step_is_in_flight(kind: str, tmp_path: Path) -> None:
+    """The first prompt compiles kernels."""
+    proposer = _proposer(_load(kind, tmp_path, torch.bfloat16, CUDA), tree_width=1)
+    for key in (1, 2):
+        text = [key + i % 90 for i in range(60)]
+        proposer.open(key, SessionStart(text, SamplingParams(temperature=0.0), 6, 120))
+        states = made.features(59, proposer.traits.features.width, key)
+        proposer.features(key, 0, made.as_bytes(states))
+        torch.cuda.synchronize()
+        ended = _step_in_flight()
+        assert proposer.draft([key]).unfinished == [key], "a part of it"
+    assert not ended.query()
+
+
+def test_hidden_states_are_sent_while_a_step_is_in_flight() -> None:
+    parts = [torch.randn(n, 4096).bfloat16() for n in (300, 7)]
+    rows = [
+        DraftInput(RowSlice((0,) * len(part), 0, [], 1), 0, SamplingParams(), features=part)
+        for part in parts
+    ]
+    features_on(CUDA, rows)  # which reserves the memory
+    torch.cuda.synchronize()
+    ended = _step_in_flight()
+    sent = features_on(CUDA, rows)
+    assert not ended.query()
+    assert torch.equal(sent.cpu(), torch.cat(parts))
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])

@@ -39,11 +39,12 @@ from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateSt
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.runner import Runner, StepRunner
+from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
+from outrider.engine.step import Step
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
-from outrider.policy.base import FixedPolicy
+from outrider.policy.base import FixedPolicy, R, Ready
 from outrider.types import Request
 from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as eagle
@@ -163,6 +164,17 @@ def captured(model: PagedModel) -> StepRunner:
     return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 
+class Patient(FixedPolicy):
+    """Lets no row run before the drafts of all that wait are there."""
+
+    def choose_rows(
+        self, ready: list[R], waiting: Sequence[R], num_prefilling: int, now: float
+    ) -> Ready[R]:
+        if waiting:
+            return Ready([], min(row.drafting.round.deadline for row in waiting))
+        return super().choose_rows(ready, waiting, num_prefilling, now)
+
+
 Aborts = Callable[[DraftingScorer], None]
 
 
@@ -184,8 +196,9 @@ def run(
     method: CachedHeadProposer | None,
     aborts: Aborts = lambda _: None,
     num_pages: int = PAGES,
+    max_wait_s: float = 0.0,
 ) -> tuple[int, dict[int, list[int]]]:
-    """Return the number of steps, and the texts."""
+    """Return the number of steps, and the texts. Rows wait `max_wait_s` for each other's drafts."""
     features = None if method is None else method.traits.features
     model = target(features, num_pages)
     streams = None
@@ -194,7 +207,7 @@ def run(
     config = EngineConfig(
         page_size=PAGE_SIZE, num_pages=num_pages, max_num_seqs=4, max_model_len=100
     )
-    policy = FixedPolicy(K if method is not None else 0, max_wait_s=0.0)
+    policy = Patient(K if method is not None else 0, max_wait_s=max_wait_s)
     engine = Engine(model, config, policy=policy, runner=captured(model), features=streams)
     return Scorer(engine, method, aborts).run(requests)
 
@@ -260,6 +273,52 @@ def test_newcomers_and_ends_leave_the_others_drafts_on_the_device(
     num_late, late = run(requests, module(folder, method, 1))
     assert late == plain
     assert counts["schedule_with_device_drafts"] > 0.9 * num_late
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_on_the_device_go_into_the_next_step_though_others_would_be_waited_for(
+    folder: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer's first draft is made behind that step: to wait for it would be in vain.
+
+    Nor are hidden states waited for, whose copies end behind the drafts.
+    """
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, counts, Engine, "schedule_with_device_drafts")
+    counted(monkeypatch, counts, HiddenStateStreams, "take_colocated")
+    launch = DecodeGraphs.launch
+    taken: list[int] = []
+
+    def noted(graphs: DecodeGraphs, step: Step) -> Pending:
+        if step.device_drafts is not None:
+            taken.append(counts["take_colocated"])
+        counts["take_colocated"] = 0  # since the last launch
+        return launch(graphs, step)
+
+    monkeypatch.setattr(DecodeGraphs, "launch", noted)
+    monkeypatch.setattr(Runner, "launch", enqueued)
+    requests = draw_requests(VOCAB)
+    assert run(requests, module(folder, method, 1), max_wait_s=60.0)[1] == run(requests, None)[1]
+    assert len(taken) == counts["schedule_with_device_drafts"] > 0
+    assert set(taken) == {1}, "behind the launch before"
+
+
+def test_longest_draft_of_a_batch_is_posted_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy measures that one; a text that ends soon has a short draft."""
+    batches: dict[float | None, list[int]] = {}
+    post_block = Engine.post_block
+
+    def noted(engine: Engine, block: PostedBlock) -> Any:
+        batches.setdefault(block.arrived_at, []).append(len(block.tree.token_ids))
+        return post_block(engine, block)
+
+    monkeypatch.setattr(Engine, "post_block", noted)
+    run(draw_requests(VOCAB), module(folder, "eagle3", 1))
+    lengths = list(batches.values())
+    assert lengths == [sorted(batch, reverse=True) for batch in lengths]
+    assert any(batch[-1] < batch[0] for batch in lengths)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -101,10 +101,7 @@ class BlockDrafter(CachedDrafter):
     def _run(self, rows: Sequence[DraftInput]) -> Tensor | None:
         if self._recorded is not None and (outputs := self._recorded.run(rows)) is not None:
             return outputs
-        outputs = self.head.run(rows, self._backend, self.page_size)
-        if outputs is None and self.head.device.type == "cuda":
-            torch.cuda.synchronize(self.head.device)  # the forward's time belongs to this round
-        return outputs
+        return self.head.run(rows, self._backend, self.page_size)
 
     def _guesses(self, rows: Sequence[DraftInput], outputs: Tensor) -> Iterator[Guess]:
         """Yield the drafts of rows that no mask restricts."""

@@ -151,7 +151,7 @@ class CachedHeadProposer(FeatureMethod):
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if len(states) < len(sessions):
             return None
-        return self._async_drafts.on_device(states, lambda s: _lacks_rows(s) or _is_left_out(s))
+        return self._async_drafts.on_device(states, _is_left_out)
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         """Feed rows of sessions that another method drafts for.
@@ -317,8 +317,11 @@ class CachedHeadProposer(FeatureMethod):
 
 
 def _is_left_out(state: FeatureSession) -> bool:
-    """Return whether a draft would delay those of others: a newcomer's, or of many rows."""
-    return state.patient or state.num_fresh > _SHORT
+    """Return whether a draft would delay those of others: a newcomer's, or of many rows.
+
+    Of the rows some may be yet to come.
+    """
+    return state.patient or len(state.follower.tokens) - 1 - state.cache.computed > _SHORT
 
 
 def _lacks_rows(state: FeatureSession) -> bool:

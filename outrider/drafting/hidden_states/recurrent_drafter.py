@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import DraftInput, features_of
+from outrider.drafting.drafters import DraftInput, features_on
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import read_chains
@@ -55,7 +55,7 @@ class RecurrentDrafter(CachedDrafter):
 
     def _forward(self, rows: Sequence[DraftInput]) -> HeadForward:
         with torch.inference_mode():
-            states = torch.cat(features_of(rows)).to(self.head.device, non_blocking=True)
+            states = features_on(self.head.device, rows)
             return HeadForward(self.head, self._backend, self.page_size, states)
 
     def _loop(self, shape: LoopShape) -> Tensor:

@@ -196,11 +196,9 @@ class FeatureMethod(SessionMethod[FeatureSession]):
     def _follow(self, state: FeatureSession, fresh: Sequence[int]) -> None:  # noqa: ARG002
         if state.follower.silent:
             self._release(state)
-        else:
-            self._used(state)
 
     def _used(self, state: FeatureSession) -> None:
-        """Forget rows of no more use, after rows or tokens came."""
+        """Forget rows of no more use, after rows came or were fed."""
 
     def _release(self, state: FeatureSession) -> None:
         """Give up what a session holds, also one that is silent."""

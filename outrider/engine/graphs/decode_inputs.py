@@ -29,7 +29,7 @@ from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, keys_of_seed
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sequence import Sequence
-from outrider.engine.step import DrawnTokens, ScheduledRow, Step, fill_in_drafts
+from outrider.engine.step import DrawnTokens, FilledIn, ScheduledRow, Step, fill_in_drafts
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
@@ -258,11 +258,11 @@ class DecodeInputs:
     ) -> None:
         """Enqueue, behind the copy, what replaces rows' drafts by those on the device."""
         firsts = [start + 1 for start in self.row_starts(bucket)[: len(rows)]]
-        tokens, parents = late.nodes.tokens, late.nodes.parents
-        fill_in_drafts(late, tokens, rows, firsts, self._staging.device("input_ids"))
-        if parents is not None:
+        parts = [FilledIn(late.nodes.tokens, firsts, self._staging.device("input_ids"))]
+        if late.nodes.parents is not None:
             firsts = [*range(0, len(rows) * bucket.query_len, bucket.query_len)]
-            fill_in_drafts(late, parents, rows, firsts, self._staging.device("parents"))
+            parts.append(FilledIn(late.nodes.parents, firsts, self._staging.device("parents")))
+        fill_in_drafts(late, rows, *parts)
 
     def take_drawn(self, drawn: DrawnTokens, bucket: Bucket) -> None:
         """Enqueue, behind the copy, what replaces rows' only tokens by those on the device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -85,6 +85,7 @@ class HiddenStateStreams:
         self._projections: dict[bytes, Tensor] = {}  # by SHA-256
         self._copies: list[_Copy] = []
         self._on_host: list[FeatureRows] | None = None  # that `take` gets; None: nothing came
+        self._colocated: list[FeatureRows] = []  # that `take_colocated` gets
         self._seconds = 0.0  # spent on them
         self.due = False
         """Rows may be due that need no further step."""
@@ -193,17 +194,11 @@ class HiddenStateStreams:
         seconds, self._seconds = self._seconds, 0.0
         return FeatureBatch(tuple(rows), seconds)
 
-    def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
-        """Wait as `take`, and return those rows that `wants` accepts; `take` gets the others."""
+    def take_colocated(self) -> list[FeatureRows]:
+        """Wait as `take`, and return the rows of proposers on this thread, which it leaves."""
         self._finish_copies()
-        if self._on_host is None:
-            return []
-        taken: list[FeatureRows] = []
-        others: list[FeatureRows] = []
-        for rows in self._on_host:
-            (taken if wants(rows) else others).append(rows)
-        self._on_host = others
-        return taken
+        rows, self._colocated = self._colocated, []
+        return rows
 
     def _finish_copies(self) -> None:
         if not self._copies:
@@ -213,7 +208,9 @@ class HiddenStateStreams:
         rows = self._on_host = self._on_host or []
         for copy in copies:
             try:
-                rows += _on_host(copy)
+                for stream, each in _on_host(copy):
+                    colocated = stream.seq.drafting.proposer.colocated
+                    (self._colocated if colocated else rows).append(each)
             except Exception:
                 self._give_up([part for part, _ in copy.parts])
         self._seconds += time.perf_counter() - began
@@ -287,15 +284,13 @@ class HiddenStateStreams:
         return [table[p // size] * size + p % size for p in positions]
 
 
-def _on_host(copy: _Copy) -> list[FeatureRows]:
-    """Wait for a copy, and return its rows."""
+def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:
+    """Wait for a copy, and yield its rows."""
     if copy.done is not None:
         copy.done.synchronize()
     data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
-    rows: list[FeatureRows] = []
     for part, at in copy.parts:
         stream, size = part.stream, part.stream.row_bytes
         its_rows = data[at * size : (at + part.count) * size]
         session_id = stream.seq.session_id
-        rows.append(FeatureRows(session_id, stream.order, part.start, its_rows, part.of_prompt))
-    return rows
+        yield stream, FeatureRows(session_id, stream.order, part.start, its_rows, part.of_prompt)

@@ -16,7 +16,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from outrider.drafting.drafters import DraftInput, features_of
+from outrider.drafting.drafters import DraftInput, features_on
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.block_attention import BlockAttention
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
@@ -100,9 +100,8 @@ class DFlashHead(BlockHead):
     def run(
         self, rows: Sequence[DraftInput], backend: AttentionBackend, page_size: int
     ) -> Tensor | None:
-        features = torch.cat(features_of(rows))
         context = pack([row.slice for row in rows], page_size, self.device)
-        self._write_rows(features.to(self.device, non_blocking=True), context)
+        self._write_rows(features_on(self.device, rows), context)
         ready = [row for row in rows if row.wanted]
         if not ready:
             return None

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafting.drafters import DraftInput, features_of
+from outrider.drafting.drafters import DraftInput, features_on
 from outrider.drafting.graphs.batches import LoopBatches
 from outrider.drafting.hidden_states.checkpoints import Checkpoint
 from outrider.drafting.hidden_states.heads.base import HeadSetup
@@ -103,8 +103,7 @@ class PEagleHead(BlockHead):
             page_size,
             self.device,
         )
-        features = torch.cat(features_of(rows))
-        true = self._module.begin(features.to(self.device, non_blocking=True).to(self.dtype))
+        true = self._module.begin(features_on(self.device, rows).to(self.dtype))
         # Of each token its state among the true ones, or the mask's, which is the last.
         ends = accumulate(counts)
         places = [
@@ -112,7 +111,8 @@ class PEagleHead(BlockHead):
             for end, count, more in zip(ends, counts, num_slots, strict=True)
             for place in (*range(end - count, end), *[len(true)] * more)
         ]
-        states = torch.cat((true, self._mask_state))[torch.tensor(places).to(self.device)]
+        at = torch.tensor(places).to(self.device, non_blocking=True)
+        states = torch.cat((true, self._mask_state))[at]
         outputs = self._module.forward(batch.input_ids, states, backend(batch), 0)
         if len(outputs) != len(batch.logits_index):
             outputs = outputs.index_select(0, batch.logits_index)
