@@ -8,12 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.averages import Average
-from outrider.drafting.ahead.branches import NUM_RANKS, Branch, DraftedBranch, draft_branches
+from outrider.draft_tree import DraftTree
+from outrider.drafting.ahead.branches import NUM_RANKS, Branch, draft_branches
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.draft_model.session import DraftState
+from outrider.drafting.draft_model.trees import BranchedTrees
 from outrider.drafting.drafters import CATCH_UP, ForkBatch, ForkDrafter
-from outrider.drafting.proposer import LoopRun, Pace
+from outrider.drafting.proposer import LoopRun, Pace, SessionKey
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
@@ -61,11 +63,11 @@ class Brancher:
         num_tokens: int,
         others: Sequence[DraftState],
         pace: Pace,
-    ) -> list[DraftState]:
+    ) -> list[tuple[SessionKey, DraftTree]]:
         """Draft at most `num_tokens` after `rows`, which are left with lines and candidates.
 
-        `others` have their drafts. Those of them that got branches in the same batch are returned.
-        With these, drafts may be shorter.
+        `others` have their drafts. Those of them that got branches in the same batch are returned,
+        with their trees. With these, drafts may be shorter.
         """
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
@@ -74,17 +76,19 @@ class Brancher:
             branches, num_tokens = self._choose_joined(states, pace, len(rows), num_tokens)
         started = self._clock()
         joined = [(row, state.follower.sampling) for state, row in rows]
-        drafted, batch = self._run(states, branches, num_tokens, joined)
+        trees, batch = self._run(states, branches, num_tokens, joined)
         assert batch is not None
         seconds = self._clock() - started
-        self._ran(len(rows), len(drafted), num_tokens, seconds)
+        self._ran(len(rows), len(trees), num_tokens, seconds)
         self._draft_s.add_time(seconds)
         for i, (state, _) in enumerate(rows):
             state.ahead.begin(batch.row(i))
-        return [state for state in states if state.ahead.branches]
+        return trees.push(batch)
 
-    def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
-        """Draft branches for those of `states` that they are worth it for; return who got some."""
+    def branch(
+        self, states: Sequence[DraftState], pace: Pace
+    ) -> list[tuple[SessionKey, DraftTree]]:
+        """Draft branches for those of `states` that they are worth it for; return their trees."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
         if not branching:
@@ -97,10 +101,11 @@ class Brancher:
             self._use_spare_time()
             return []
         started = self._clock()
-        drafted, _ = self._run(branching, branches, num_tokens)
-        if drafted:
-            self._ran(0, len(drafted), num_tokens, self._clock() - started)
-        return [state for state in branching if state.ahead.branches]  # no pages: none
+        trees, batch = self._run(branching, branches, num_tokens)
+        if batch is None:  # no pages
+            return []
+        self._ran(0, len(trees), num_tokens, self._clock() - started)
+        return trees.push(batch)
 
     def _use_spare_time(self) -> None:
         """Do what commits would wait for otherwise."""
@@ -183,7 +188,7 @@ class Brancher:
         branches: Sequence[Branch],
         num_tokens: int,
         joined: Sequence[tuple[RowSlice, SamplingParams]] = (),
-    ) -> tuple[list[DraftedBranch], ForkBatch | None]:
+    ) -> tuple[BranchedTrees, ForkBatch | None]:
         drafted, batch = draft_branches(
             self._drafter,
             self._pool,
@@ -197,7 +202,9 @@ class Brancher:
             trunk, accepted, token = branch.branch
             states[trunk].ahead.branches[accepted, token] = branch
         self._growing = batch if drafted else None
-        self._outcomes.count()  # while the device drafts
+        # While the device drafts:
+        trees = BranchedTrees([state for state in states if state.ahead.branches], num_tokens)
+        self._outcomes.count()
         if batch is not None:
             batch.wait()
-        return drafted, batch
+        return trees, batch
