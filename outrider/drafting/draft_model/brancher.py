@@ -177,10 +177,10 @@ class Brancher:
         """Return the likeliest outcomes within a budget, the likeliest first."""
         trunks, chosen = plans.best(budget.branches)
         candidates = [s.ahead.forks.candidates for s in states if s.ahead.forks is not None]
-        firsts = np.array([0, *map(len, candidates)]).cumsum() * NUM_RANKS  # of the sessions
-        tokens = np.concatenate(candidates).take(firsts[trunks] + chosen)
-        accepted = chosen // NUM_RANKS
-        return list(map(Branch, trunks.tolist(), accepted.tolist(), tokens.tolist()))
+        return [
+            Branch(trunk, outcome // NUM_RANKS, candidates[trunk].item(outcome))
+            for trunk, outcome in zip(trunks.tolist(), chosen.tolist(), strict=True)
+        ]
 
     def _run(
         self,
