@@ -167,35 +167,39 @@ class ForkBatch:
 
     def row(self, row: int) -> ForkedGuess:
         """Return the guess of a row."""
-        return _guess(self.forks[row], self.confidences[row])
+        return _guess(self.forks, *self._told, row)
 
     def grown(self, row: int) -> ForkedGuess:
         """Return the guess of a row, longer by the best of the candidates after it."""
-        forks, confidences = self._grown
-        return _guess(forks[row], confidences[row])
+        return _guess(*self._grown, row)
 
     def grow(self) -> None:
         """Wait for the candidates after the guesses, and make what `grown` needs."""
         _ = self._grown
 
     @cached_property
-    def confidences(self) -> NDArray[np.uint8]:
-        """The confidences of all guesses: [rows, K]."""
-        return _confidences(self.forks)
+    def confidences(self) -> bytes:
+        """The confidences of all guesses, one row's after the other's."""
+        return confidences_of(self.forks.gaps[:, :, 1])
 
     @cached_property
-    def _grown(self) -> tuple[Forks, NDArray[np.uint8]]:
+    def _told(self) -> tuple[list[list[int]], bytes]:
+        return _tokens(self.forks), self.confidences
+
+    @cached_property
+    def _grown(self) -> tuple[Forks, list[list[int]], bytes]:
         forks = Forks.joined((self.forks, self.beyond), 1)
-        return forks, _confidences(forks)
+        return forks, _tokens(forks), confidences_of(forks.gaps[:, :, 1])
 
 
-def _guess(forks: Forks, confidences: NDArray[np.uint8]) -> ForkedGuess:
-    return ForkedGuess(forks.candidates[:, 0].tolist(), confidences.tobytes(), forks)
+def _tokens(forks: Forks) -> list[list[int]]:
+    tokens: list[list[int]] = forks.candidates[:, :, 0].tolist()
+    return tokens
 
 
-def _confidences(forks: Forks) -> NDArray[np.uint8]:
-    gaps = forks.gaps[:, :, 1]
-    return np.frombuffer(confidences_of(gaps), np.uint8).reshape(gaps.shape)
+def _guess(forks: Forks, tokens: list[list[int]], confidences: bytes, row: int) -> ForkedGuess:
+    size = len(tokens[row])
+    return ForkedGuess(tokens[row], confidences[row * size : (row + 1) * size], forks[row])
 
 
 class ForkDrafter(Protocol):

@@ -48,7 +48,8 @@ class Brancher:
         self._max_model_len = max_model_len
         self._clock = clock
         self._draft_s = Average()
-        self._rows_s = StepTimes()  # seconds of a forward by its rows
+        self._noted_s = StepTimes()
+        self._unnoted: list[tuple[int, float]] = []  # rows, and seconds of a forward
         self._loops: list[LoopRun] = []
         self._growing: ForkBatch | None = None  # the last batch, if it had branches
 
@@ -110,15 +111,28 @@ class Brancher:
     def _use_spare_time(self) -> None:
         """Do what commits would wait for otherwise."""
         self._outcomes.count()
+        self._note_times()
         growing, self._growing = self._growing, None
         if growing is not None:
             growing.grow()
 
     def _ran(self, num_drafts: int, num_branches: int, num_tokens: int, seconds: float) -> None:
         num_rows = num_drafts + num_branches
-        self._rows_s.observe(num_rows, seconds / num_tokens)
+        self._unnoted.append((num_rows, seconds / num_tokens))
         captured = self._drafter.captured_rows(num_rows)
         self._loops.append(LoopRun(num_drafts, num_branches, captured, num_tokens, seconds))
+
+    @property
+    def _rows_s(self) -> StepTimes:
+        """Seconds of a forward by its rows."""
+        self._note_times()
+        return self._noted_s
+
+    def _note_times(self) -> None:
+        """Note what loops took. Blocks are sent before, for which somebody may wait."""
+        for num_rows, seconds in self._unnoted:
+            self._noted_s.observe(num_rows, seconds)
+        self._unnoted.clear()
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
         room = self._max_model_len - num_tokens

@@ -49,8 +49,10 @@ class BranchedTrees:
 
     def push(self, batch: ForkBatch) -> list[tuple[SessionKey, DraftTree]]:
         """Return the trees with what the batch drafted, which the scorer is about to hold."""
-        self._tokens[self._drafted] = batch.forks.candidates[self._rows, :, 0]
-        self._told[self._drafted] = batch.confidences[self._rows]
+        drafted = batch.forks.candidates[:, :, 0]
+        confidences = np.frombuffer(batch.confidences, np.uint8).reshape(drafted.shape)
+        self._tokens[self._drafted] = drafted[self._rows]
+        self._told[self._drafted] = confidences[self._rows]
         tokens, told, end = self._tokens.tolist(), self._told.tobytes(), 0
         pushed: list[tuple[SessionKey, DraftTree]] = []
         for state, parents in self._trees:
