@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceNodes
-from outrider.drafting.confidence import by_row, confidences_of
+from outrider.drafting.confidence import confidences_of
 from outrider.engine.batch import RowSlice
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.params import SamplingParams
@@ -177,43 +177,39 @@ class ForkBatch:
 
     def row(self, row: int) -> ForkedGuess:
         """Return the guess of a row."""
-        return ForkedGuess(self.guesses[row], self.confidences[row], self.forks[row])
+        return _guess(self.forks, *self._told, row)
 
     def grown(self, row: int) -> ForkedGuess:
         """Return the guess of a row, longer by the best of the candidates after it."""
-        guesses, confidences, forks = self._grown
-        return ForkedGuess(guesses[row], confidences[row], forks[row])
+        return _guess(*self._grown, row)
 
     def grow(self) -> None:
-        """Wait for the candidates after the guesses, and make what `grown` returns."""
+        """Wait for the candidates after the guesses, and make what `grown` needs."""
         _ = self._grown
 
     @cached_property
-    def _grown(self) -> tuple[list[list[int]], list[bytes], Forks]:
-        """Guesses with the best of the candidates beyond, their confidences, and all forks."""
+    def confidences(self) -> bytes:
+        """The confidences of all guesses, one row's after the other's."""
+        return confidences_of(self.forks.gaps[:, :, 1])
+
+    @cached_property
+    def _told(self) -> tuple[list[list[int]], bytes]:
+        return _tokens(self.forks), self.confidences
+
+    @cached_property
+    def _grown(self) -> tuple[Forks, list[list[int]], bytes]:
         forks = Forks.joined((self.forks, self.beyond), 1)
-        return *_guesses(forks), forks
-
-    @cached_property
-    def guesses(self) -> list[list[int]]:
-        """The guesses of all rows."""
-        return self._told[0]
-
-    @cached_property
-    def confidences(self) -> list[bytes]:
-        """The confidences of all guesses."""
-        return self._told[1]
-
-    @cached_property
-    def _told(self) -> tuple[list[list[int]], list[bytes]]:
-        return _guesses(self.forks)
+        return forks, _tokens(forks), confidences_of(forks.gaps[:, :, 1])
 
 
-def _guesses(forks: Forks) -> tuple[list[list[int]], list[bytes]]:
-    """Return the guesses of all rows, and their confidences."""
-    guesses: list[list[int]] = forks.candidates[:, :, 0].tolist()
-    count, size, _ = forks.gaps.shape
-    return guesses, by_row(confidences_of(forks.gaps[:, :, 1]), [size] * count)
+def _tokens(forks: Forks) -> list[list[int]]:
+    tokens: list[list[int]] = forks.candidates[:, :, 0].tolist()
+    return tokens
+
+
+def _guess(forks: Forks, tokens: list[list[int]], confidences: bytes, row: int) -> ForkedGuess:
+    size = len(tokens[row])
+    return ForkedGuess(tokens[row], confidences[row * size : (row + 1) * size], forks[row])
 
 
 class ForkDrafter(Protocol):

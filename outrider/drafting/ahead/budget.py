@@ -53,11 +53,8 @@ class Plans:
 
         Of equally likely ones the first session's come first.
         """
-        chances = self.chances[:, :count]
-        sessions, columns = chances.nonzero()
-        order = (-chances[sessions, columns]).argsort(kind="stable")
-        sessions = sessions[order]
-        return sessions, self.outcomes[sessions, columns[order]]
+        sessions, outcomes = _best(self.chances, self.outcomes, count)
+        return sessions, outcomes
 
 
 class Budget(NamedTuple):
@@ -144,6 +141,24 @@ def _plan(
         if last < end:
             _enter(best, outcomes, i, goes_on, end * num_ranks)
         first += sizes[i]
+
+
+@compiled
+def _best(chances: Floats, outcomes: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return what `Plans.best` does."""
+    num_sessions, count = len(chances), min(count, chances.shape[1])
+    kept = np.empty(num_sessions * count)
+    sessions = np.empty(len(kept), np.int64)
+    chosen = np.empty(len(kept), np.int64)
+    n = 0
+    for session in range(num_sessions):
+        for i in range(count):
+            if chances[session, i] > 0.0:
+                kept[n] = -chances[session, i]
+                sessions[n], chosen[n] = session, outcomes[session, i]
+                n += 1
+    order = kept[:n].argsort(kind="mergesort")
+    return sessions[order], chosen[order]
 
 
 @compiled

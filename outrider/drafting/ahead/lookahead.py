@@ -45,42 +45,38 @@ class Lookahead:
         If all are, the line goes on after them: along the branch that came true, or, where the
         line itself did, along the branch that continues it. Else nothing is left.
         """
-        count, branches, guess = len(fresh), self.branches, self.guess
-        last = count - 1
-        if branches and fresh[:last] == guess[:last]:
-            chosen = branches.pop((last, fresh[last]), None)
-            if chosen is not None:  # as nearly always: a branch's token differs from the line's
-                self.branches = {}
-                drop(pool, branches.values())
-                adopt(pool, block_table, chosen)
-                self.begin(chosen.batch.grown(chosen.row))
-                return count
-        num_fed = self.num_fed
-        known = min(common_prefix_len(fresh, guess), num_fed)
+        branches, guess, last = self.branches, self.guess, len(fresh) - 1
+        if branches and fresh[:last] == guess[:last] and (last, fresh[last]) in branches:
+            known = last  # as nearly always: a branch's token differs from the line's
+        else:
+            known = min(common_prefix_len(fresh, guess), self.num_fed)
+        within = known > last
         if branches:
-            token = fresh[known] if known < count else guess[-1]
-            chosen = branches.pop((known if known < count else num_fed, token), None)
             self.branches = {}
+            chosen = branches.pop(
+                (len(guess) - 1, guess[-1]) if within else (known, fresh[known]), None
+            )
             drop(pool, branches.values())
             if chosen is not None:
-                return self._take(pool, block_table, fresh, chosen)
-        if known < count:
-            self._clear()
-        else:
+                adopt(pool, block_table, chosen)
+                grown = chosen.batch.grown(chosen.row)
+                if not within:
+                    self.begin(grown)
+                    rest = fresh[known + 1 :]
+                    return known + 1 + (self.follow(pool, block_table, rest) if rest else 0)
+                self._continue(grown)
+        if within:
             self._cut(known)
+        else:
+            self._clear()
         return known
 
-    def _take(
-        self, pool: BlockPool, block_table: array[int], fresh: Sequence[int], chosen: DraftedBranch
-    ) -> int:
-        """Follow the branch that `fresh` takes, as `follow` does."""
-        adopt(pool, block_table, chosen)
-        place, grown = chosen.branch.accepted + 1, chosen.batch.grown(chosen.row)
+    def _continue(self, grown: ForkedGuess) -> None:
+        """Make the guess longer by that of a branch."""
         assert self.forks is not None
-        self.guess = [*self.guess[: place - 1], chosen.branch.token, *grown.tokens]
-        self.forks = Forks.joined([self.forks[:place], grown.forks])
-        self.confidences = self.confidences[:place] + grown.confidences
-        return self.follow(pool, block_table, fresh)
+        self.guess = self.guess + grown.tokens
+        self.forks = Forks.joined([self.forks, grown.forks])
+        self.confidences += grown.confidences
 
     def _cut(self, known: int) -> None:
         """Leave out the first guesses, which came true."""

@@ -8,12 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.averages import Average
-from outrider.drafting.ahead.branches import NUM_RANKS, Branch, DraftedBranch, draft_branches
+from outrider.draft_tree import DraftTree
+from outrider.drafting.ahead.branches import NUM_RANKS, Branch, draft_branches
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
 from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.draft_model.session import DraftState
+from outrider.drafting.draft_model.trees import BranchedTrees
 from outrider.drafting.drafters import CATCH_UP, ForkBatch, ForkDrafter
-from outrider.drafting.proposer import LoopRun, Pace
+from outrider.drafting.proposer import LoopRun, Pace, SessionKey
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import SamplingParams
@@ -46,7 +48,8 @@ class Brancher:
         self._max_model_len = max_model_len
         self._clock = clock
         self._draft_s = Average()
-        self._rows_s = StepTimes()  # seconds of a forward by its rows
+        self._noted_s = StepTimes()
+        self._unnoted: list[tuple[int, float]] = []  # rows, and seconds of a forward
         self._loops: list[LoopRun] = []
         self._growing: ForkBatch | None = None  # the last batch, if it had branches
 
@@ -61,11 +64,11 @@ class Brancher:
         num_tokens: int,
         others: Sequence[DraftState],
         pace: Pace,
-    ) -> list[DraftState]:
+    ) -> list[tuple[SessionKey, DraftTree]]:
         """Draft at most `num_tokens` after `rows`, which are left with lines and candidates.
 
-        `others` have their drafts. Those of them that got branches in the same batch are returned.
-        With these, drafts may be shorter.
+        `others` have their drafts. Those of them that got branches in the same batch are returned,
+        with their trees. With these, drafts may be shorter.
         """
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
@@ -74,17 +77,19 @@ class Brancher:
             branches, num_tokens = self._choose_joined(states, pace, len(rows), num_tokens)
         started = self._clock()
         joined = [(row, state.follower.sampling) for state, row in rows]
-        drafted, batch = self._run(states, branches, num_tokens, joined)
+        trees, batch = self._run(states, branches, num_tokens, joined)
         assert batch is not None
         seconds = self._clock() - started
-        self._ran(len(rows), len(drafted), num_tokens, seconds)
+        self._ran(len(rows), len(trees), num_tokens, seconds)
         self._draft_s.add_time(seconds)
         for i, (state, _) in enumerate(rows):
             state.ahead.begin(batch.row(i))
-        return [state for state in states if state.ahead.branches]
+        return trees.push(batch)
 
-    def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
-        """Draft branches for those of `states` that they are worth it for; return who got some."""
+    def branch(
+        self, states: Sequence[DraftState], pace: Pace
+    ) -> list[tuple[SessionKey, DraftTree]]:
+        """Draft branches for those of `states` that they are worth it for; return their trees."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
         if not branching:
@@ -97,23 +102,37 @@ class Brancher:
             self._use_spare_time()
             return []
         started = self._clock()
-        drafted, _ = self._run(branching, branches, num_tokens)
-        if drafted:
-            self._ran(0, len(drafted), num_tokens, self._clock() - started)
-        return [state for state in branching if state.ahead.branches]  # no pages: none
+        trees, batch = self._run(branching, branches, num_tokens)
+        if batch is None:  # no pages
+            return []
+        self._ran(0, len(trees), num_tokens, self._clock() - started)
+        return trees.push(batch)
 
     def _use_spare_time(self) -> None:
         """Do what commits would wait for otherwise."""
         self._outcomes.count()
+        self._note_times()
         growing, self._growing = self._growing, None
         if growing is not None:
             growing.grow()
 
     def _ran(self, num_drafts: int, num_branches: int, num_tokens: int, seconds: float) -> None:
         num_rows = num_drafts + num_branches
-        self._rows_s.observe(num_rows, seconds / num_tokens)
+        self._unnoted.append((num_rows, seconds / num_tokens))
         captured = self._drafter.captured_rows(num_rows)
         self._loops.append(LoopRun(num_drafts, num_branches, captured, num_tokens, seconds))
+
+    @property
+    def _rows_s(self) -> StepTimes:
+        """Seconds of a forward by its rows."""
+        self._note_times()
+        return self._noted_s
+
+    def _note_times(self) -> None:
+        """Note what loops took. Blocks are sent before, for which somebody may wait."""
+        for num_rows, seconds in self._unnoted:
+            self._noted_s.observe(num_rows, seconds)
+        self._unnoted.clear()
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
         room = self._max_model_len - num_tokens
@@ -172,10 +191,10 @@ class Brancher:
         """Return the likeliest outcomes within a budget, the likeliest first."""
         trunks, chosen = plans.best(budget.branches)
         candidates = [s.ahead.forks.candidates for s in states if s.ahead.forks is not None]
-        firsts = np.array([0, *map(len, candidates)]).cumsum() * NUM_RANKS  # of the sessions
-        tokens = np.concatenate(candidates).take(firsts[trunks] + chosen)
-        accepted = chosen // NUM_RANKS
-        return list(map(Branch, trunks.tolist(), accepted.tolist(), tokens.tolist()))
+        return [
+            Branch(trunk, outcome // NUM_RANKS, candidates[trunk].item(outcome))
+            for trunk, outcome in zip(trunks.tolist(), chosen.tolist(), strict=True)
+        ]
 
     def _run(
         self,
@@ -183,7 +202,7 @@ class Brancher:
         branches: Sequence[Branch],
         num_tokens: int,
         joined: Sequence[tuple[RowSlice, SamplingParams]] = (),
-    ) -> tuple[list[DraftedBranch], ForkBatch | None]:
+    ) -> tuple[BranchedTrees, ForkBatch | None]:
         drafted, batch = draft_branches(
             self._drafter,
             self._pool,
@@ -197,7 +216,9 @@ class Brancher:
             trunk, accepted, token = branch.branch
             states[trunk].ahead.branches[accepted, token] = branch
         self._growing = batch if drafted else None
-        self._outcomes.count()  # while the device drafts
+        # While the device drafts:
+        trees = BranchedTrees([state for state in states if state.ahead.branches], num_tokens)
+        self._outcomes.count()
         if batch is not None:
             batch.wait()
-        return drafted, batch
+        return trees, batch

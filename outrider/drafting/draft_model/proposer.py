@@ -145,10 +145,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
             return DraftRound()
         started = self._clock()
         states = [self._sessions[session] for session in sessions if session in self._sessions]
-        branched = self._brancher.branch(states, pace)
-        if not branched:
+        trees = self._brancher.branch(states, pace)
+        if not trees:
             self._publish()
-        trees = [(state.key, state.push_tree()) for state in branched]
         loops = self._brancher.take_loops()
         return DraftRound(trees=trees, forward_s=self._clock() - started, loops=loops)
 
@@ -194,8 +193,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
             assert self._brancher is not None
             at_hand = [self._sessions[session] for session in done.at_hand]
             pairs = [(row.state, row.slice()) for row in forked]
-            branched = self._brancher.draft(pairs, forked[0].num_forked, at_hand, pace)
-            done.trees.extend([(state.key, state.push_tree()) for state in branched])
+            trees = self._brancher.draft(pairs, forked[0].num_forked, at_hand, pace)
+            done.trees.extend(trees)
             done.loops.extend(self._brancher.take_loops())
         chains = [
             (row.state.ahead.guess[: row.wanted], row.state.ahead.confidences[: row.wanted])

@@ -141,23 +141,6 @@ class DraftState(PageCache):
         self.follower.push(draft)
         return draft
 
-    def push_tree(self) -> DraftTree:
-        """Return the draft with its branches, which the scorer is about to hold."""
-        guess, told = self.ahead.guess, [self.ahead.confidences]
-        last, length = guess[-1], len(guess)
-        branches: list[tuple[int, list[int]]] = []
-        for (accepted, token), (_, _, _, batch, row) in self.ahead.branches.items():
-            tokens = batch.guesses[row]
-            if token == last and accepted == length - 1:
-                branches.append((length, tokens))
-            else:
-                branches.append((accepted, [token, *tokens]))
-                told.append(b"\0")  # a branch's own token is none of a draft
-            told.append(batch.confidences[row])
-        tree = DraftTree.branched(len(self.follower.tokens), guess, branches, b"".join(told))
-        self.follower.push(tree)
-        return tree
-
     def drop(self, pool: BlockPool) -> None:
         """Give up all that is held beside the text."""
         self.ahead.drop(pool)

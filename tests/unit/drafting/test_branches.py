@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.branches import (
     Branch,
     DraftedBranch,
@@ -167,7 +168,8 @@ def check_rounds(bench: Bench) -> None:
             text = bench.text(each.branch)
             session = bench.sessions[each.branch.trunk]
             batch, grown = each.batch, each.batch.grown(each.row)
-            *tokens, end = guess = batch.guesses[each.row]
+            guess, told_before, _ = batch.row(each.row)
+            *tokens, end = guess
             assert tokens == bench.from_scratch(text, session.sampling)
             assert batch.forks.candidates[each.row, :, 0].tolist() == guess
             assert end == bench.from_scratch(text + tokens, session.sampling)[0]
@@ -176,13 +178,13 @@ def check_rounds(bench: Bench) -> None:
             assert grown.forks.candidates[:, 0].tolist() == grown.tokens
             told = confidences_of(grown.forks.gaps[:, 1])
             assert grown.confidences == told
-            assert batch.confidences[each.row] == told[:-1]
+            assert told_before == told[:-1]
         for i, session in enumerate(bench.sessions):
             mine = [each for each in drafted if each.branch.trunk == i]
             if mine:
                 true = rng.choice(mine)
                 session.tokens = bench.text(true.branch)
-                session.chain = true.batch.guesses[true.row][:-1]
+                session.chain = true.batch.row(true.row).tokens[:-1]
                 session.candidates = true.batch.forks.candidates[true.row].tolist()
                 adopt(bench.pool, session.table, true)
                 mine.remove(true)
@@ -259,3 +261,26 @@ def test_draft_model_waits_for_candidates_in_spare_time() -> None:
     assert (waited := clock.now) > launched, "the device was busy with the candidates"
     proposer.commit(1, 3, tree.first_path(5), 4)
     assert clock.now == waited, "the commit need not wait for them"
+
+
+def test_trees_hold_guesses_with_their_branches() -> None:
+    proposer, _ = draft_model()
+    sampling = SamplingParams(temperature=1.0)
+    for key in (1, 2):
+        start = SessionStart((5, 6, key), sampling, num_draft_tokens=4, max_len=100)
+        proposer.open(key, start)
+    proposer.draft([1, 2])
+    trees = dict(proposer.ahead([1, 2], Pace(step_s=0.01)).trees)
+    for key, state in proposer._sessions.items():
+        guess, branches = state.ahead.guess, []
+        assert len(state.ahead.branches) > 1
+        told = state.ahead.confidences
+        for (accepted, token), (*_, batch, row) in state.ahead.branches.items():
+            tokens, confidences, _ = batch.row(row)
+            if (accepted, token) == (len(guess) - 1, guess[-1]):
+                branches.append((len(guess), tokens))
+            else:
+                branches.append((accepted, [token, *tokens]))
+                told += b"\0"
+            told += confidences
+        assert trees[key] == DraftTree.branched(3, guess, branches, told)
