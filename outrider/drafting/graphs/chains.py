@@ -64,7 +64,7 @@ def draft_chains(
     draw = _choose_of_two if with_confidences else _choose
     with torch.inference_mode():
         if not rows[0].wanted:
-            feed(model, rows)
+            feed(model, rows)[-1:, :1].tolist()  # a wait: the device's time belongs to this round
             return []
         batches = eager_batches(rows, model, lead=lead)
         drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(draw, rows))
@@ -120,11 +120,9 @@ def draft_forks(model: DraftForward, rows: FedRows, num_tokens: int, fanout: int
         return Forks(candidates.numpy(), torch.stack(gaps, dim=1).cpu().numpy())
 
 
-def feed(model: DraftForward, rows: Sequence[DraftInput]) -> None:
-    """Feed rows and wait for the device, because its time belongs to this round."""
-    batch = pack([row.slice for row in rows], model.page_size, model.device)
-    logits = model.forward(batch)
-    logits[-1:, :1].tolist()
+def feed(model: DraftForward, rows: Sequence[DraftInput]) -> Tensor:
+    """Feed rows that want no draft; return their logits, which the device may still compute."""
+    return model.forward(pack([row.slice for row in rows], model.page_size, model.device))
 
 
 def _choose(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:

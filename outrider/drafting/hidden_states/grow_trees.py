@@ -16,7 +16,6 @@ from torch import Tensor
 from outrider.drafting.confidence import by_row, confidences_of_log_probs
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches, eager_batches
-from outrider.drafting.graphs.chains import feed
 from outrider.drafting.hidden_states.forward import LEAD, HeadForward
 from outrider.drafting.hidden_states.trees import Guess, TargetDraws
 from outrider.engine.tree_mask import MAX_TREE_NODES
@@ -35,7 +34,7 @@ def max_fed_nodes(num_nodes: int, width: int, *, captured: bool = False) -> int:
 
 
 def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) -> list[Guess]:
-    """Feed rows, most nodes wanted first, and draft a tree for each that wants one.
+    """Feed rows, most nodes wanted first, and draft a tree for each that wants one, as one does.
 
     At most `width` nodes of a level get children, `width` each. A node whose children cannot be
     among the best gets none: where the module is sure, a tree costs what a chain does. Page tables
@@ -43,9 +42,6 @@ def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) ->
     its own number, so that its tree does not depend on those beside it.
     """
     with torch.inference_mode():
-        if not rows[0].wanted:
-            feed(forward, rows)
-            return []
         wanted = [row.wanted for row in rows if row.wanted]
         width = min(width, wanted[0])
         num_fed = max_fed_nodes(wanted[0], width)

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.drafters import DraftInput, features_on
-from outrider.drafting.graphs.chains import chain_loop, draft_chains, sample_chains
+from outrider.drafting.graphs.chains import chain_loop, draft_chains, feed, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import read_chains
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
@@ -48,6 +48,10 @@ class RecurrentDrafter(CachedDrafter):
 
     def _eager(self, rows: Sequence[DraftInput]) -> list[Guess]:
         forward, width = self._forward(rows), self.limits.tree_width
+        if not rows[0].wanted:  # without a wait: the engine's step may be in flight
+            with torch.inference_mode():
+                feed(forward, rows)
+            return []
         if width > 1 and rows[0].mask is None:
             return draft_trees(forward, rows, width)
         chains = draft_chains(forward, rows, LEAD, with_confidences=True)
