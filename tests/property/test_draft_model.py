@@ -489,6 +489,35 @@ def test_draft_model_without_pages_for_branches_sends_no_draft_again(
     proposer.check_invariants()
 
 
+@pytest.mark.parametrize(("newcomer", "length", "num_trees"), [(20, 2, 1), (36, 4, 0)])
+def test_draft_model_without_pages_for_branches_shortens_no_draft(
+    newcomer: int, length: int, num_trees: int
+) -> None:
+    model = HashModel(num_pages=16)
+    proposer = DraftModelProposer(
+        model,
+        name="hash",
+        limits=ProposerLimits(max_branches=1),
+        fork_drafter=EagerForks(model),
+        clock=partial(next, count(0.0, 1e-3)),
+    )
+    for session in (1, 2):
+        proposer.open(session, SessionStart([session] * 8, GREEDY, 4, 60))
+    assert len(proposer.draft([1, 2]).drafts) == 2
+    [(_, tree), _] = proposer.ahead([1, 2], Pace(step_s=0.1)).trees
+    branch = path_to(tree, len(tree.token_ids) - 1)
+    proposer.commit(1, 8, branch[:1], 4)
+    proposer.commit(2, 8, [31], 4)  # neither drafted nor the token of a branch
+    proposer.open(3, SessionStart([3] * newcomer, GREEDY, 4, 60))
+    assert not proposer.draft([3]).lost
+    with patch.object(Brancher, "_awaited", False):
+        done = proposer.draft([1, 2], Pace(step_s=0.001))
+    assert done.at_hand == [1]
+    assert [len(draft.token_ids) for _, draft in done.drafts] == [length]
+    assert len(done.trees) == num_trees
+    proposer.check_invariants()
+
+
 def test_draft_model_newcomer_without_room_is_lost_unfed() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=2))

@@ -71,7 +71,9 @@ class Brancher:
         with their trees. With these, drafts may be shorter.
         """
         longest = max([state.follower.wanted for state in others], default=0)
-        states = self._branching(others, num_tokens) if longest <= num_tokens else []
+        num_pages = -(-num_tokens // self._drafter.page_size) + 1  # of a branch, at most
+        joins = longest <= num_tokens and num_pages <= self._pool.num_free
+        states = self._branching(others, num_tokens) if joins else []
         branches: list[Branch] = []
         if states and max([len(row.token_ids) for _, row in rows]) <= CATCH_UP:
             branches, num_tokens = self._choose_joined(states, pace, len(rows), num_tokens)
