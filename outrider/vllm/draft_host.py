@@ -33,6 +33,7 @@ from outrider.types import (
 )
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
 from outrider.vllm.branch_table import BranchTable
+from outrider.vllm.branches import Branches
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
@@ -40,7 +41,6 @@ from outrider.vllm.waiting import Lockstep
 
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
-_GLANCE_S: Final = 1e-4  # between two looks at whether a step has ended
 _log = logging.getLogger(__name__)
 
 
@@ -94,7 +94,7 @@ class DraftHost(Inbox):
         self._by_session: dict[int, HostedRow] = {}
         self._last_session = 0
         self._accounting = Accounting(self.tracker, clock)
-        self._foreseen: dict[HostedRow, int] = {}  # places of rows in the table of branches
+        self._branches = Branches(policy, num_speculative_tokens, self._take_messages)
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
 
@@ -245,10 +245,8 @@ class DraftHost(Inbox):
             return False
         running = self._accounting.step.running.tokens
         rows = [self._rows[name] for name in places if name in running and name in self._rows]
-        going_on = [row for row in rows if not row.ended and _room(row) > 1]
-        self._foreseen = {row: places[row.name] for row in going_on}
-        for row in self._foreseen:
-            self._write_branches(row, table)
+        going_on = [row for row in rows if not row.ended and row.room > 1]
+        self._branches.write({row: places[row.name] for row in going_on}, table)
         return True
 
     def await_branches(self, table: BranchTable, known: Callable[[], bool]) -> bool:
@@ -256,41 +254,11 @@ class DraftHost(Inbox):
 
         False if `known` says first that the host can read how the running step ended.
         """
-        late = self._worth_waiting(table)
-        while any(row.drafting.runs_ahead for row in late):
-            if changed := self._take_messages(_GLANCE_S):
-                for row in changed:
-                    self._write_branches(row, table)
-                late = self._worth_waiting(table)
-            if late and known():
-                return False
-        return not late  # drafts on demand come after the result
-
-    def _worth_waiting(self, table: BranchTable) -> list[HostedRow]:
-        """Return rows without branches if these are worth waiting for when the step has ended."""
-        late: list[HostedRow] = []
-        others: list[HostedRow] = []
-        for row, place in self._foreseen.items():
-            lacks = row.drafting.waits and not table.has_branches(place)
-            (late if lacks else others).append(row)
-        num_prefilling = self._accounting.step.num_prefilling
-        gains = late and self._policy.may_gain_by_waiting(late, others, num_prefilling)
-        return late if gains else []
-
-    def _write_branches(self, row: HostedRow, table: BranchTable) -> None:
-        draft, place = row.draft, self._foreseen.get(row)
-        if draft is None or place is None or row.stale:
-            return
-        room, most = _room(row), min(row.drafting.num_draft_tokens, self._k)
-        for emitted, node in draft.outcomes(row.num_verified, row.draft_node):
-            if path := draft.first_path(min(most, room - emitted), node):
-                table.write(place, emitted, draft.token_ids[node], path)
+        return self._branches.wait(table, known, self._accounting.step.num_prefilling)
 
     def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:
         """Write the drafts that come until it is `known` how the running step ended."""
-        while not known():
-            for row in self._take_messages(_GLANCE_S):
-                self._write_branches(row, table)
+        self._branches.add(table, known)
 
     def chosen(self, lengths: Mapping[str, int]) -> None:
         """Note how many draft tokens the device chose for the rows of the last commit."""
@@ -333,7 +301,7 @@ class DraftHost(Inbox):
             self._take_messages(ready.wake_at - now)
 
     def _draft(self, row: HostedRow, draft: DraftTree) -> list[int]:
-        most = min(row.drafting.num_draft_tokens, self._k, _room(row))
+        most = min(row.drafting.num_draft_tokens, self._k, row.room)
         return list(draft.first_path(most, row.draft_node))
 
     def _cut(self, drafts: dict[str, list[int]]) -> None:
@@ -430,8 +398,3 @@ class DraftHost(Inbox):
                     arrived(row, block, row.take_block(block.tree, block.method))
             changed.append(row)
         return changed
-
-
-def _room(row: HostedRow) -> int:
-    """Return how many tokens of a row may be drafted; the last one needs no draft."""
-    return row.max_len - len(row.token_ids) - 1

@@ -38,6 +38,11 @@ class HostedRow(DraftedRow):
         self.block_table: Sequence[int] = ()
 
     @property
+    def room(self) -> int:
+        """Return how many tokens may be drafted; the last one of a text needs no draft."""
+        return self.max_len - len(self.token_ids) - 1
+
+    @property
     def nodes(self) -> DraftNodes:
         """The chosen draft tokens; without confidences under rules that look at them."""
         if self.draft is None or not self.coupled:
