@@ -86,7 +86,7 @@ class BranchTable:
         found, slots = fits.int().max(dim=1)
         drafts = torch.take_along_dim(table, slots[:, None, None], dim=1)[:, 0, 2 : 2 + self._k]
         drafts = torch.where(found.bool()[:, None], drafts, -1)
-        self._chosen[:num_rows].copy_(drafts, non_blocking=True)
+        self._chosen[:num_rows].copy_(drafts, non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record()
         return drafts.flatten()[placed[num_rows:]]
