@@ -162,8 +162,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _plan(self, request: generation_pb2.GenerateRequest) -> Plan:
         """Return the prompt's tokens, and what they say of the answer."""
         intake, constraint = self._generator.intake, constraint_from_proto(request.constraint)
-        if request.HasField("chat"):
-            return await plan_chat(chat_from_proto(request.chat, constraint), self._generator)
         plan = Plan(constraint, "")
         if request.suffix:
             require(request.HasField("text"), "suffix", "left out where the prompt is no text")
@@ -171,6 +169,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             require(not asked, "suffix", "left out where the prompt's logprobs are asked for")
             token_ids, ends = await intake.encode_infill(request.text, request.suffix, "text")
             return replace(plan, token_ids=token_ids, ends=ends)
+        if request.HasField("chat"):
+            return await plan_chat(chat_from_proto(request.chat, constraint), self._generator)
         if request.HasField("tokens"):
             return replace(plan, token_ids=list(request.tokens.token_ids))
         return replace(plan, token_ids=await intake.encode(request.text, "text"))

@@ -62,7 +62,8 @@ def rates(text: str) -> tuple[float, ...]:
 
 def whole(text: str, low: int, high: int = _MOST) -> int:
     """Raise `ArgumentTypeError` for what is no whole number within these bounds."""
-    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+    is_number = text.isascii() and text.isdigit() and len(text) < 1000  # what `int` reads
+    if not (is_number and low <= int(text) <= high):
         bounds = f"of at least {low}, at most {high}" if high == _MOST else f"from {low} to {high}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
     return int(text)

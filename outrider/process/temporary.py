@@ -44,10 +44,11 @@ def run_folder(parent: str) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent)
     try:
         with _opened(folder) as lock:
-            with contextlib.suppress(OSError):  # NFS locks no folders; then none is deleted, either
+            with contextlib.suppress(OSError):  # not locked, as on NFS, it keeps a name to be left
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            unnamed, folder = folder, f"{parent}/{Path(folder).name.removeprefix('.')}"
-            os.rename(unnamed, folder)
+                named = f"{parent}/{Path(folder).name.removeprefix('.')}"
+                os.rename(folder, named)
+                folder = named
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

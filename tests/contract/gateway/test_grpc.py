@@ -393,6 +393,7 @@ async def test_suffix_goes_with_a_text_and_a_tokenizer_that_knows_it() -> None:
             {"text": "a"},
             {"tokens": generation_pb2.TokenPrompt(token_ids=[1])},
             {"text": "a", "prompt_logprobs": 1},
+            {"chat": generation_pb2.ChatPrompt(messages=[{"role": "user", "content": "x"}])},
         ):
             request = generation_pb2.GenerateRequest(suffix="b", **fields)  # type: ignore[arg-type]
             code, error = await refusal(gateway, request)

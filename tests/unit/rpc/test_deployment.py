@@ -94,6 +94,7 @@ def test_proposer_max_sessions_beyond_the_protocol_is_refused(
         ("--metrics-port", "-5", "'-5' is not a port"),
         ("--max-model-len", "2", "'2' is not a whole number of at least 3"),
         ("--max-num-seqs", "many", "'many' is not a whole number"),
+        ("--max-num-seqs", "9" * 5000, "'9+' is not a whole number"),
         ("--num-speculative-tokens", "129", "'129' is not a whole number from 0 to 128"),
         ("--gpu-memory-utilization", "all", "'all' is not a number above 0"),
     ],

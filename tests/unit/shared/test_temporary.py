@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -81,3 +84,21 @@ def test_run_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_is_n
         finally:
             living.kill()
             killed.kill()
+
+
+def test_run_folder_that_cannot_be_locked_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, or where the system has no lock left."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        held = run_folder(str(tmp_path))
+        folder = Path(held.__enter__())
+    with run_folder(str(tmp_path)) as other:
+        assert set(tmp_path.iterdir()) == {folder, Path(other)}
+    held.__exit__(None, None, None)
+    assert not list(tmp_path.iterdir())
