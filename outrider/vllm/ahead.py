@@ -32,7 +32,7 @@ Known = Callable[[], bool]
 
 
 class DraftSide(Protocol):
-    """What decides on drafts, and follows the steps. No call raises."""
+    """Decides on drafts, and follows the steps. No call raises."""
 
     def awaited(self) -> None:
         """Take in what came while the last step ran."""
@@ -91,10 +91,9 @@ class StepsAhead:
         self._runner, self._side = runner, side
         self._last: _Launched | None = None
         self._table = BranchTable(max_num_seqs, num_draft_tokens, runner.device)
-        self._room: list[int] = []  # of each row of the step for draft tokens
+        self._room: dict[str, int] = {}  # for draft tokens, by row of the step
         self._draftable = False  # the rows may have drafts
         self._chooses = False  # the device chooses the drafts, if the result does not come first
-        self._decided = True  # who chooses
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
@@ -138,8 +137,9 @@ class StepsAhead:
         The model's inputs may be embeddings of them.
         """
         runner, verified = self._runner, self._verified
-        names = list(runner.input_batch.req_ids)
-        self._room = room = [0] * len(names) if verified is None else verified.num_draft_tokens
+        names = runner.input_batch.req_ids
+        room = [0] * len(names) if verified is None else verified.num_draft_tokens
+        self._room = dict(zip(names, room, strict=True))
         self._side.awaited()
         # A grammar that is not asked about the drafts would let any follow the first.
         unchecked = (
@@ -147,50 +147,57 @@ class StepsAhead:
             and not scheduler_output.pending_structured_output_tokens
         )
         self._draftable = any(room) and not unchecked
-        self._chooses, self._decided = self._draftable and self._choose(names), False
-        if runner.supports_mm_inputs or runner.enable_prompt_embeds:
+        self._chooses = self._draftable and self._choose()
+        if self._embeds_drafts:
             self._decide()
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
         return self._preprocess(scheduler_output, *args, **kwargs)
+
+    @property
+    def _embeds_drafts(self) -> bool:
+        return bool(self._runner.supports_mm_inputs or self._runner.enable_prompt_embeds)
 
     def _is_known(self) -> bool:
         """Tell whether the host can read how the step before ended."""
         return self._last is None or self._last.copied.query()
 
-    def _choose(self, names: list[str]) -> bool:
+    def _choose(self) -> bool:
         """Have the device choose drafts when the step before has ended; False if it has."""
         if self._is_known():
             return False
         assert self._last is not None
-        self._table.clear(len(names))
-        places = {name: row for row, name in enumerate(names) if self._room[row]}
+        self._table.clear(len(self._room))
+        places = {name: row for row, (name, room) in enumerate(self._room.items()) if room}
         if not self._side.write_branches(places, self._table):
             return False
         rows = {name: row for row, name in enumerate(self._last.names)}
-        sources = [rows.get(name, 0) for name in names]  # of what did not run there is no branch
-        given = self._table.choose(self._last.outcomes, sources, self._room)
-        self._verified.draft_token_ids.copy_(given)
-        self._runner.input_ids.gpu.scatter_(0, self._places, given.clamp(min=0))
+        # Of what did not run there is no branch.
+        sources = [rows.get(name, 0) for name in self._room]
+        given = self._table.choose(self._last.outcomes, sources, [*self._room.values()])
+        self._place(given, complete=False)
         return True
 
     def _decide(self) -> None:
         """Decide who chooses the drafts; if it is the host, read how the step before ended."""
-        self._decided = True
         self._chooses = self._chooses and self._side.await_branches(self._table, self._is_known)
         if self._chooses:
             return
-        names = list(self._runner.input_batch.req_ids)
+        names, room = list(self._room), self._room.values()
         found = self._side.next_drafts(self._read(), names if self._draftable else ())
         found = found or [[]] * len(names)
-        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, self._room, strict=True)]
+        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
         self._placed = names, drafts
-        if any(self._room):
-            self._place([*chain.from_iterable(drafts)])
+        if any(room):
+            tokens = [*chain.from_iterable(drafts)]
+            # The device may copy from host memory later, but before the result of this step, which
+            # is read before the next such copy.
+            self._on_host.numpy()[: len(tokens)] = tokens
+            self._place(self._on_host[: len(tokens)], complete=_NONE not in tokens)
         self._began_at = time.perf_counter()
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the model; then read how the step before ended, if the device chooses drafts."""
-        if not self._decided:
+        if not self._embeds_drafts:
             self._decide()
         output = self._forward(*args, **kwargs)
         if self._chooses:
@@ -203,22 +210,19 @@ class StepsAhead:
         return output
 
     def _take_chosen(self) -> None:
-        names = list(self._runner.input_batch.req_ids)
-        drafts = [d[:n] for d, n in zip(self._table.chosen(), self._room, strict=True)]
-        self._placed = names, drafts
+        rooms = zip(self._table.chosen(), self._room.values(), strict=True)
+        drafts = [draft[:room] for draft, room in rooms]
+        self._placed = list(self._room), drafts
         lengths = [len(draft) - draft.count(_NONE) for draft in drafts]
-        self._side.chosen(dict(zip(names, lengths, strict=True)))
+        self._side.chosen(dict(zip(self._room, lengths, strict=True)))
 
-    def _place(self, tokens: list[int]) -> None:
+    def _place(self, tokens: Tensor, *, complete: bool) -> None:
         """Write draft tokens of all rows to what is verified, and to the model's input.
 
-        A row that lacks one goes on with what it chooses itself. The device may copy from host
-        memory later, but before the result of this step, which is read before the next such copy.
+        A row that lacks one (unless they are `complete`) goes on with what it chooses itself.
         """
-        self._on_host.numpy()[: len(tokens)] = tokens
-        on_host = self._on_host[: len(tokens)]
-        given = self._verified.draft_token_ids.copy_(on_host, non_blocking=True)
-        inputs = given.clamp(min=0) if _NONE in tokens else given
+        given = self._verified.draft_token_ids.copy_(tokens, non_blocking=True)
+        inputs = given if complete else given.clamp(min=0)
         self._runner.input_ids.gpu.scatter_(0, self._places, inputs)
 
     def _read(self) -> StepOutput | None:
