@@ -22,6 +22,9 @@ SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
 """Draft as many tokens as are measured to be the fastest, K in every round, or none."""
 THREAD_SWITCH_S: Final = 0.0005
 """Time for which a thread may keep the one that waits for its result from taking it up."""
+HAND_OVER_S: Final = 50e-6
+"""Sleep in which the event loop takes up the interpreter and tells proposers of a step. Else it
+waits for a switch of threads, while the thread that runs steps goes on."""
 NUM_SPECULATIVE_TOKENS: Final = 4
 """K, unless another is asked for."""
 MAX_WAITING: Final = 1024

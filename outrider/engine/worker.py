@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
+from outrider.config import HAND_OVER_S
 from outrider.draft_port import (
     MAX_BLOCKS_AT_ONCE,
     ColocatedEngine,
@@ -36,9 +37,6 @@ from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEve
 log = logging.getLogger(__name__)
 
 _MAX_SLEEP_S = 60.0
-_HAND_OVER_S = 50e-6
-"""Sleep in which the event loop takes up the interpreter and sends what proposers hear early. Else
-it waits for a switch of threads, until the next launch is nearly over."""
 
 _Work = Callable[[Engine], None]
 
@@ -262,7 +260,7 @@ class EngineWorker:
                 self._on_early(early)
             except Exception:
                 log.exception("the receiver of early tokens failed")
-            time.sleep(_HAND_OVER_S)
+            time.sleep(HAND_OVER_S)
 
     def _carry_out_commands(self, engine: Engine) -> bool:
         """Carry out what was queued; sleep first if nothing was, and no step could run.

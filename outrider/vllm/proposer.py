@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.config import HAND_OVER_S
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.types import RequestStats
@@ -32,7 +33,6 @@ from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
 
 _MAX_FAULTS = 16  # then the draft side is given up
-_HAND_OVER_S = 50e-6  # for which the event loop gets the interpreter, and tells proposers
 _WORKER = "outrider.vllm.worker.GPUWorker"
 NO_FEATURES = (
     "start it with --hidden-features {states} (`vllm serve` takes it in --additional-config), or "
@@ -179,7 +179,7 @@ class RemoteProposer:
         def commit(host: DraftHost) -> None:
             host.commit(*output)
             host.tell()
-            time.sleep(_HAND_OVER_S)
+            time.sleep(HAND_OVER_S)  # proposers are told on the event loop
 
         self._tend("a step was not committed", commit)
 
