@@ -442,15 +442,16 @@ def test_draft_model_without_pages_loses_newcomer_or_idle_session() -> None:
     proposer.check_invariants()
 
 
+def branching(
+    num_pages: int, *, max_branches: int, clock: Callable[[], float]
+) -> DraftModelProposer:
+    model = HashModel(num_pages=num_pages)
+    limits, forks = ProposerLimits(max_branches=max_branches), EagerForks(model)
+    return DraftModelProposer(model, name="hash", limits=limits, fork_drafter=forks, clock=clock)
+
+
 def test_draft_model_without_pages_drops_branches_for_newcomer() -> None:
-    model, clock = HashModel(num_pages=18), Clock()
-    proposer = DraftModelProposer(
-        model,
-        name="hash",
-        limits=ProposerLimits(max_branches=16),
-        fork_drafter=EagerForks(model),
-        clock=clock,
-    )
+    proposer = branching(18, max_branches=16, clock=Clock())
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 16, GREEDY, 4, 60))
     assert not proposer.draft([1, 2]).lost
@@ -469,14 +470,7 @@ def test_draft_model_without_pages_drops_branches_for_newcomer() -> None:
 def test_draft_model_without_pages_for_branches_sends_no_draft_again(
     length: int, got_some: int
 ) -> None:
-    model = HashModel(num_pages=16)
-    proposer = DraftModelProposer(
-        model,
-        name="hash",
-        limits=ProposerLimits(max_branches=1),
-        fork_drafter=EagerForks(model),
-        clock=Clock(),
-    )
+    proposer = branching(16, max_branches=1, clock=Clock())
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * length, GREEDY, 4, 60))
     while proposer.draft([1, 2]).unfinished:
@@ -493,14 +487,7 @@ def test_draft_model_without_pages_for_branches_sends_no_draft_again(
 def test_draft_model_without_pages_for_branches_shortens_no_draft(
     newcomer: int, length: int, num_trees: int
 ) -> None:
-    model = HashModel(num_pages=16)
-    proposer = DraftModelProposer(
-        model,
-        name="hash",
-        limits=ProposerLimits(max_branches=1),
-        fork_drafter=EagerForks(model),
-        clock=partial(next, count(0.0, 1e-3)),
-    )
+    proposer = branching(16, max_branches=1, clock=partial(next, count(0.0, 1e-3)))
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 8, GREEDY, 4, 60))
     assert len(proposer.draft([1, 2]).drafts) == 2

@@ -33,7 +33,7 @@ def truth(name: str, position: int) -> int:
 
 
 def new_request(name: str, max_tokens: int = 48, **extra_args: object) -> SimpleNamespace:
-    """What vLLM's scheduler says of a request whose prompt are the first three tokens."""
+    """Return what vLLM's scheduler says of a request; its prompt are the first three tokens."""
     params = SimpleNamespace(
         **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "extra_args": extra_args},
         **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},

@@ -25,7 +25,7 @@ VOCAB = 32
 
 @dataclass
 class Clock:
-    """What a drafting thread takes."""
+    """Holds the time that a drafting thread takes."""
 
     now: float = 0.0
 
