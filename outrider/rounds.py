@@ -23,14 +23,18 @@ class BlockFate(enum.Enum):
 USEFUL = BlockFate.USEFUL  # Python 3.11 takes longer to find a member than to compare it
 
 
+CountedRound = tuple[int, int, str, str, int]
+"""Tokens drafted and, after trimming, accepted; proposer, method and `context_class` of a draft."""
+
+
 @dataclass(slots=True)
 class Counters:
     """The sums behind `RequestStats`, in seconds where that has milliseconds."""
 
     iter_count: int = 0
-    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Rounds that emitted something, by (drafted, accepted) tokens, after trimming."""
-    undrafted: int = 0  # further rounds of (0, 0)
+    rounds: Counter[CountedRound] = field(default_factory=Counter)
+    """Rounds that emitted something."""
+    undrafted: int = 0  # further rounds without a draft
     fates: Counter[str] = field(default_factory=Counter)  # rounds by `DRAFT_FATES`
     waits: int = 0
     wait_s: float = 0.0
@@ -45,16 +49,6 @@ class Counters:
     preemptions: int = 0
     after_hit: list[int] = field(default_factory=lambda: [0, 0])  # misses, hits
     after_miss: list[int] = field(default_factory=lambda: [0, 0])
-    by_method: dict[str, tuple[int, int]] = field(default_factory=dict)  # drafted, accepted
-    drafts_by_context: Counter[int] = field(default_factory=Counter)  # see `StepCounts`
-    accepted_by_context: Counter[int] = field(default_factory=Counter)
-
-    def count_round(self, drafted: int, accepted: int, method: str) -> None:
-        """Count a round that emitted something; `accepted` after trimming. `method` drafted."""
-        if drafted and method:
-            before = self.by_method.get(method, (0, 0))
-            self.by_method[method] = (before[0] + drafted, before[1] + accepted)
-        self.rounds[drafted, accepted] += 1
 
 
 class Round(NamedTuple):

@@ -29,8 +29,7 @@ class Emitted(NamedTuple):  # made in a third of a frozen dataclass's time
     base_len: int  # committed tokens before the step
     output: TokenIds
     round: Round
-    proposer_id: str  # that drafted
-    method: str
+    drafted_by: tuple[str, str]  # proposer and method
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...]
     draft: VerifiedDraft | None  # that was verified, if the request asks
@@ -107,7 +106,16 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
     """Count a step's rounds, and let the policy learn from them. Return what to report."""
     seqs, others = committed.step.seqs, committed.step.others
     emitted, seconds = committed.emitted, committed.seconds
-    _count_rounds(tracker, emitted, seconds)
+    tracker.account.rounds(
+        [
+            (
+                *(row.seq.counters, row.round, len(row.output), row.drafted_by, row.base_len),
+                row.base_len == row.seq.num_prompt_tokens,
+            )
+            for row in emitted
+        ],
+        seconds,
+    )
     plain = committed.plain
     tracker.account.undrafted_rounds([seq.counters for seq in plain.seqs], seconds)
     told = [_finalize_row(tracker, row) for row in emitted if not _waits(row)]
@@ -157,15 +165,6 @@ def _held_back(seq: Sequence) -> Commit:
     tokens = tuple(token_ids[base_len:])
     kinds = PLAIN * len(tokens)
     return Commit(seq.session_id, base_len, tokens, kinds, seq.drafting.num_draft_tokens)
-
-
-def _count_rounds(tracker: DraftTracker, emitted: Iterable[Emitted], step_s: float) -> None:
-    """Count the rounds of a step."""
-    for row in emitted:
-        seq, round_, num_output = row.seq, row.round, len(row.output)
-        first = row.base_len == seq.num_prompt_tokens
-        by, verified_s = (row.proposer_id, row.method), None if first else step_s
-        tracker.account.round(seq.counters, round_, num_output, by, verified_s, row.base_len)
 
 
 def _waits(row: Emitted) -> bool:

@@ -253,7 +253,7 @@ class Scheduler(Queues):
             draft = None
             if seq.request.draft_trees and row.draft and known:
                 draft = VerifiedDraft(base_len, known.draft, tuple(known.slice.parents))
-            about = (proposer_id, method, finish_reason, logprobs, draft)
+            about = ((proposer_id, method), finish_reason, logprobs, draft)
             emitted.append(Emitted(seq, base_len, output, round_, *about))
         seq.num_computed = computed
         if computed // self.config.page_size > seq.num_published:

@@ -5,12 +5,21 @@ Nothing is decided by these counts: they are for `aux_info` and metrics.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from typing import Final
 
 from outrider.counts import StepCounts, context_class
 from outrider.policy.base import Policy, Row
-from outrider.rounds import Counters, Round
+from outrider.rounds import CountedRound, Counters, Round
+
+NO_DRAFT: Final[CountedRound] = (0, 0, "", "", 0)
+
+
+RoundDone = tuple[Counters, Round, int, tuple[str, str], int, bool]
+"""A row's round: its output tokens, after trimming; proposer and method; committed tokens before
+it; whether it is the row's first, of its prompt."""
 
 
 class DraftAccount:
@@ -70,38 +79,30 @@ class DraftAccount:
         self.counts.rounds[0, 0] += len(rows)
         self.counts.score_s += verified_s * len(rows)
 
-    def round(
-        self,
-        counters: Counters,
-        round_: Round,
-        num_output: int,
-        drafted_by: tuple[str, str],
-        verified_s: float | None,
-        base_len: int,
-    ) -> None:
-        """Count a row's round in its own account and in the step's.
-
-        `num_output` tokens of the round are output, after trimming. `drafted_by` names proposer and
-        method. `verified_s` is the step's time; None for the row's first round, of its prompt.
-        `base_len` tokens were committed before it.
-        """
-        counts, drafted = self.counts, round_.drafted
-        accepted = min(round_.accepted, num_output)
-        if num_output:
-            proposer_id, method = drafted_by
-            counters.count_round(drafted, accepted, method)
-            if drafted or verified_s is not None:
-                counts.rounds[drafted, accepted] += 1
+    def rounds(self, rows: Iterable[RoundDone], verified_s: float) -> None:
+        """Count rounds in their rows' accounts and in the step's; the step took `verified_s`."""
+        counts, counted = self.counts, list[CountedRound]()
+        for counters, round_, num_output, (proposer_id, method), base_len, first in rows:
+            drafted, accepted = round_.drafted, round_.accepted
+            if num_output:
+                if accepted > num_output:
+                    accepted = num_output
+                key = NO_DRAFT
+                if drafted:
+                    key = (drafted, accepted, proposer_id, method, context_class(base_len))
+                counters.rounds[key] += 1
+                if drafted or not first:
+                    counted.append(key)
+            if not first:
+                counters.score_s += verified_s
+                counts.score_s += verified_s
+        for (drafted, accepted, proposer_id, _, context), number in Counter(counted).items():
+            counts.rounds[drafted, accepted] += number
             if drafted:
-                counts.drafted_by[proposer_id] += drafted
-                counts.accepted_by[proposer_id] += accepted
-                context = context_class(base_len)
-                for each in (counters, counts):
-                    each.drafts_by_context[context] += 1
-                    each.accepted_by_context[context] += accepted
-        if verified_s is not None:
-            counters.score_s += verified_s
-            counts.score_s += verified_s
+                counts.drafted_by[proposer_id] += drafted * number
+                counts.accepted_by[proposer_id] += accepted * number
+                counts.drafts_by_context[context] += number
+                counts.accepted_by_context[context] += accepted * number
 
     def step(self, tokens: int, num_rows: int, way: str, *, decoded: bool) -> None:
         """Count a step's output, and where it only decoded, the time it takes without drafts."""

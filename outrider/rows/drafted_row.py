@@ -109,7 +109,18 @@ class DraftedRow:
     def stats(self) -> RequestStats:
         """Return the request's account so far."""
         c = self.counters
-        rounds = c.rounds + Counter({(0, 0): c.undrafted})
+        rounds: Counter[tuple[int, int]] = Counter({(0, 0): c.undrafted} if c.undrafted else {})
+        by_method: dict[str, list[int]] = {}
+        drafts_by_context, accepted_by_context = Counter[int](), Counter[int]()
+        for (drafted, accepted, _, method, context), number in c.rounds.items():
+            rounds[drafted, accepted] += number
+            if drafted:
+                drafts_by_context[context] += number
+                accepted_by_context[context] += accepted * number
+                of_method = by_method.setdefault(method, [0, 0])
+                of_method[0] += drafted * number
+                of_method[1] += accepted * number
+        by_method.pop("", None)  # a draft whose method is unknown
         sums = sum_rounds(rounds)
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens,
@@ -119,8 +130,8 @@ class DraftedRow:
             drafted=sums.drafted,
             accepted=sums.accepted,
             accepted_per_pos=_as_list(sums.by_position),
-            drafts_per_context=_as_list(c.drafts_by_context),
-            accepted_per_context=_as_list(c.accepted_by_context),
+            drafts_per_context=_as_list(drafts_by_context),
+            accepted_per_context=_as_list(accepted_by_context),
             k_histogram=_as_list(sums.by_k),
             hits=c.fates["hit"],
             misses_late=c.fates["late"],
@@ -141,7 +152,7 @@ class DraftedRow:
             rounds_after_miss=sum(c.after_miss),
             hits_after_miss=c.after_miss[True],
             verification=self.request.speculation.verification.rule,
-            by_method=tuple(MethodCounts(name, *counts) for name, counts in c.by_method.items()),
+            by_method=tuple(MethodCounts(name, *counts) for name, counts in by_method.items()),
         )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from outrider.draft_port import PostedBlock
 from outrider.policy.base import StepDone
 from outrider.rounds import USEFUL, BlockFate, Round
+from outrider.rows.account import RoundDone
 from outrider.rows.tracker import DraftTracker
 from outrider.types import Commit, StepEvents, StepTimings
 from outrider.vllm.hosted_row import HostedRow
@@ -136,8 +137,7 @@ class Accounting:
                 for row in step.rows:
                     if row.num_drafted:
                         self.tracker.verifies(row, row.nodes)
-            for emitted in step.emitted:
-                self._count(emitted)
+            self._count(step.emitted)
         self._tell_of(self.blocks)
         self.blocks = []
 
@@ -161,19 +161,16 @@ class Accounting:
             rows.append(row)
         return rows
 
-    def _count(self, emitted: Emitted) -> None:
-        row, commit, first = emitted.row, emitted.commit, emitted.first
+    def _count(self, emitted: Sequence[Emitted]) -> None:
+        rounds: list[RoundDone] = []
+        for row, commit, round_, _, drafted_by in emitted:
+            first = commit.base_len == row.num_prompt_tokens
+            done = (row.counters, round_, len(commit.token_ids), drafted_by, commit.base_len, first)
+            rounds.append(done)
+            if first:
+                row.counters.prefill_s = self.step.ended - row.started_at
         seconds = self.step.timings.forward_ms * 1e-3 if self.step.timings else 0.0
-        self.tracker.account.round(
-            row.counters,
-            emitted.round,
-            len(commit.token_ids),
-            emitted.drafted_by,
-            None if first else seconds,
-            commit.base_len,
-        )
-        if first:
-            row.counters.prefill_s = self.step.ended - row.started_at
+        self.tracker.account.rounds(rounds, seconds)
 
     def block_arrived(self, row: HostedRow, block: PostedBlock, fate: BlockFate) -> None:
         """Note a block. A useful one is counted later: its row can run."""
