@@ -5,7 +5,6 @@ No step's tokens follow from any of this, so it is done while the device works o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import compress

@@ -36,8 +36,9 @@ from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds, Verification, VerificationRule
 from outrider.policy.adaptive import AdaptivePolicy
-from outrider.policy.base import Policy, Row
+from outrider.policy.base import Policy
 from outrider.rounds import USEFUL, BlockFate
+from outrider.rows.tracker import ArrivedBlock
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Engine:
         self._behind: InFlight | None = None  # launched behind the step in flight
         self._collected: tuple[Committed, CollectedStep] | None = None  # not finalized yet
         self._failed: StepEvents | None = None  # a step that failed, not reported yet
-        self._uncounted: list[tuple[Row, PostedBlock, float]] = []  # useful; and the arrival
+        self._uncounted: list[ArrivedBlock] = []  # all of them useful
 
     def step(self) -> StepEvents | None:
         """Run one step from its schedule to its events; None if no row is ready."""
@@ -283,14 +284,14 @@ class Engine:
     def post_block(self, block: PostedBlock) -> BlockFate | None:
         """Take a block; None if the session is unknown or another proposer drafts for it."""
         seq = self._scheduler.by_session.get(block.session_id)
-        if seq is None or seq.drafting.proposer_id != block.proposer_id:
+        if seq is None or seq.drafting.offered.proposer.proposer_id != block.proposer_id:
             return None
         fate = seq.take_block(block.tree, block.method)
         at = self._clock.now() if block.arrived_at is None else block.arrived_at
         if fate is USEFUL:  # the row can run, and counting can wait
-            self._uncounted.append((seq, block, at))
+            self._uncounted.append((seq, block, fate, at))
         elif fate is not BlockFate.INVALID:
-            self._tracker.block_arrived(seq, block, fate, at)
+            self._tracker.blocks_arrived([(seq, block, fate, at)])
         return fate
 
     # For a proposer on the engine's thread.
@@ -374,9 +375,9 @@ class Engine:
             flight.set_aside = self._scheduler.launched(flight.step, flight.began)
 
     def _count_blocks(self) -> None:
-        arrived, self._uncounted = self._uncounted, []
-        for seq, block, at in arrived:
-            self._tracker.block_arrived(seq, block, USEFUL, at)
+        if self._uncounted:
+            arrived, self._uncounted = self._uncounted, []
+            self._tracker.blocks_arrived(arrived)
 
     def _fail(self, session_ids: list[int], error: Exception) -> StepEvents:
         failures = []

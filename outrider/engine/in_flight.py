@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.draft_port import DeviceDrafts, VerifyingRow, VerifyOutput
-from outrider.draft_tree import DraftTree, depths
+from outrider.draft_tree import DraftTree, chain_parents, depths
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
 from outrider.engine.tree_mask import MAX_TREE_NODES
-from outrider.params import VerificationRule
 from outrider.types import StepTimings
 
 
@@ -130,17 +129,17 @@ class StepClock:
 
 def may_stay_on_device(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> bool:
     """Return whether `drafts` are for rows that lack just these, and no other has a draft."""
-    drafted = [sequences.get(session) for session in drafts.lengths]
-    others = [seq for session, seq in sequences.items() if session not in drafts.lengths]
-    chains = drafts.nodes.parents is None
-    return all(seq.draft is None for seq in others) and all(
-        seq is not None
-        and seq.admitted
-        and seq.num_computed == len(seq.token_ids) - 1
-        and not seq.needs_eager_sampling  # by drafts that the host has
-        and (chains or seq.request.verification_rule is VerificationRule.COUPLED)
-        for seq in drafted
-    )
+    chains, drafted = drafts.nodes.parents is None, drafts.lengths
+    for session, seq in sequences.items():
+        if session not in drafted:
+            if seq.draft is not None:
+                return False
+        elif (
+            not (seq.admitted and seq.num_uncomputed == 1 and (chains or seq.coupled))
+            or seq.needs_eager_sampling  # by drafts that the host has
+        ):
+            return False
+    return drafted.keys() <= sequences.keys()
 
 
 def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None:
@@ -149,11 +148,10 @@ def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None
     The device replaces it. No path of a tree of n nodes is longer than a chain of n. A tree has no
     more nodes than a mask has bits.
     """
+    trees = drafts.nodes.parents is not None
     for session, num_tokens in drafts.lengths.items():
-        seq = sequences[session]
-        if drafts.nodes.parents is not None:
-            num_tokens = min(num_tokens, MAX_TREE_NODES)
-        seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
+        seq, n = sequences[session], min(num_tokens, MAX_TREE_NODES) if trees else num_tokens
+        seq.take_block(DraftTree(len(seq.token_ids), (0,) * n, chain_parents(n)))
 
 
 def clear_places(drafts: DeviceDrafts, step: Step) -> None:

@@ -173,7 +173,10 @@ class Scheduler(Queues):
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         for i in rest:
-            self._commit_row(step, result, i, now, drafting, emitted, failures)
+            if (chain := self._commit_chain(step, result, i, now, drafting)) is not None:
+                emitted.append(chain)
+            else:
+                self._commit_row(step, result, i, now, drafting, emitted, failures)
         self.tracker.undrafted_done(plain.seqs, now)
         return Committed(
             step=step,
@@ -206,6 +209,41 @@ class Scheduler(Queues):
             else:
                 rest.append(i)
         return rest
+
+    def _commit_chain(
+        self, step: Step, result: StepResult, i: int, now: float, drafting: bool
+    ) -> Emitted | None:
+        """Commit row `i` of a step if it verified a whole chain, and does nothing else.
+
+        It is what `_commit_row` would do, in a third of the time; None, and nothing done, if not.
+        """
+        if (behind := i - len(step.singles)) < 0:
+            return None
+        seq, _, held, _, _ = step.others[behind]
+        if (draft := seq.draft) is None or seq.draft_node >= 0 or not draft.is_chain:
+            return None
+        if step.device_drafts is None and draft.token_ids != held:
+            return None
+        drafted, accepted, base_len = len(draft.token_ids), result.accepted[i], len(seq.token_ids)
+        chosen = tuple(result.choices[i][: accepted + 1])
+        if not (
+            drafted <= len(held)
+            and chosen[-1:] != draft.token_ids[accepted : accepted + 1]
+            and seq.num_prompt_tokens < base_len < seq.plain_below - accepted
+            and seq.admitted
+            and seq.stop_ids.isdisjoint(chosen)
+        ):
+            return None
+        seq.token_ids += chosen
+        seq.num_uncomputed, seq.draft = 1, None
+        if (base_len + accepted) // self.config.page_size > seq.num_published:
+            self._publish(seq)
+        if seq.drafting.num_draft_tokens and not drafting:
+            self.tracker.withhold(seq)
+        round_ = chain_round(drafted, accepted)
+        self.tracker.round_done(seq, round_, wrong=False, now=now)
+        drafted_by = (seq.drafting.offered.proposer.proposer_id or "", seq.draft_method)
+        return Emitted(seq, base_len, chosen, round_, drafted_by, None, (), None)
 
     def _commit_row(
         self,
@@ -347,8 +385,8 @@ class Scheduler(Queues):
 
         With the `chosen` draft, if any, these are all that the text and the draft have.
         """
-        start, length = seq.num_computed, len(seq.token_ids)
-        page_size = self.config.page_size
+        length, page_size = len(seq.token_ids), self.config.page_size
+        start = length - seq.num_uncomputed
         end = length if length - start <= left else start + left
         draft, parents, probs, _ = chosen
         if end + len(draft) > len(seq.block_table) * page_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
-from outrider.params import TokenIds
+from outrider.params import TokenIds, VerificationRule
 from outrider.policy.row import Drafting
 from outrider.rows.drafted_row import DraftedRow
 from outrider.types import Request
@@ -19,8 +19,9 @@ class Sequence(DraftedRow):
     """
 
     __slots__ = (
-        *("adjuster", "admitted", "block_table", "constraint", "editors", "edits_logits"),
-        *("num_published", "num_reported", "num_uncomputed", "page_hashes", "plain_below"),
+        *("adjuster", "admitted", "block_table", "constraint", "coupled", "editors"),
+        *("edits_logits", "needs_eager_sampling", "num_published", "num_reported"),
+        *("num_uncomputed", "page_hashes", "plain_below"),
         *("prompt_logprobs", "queued_at", "report_interval", "submitted_at", "temperature"),
     )
 
@@ -41,6 +42,12 @@ class Sequence(DraftedRow):
         self.editors = (*masks, *make_editors(request, stop_ids))
         self.adjuster = make_adjuster(request)
         self.edits_logits = bool(self.editors) or self.adjuster is not None
+        rule = request.verification_rule
+        self.coupled = rule is VerificationRule.COUPLED
+        self.needs_eager_sampling = (
+            self.edits_logits or not rule.captured or request.top_logprobs is not None
+        )
+        """Sampling takes more than is captured: edits, another rule or logprobs."""
         shown = request.draft_trees or request.top_logprobs is not None
         plain = not (shown or self.edits_logits or constraint or request.running_stats)
         self.plain_below = max_len - 1 if plain else 0
@@ -78,12 +85,6 @@ class Sequence(DraftedRow):
         """Return chained hashes of the first `num_pages` pages of `token_ids`, maybe of more."""
         extend_hashes(self.page_hashes, self.token_ids, num_pages, page_size)
         return self.page_hashes
-
-    @property
-    def needs_eager_sampling(self) -> bool:
-        """Tell whether sampling takes more than is captured: edits, another rule or logprobs."""
-        captured = self.request.verification_rule.captured
-        return self.edits_logits or not captured or self.request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Append tokens and `walk` the draft by them."""

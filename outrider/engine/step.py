@@ -19,7 +19,7 @@ from outrider.drafted_nodes import DraftNodes
 from outrider.engine.batch import RowSlice
 from outrider.engine.sequence import Sequence
 from outrider.engine.tree_mask import MAX_TREE_NODES
-from outrider.params import TokenIds, VerificationRule
+from outrider.params import TokenIds
 from outrider.rounds import Round, chain_round
 from outrider.types import TokenLogprobs
 
@@ -144,12 +144,11 @@ class FilledIn(NamedTuple):
 
 def fill_in_drafts(late: DeviceDrafts, rows: Rows[ScheduledRow], *parts: FilledIn) -> None:
     """Enqueue the copy of drafts on the device. What is there of rows without such stays."""
-    sessions, steps = [row.seq.session_id for row in rows], np.arange(late.nodes.tokens.shape[1])
-    drafted = zip(sessions, rows, strict=True)
-    lengths = [len(row.draft) if session in late.places else 0 for session, row in drafted]
-    starts = [late.places.get(session, 0) * len(steps) for session in sessions]
-    real = steps < np.array(lengths)[:, None]  # [rows, tokens of a draft]
-    firsts = [starts, *[part.firsts for part in parts]]
+    steps = np.arange(late.nodes.tokens.shape[1])
+    sources = np.array([late.places.get(row.seq.session_id, -1) for row in rows])
+    lengths = np.array([len(row.draft) for row in rows]) * (sources >= 0)
+    real = steps < lengths[:, None]  # [rows, tokens of a draft]
+    firsts = [sources * len(steps), *[part.firsts for part in parts]]
     places = [(np.array(first)[:, None] + steps)[real] for first in firsts]
     device = late.nodes.tokens.device
     source, *targets = torch.from_numpy(np.stack(places)).to(device, non_blocking=True)
@@ -242,7 +241,8 @@ class Step:
     @property
     def has_prompts(self) -> bool:
         """Tell whether some tokens get no logits, so that the step is not captured."""
-        return any(row.slice.num_logits < len(row.slice.token_ids) for row in self.others)
+        logits = sum([row.slice.num_logits for row in self.others])
+        return len(self.singles.seqs) + logits < self.num_tokens
 
     def fill_in(self, input_ids: Tensor) -> None:
         """Enqueue the copy of what replaces placeholders to `input_ids` int64 [num_tokens].
@@ -318,12 +318,11 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     if max_nodes <= 0 or max_depth <= 0:
         return NO_DRAFT
     max_len = max_nodes if max_nodes < max_depth else max_depth
-    coupled = seq.request.verification_rule is VerificationRule.COUPLED
     if draft.is_chain:
         path = draft.token_ids[node + 1 : node + 1 + max_len]
     else:
         one_path = seq.drafting.proposer.runs_ahead or seq.edits_logits
-        if coupled and not one_path:
+        if seq.coupled and not one_path:
             tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
             if not tree.is_chain:
                 return ChosenDraft(tree.token_ids, tree.parents, (), tree.confidences)
@@ -333,5 +332,7 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
         drawn = bool(draft.probs)
         path = path[: seq.constraint.num_allowed(path) + drawn]
     probs = draft.first_probs(len(path), node) if draft.probs else ()
-    told = draft.first_confidences(len(path), node) if coupled else b""
+    told = b""
+    if seq.coupled and draft.confidences:
+        told = draft.first_confidences(len(path), node)
     return ChosenDraft(path, (), probs, told)

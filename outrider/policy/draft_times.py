@@ -70,7 +70,8 @@ class DraftTimes:
         Of a batch only the first draft counts, which is its longest, and answers without a draft
         only while no draft is known. `alone`: beside no step.
         """
-        self.share.add(num_tokens > 0)
+        if not num_tokens or self.share.mean < 1.0:  # else it stays 1
+            self.share.add(num_tokens > 0)
         if at == self._last_at or (not num_tokens and self.delays.whole_s.weight):
             return
         if num_tokens:

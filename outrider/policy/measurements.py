@@ -36,8 +36,9 @@ class _Kind:
     def observe(self, rounds: Rows[tuple[Round, DraftNodes]]) -> None:
         """Take in rounds, and the nodes of their drafts if these told confidences."""
         self._levels *= PROPOSER_FADE ** len(rounds)
-        ends = np.array([(round_.accepted, round_.tried) for round_, _ in rounds])
-        self._levels += (ends.T[:, :, None] > np.arange(MAX_SPECULATIVE_TOKENS)).sum(1)
+        ends = [round_.accepted for round_, _ in rounds], [round_.tried for round_, _ in rounds]
+        counts = [np.bincount(each, minlength=MAX_SPECULATIVE_TOKENS) for each in ends]
+        self._levels += len(rounds) - np.cumsum(counts, 1)  # [2, depths]: those that end deeper
         tried = [
             (depth * BINS + BIN_OF[told], accepted)
             for round_, nodes in rounds
@@ -79,15 +80,16 @@ class Acceptance:
 
     def observe(self, rounds: Iterable[tuple[Drafting, Round, DraftNodes]]) -> None:
         """Take in rows' rounds, with the nodes that were verified."""
-        drafted: dict[_Kind, list[tuple[Round, DraftNodes]]] = defaultdict(list)
+        drafted: dict[tuple[str, bool], list[tuple[Round, DraftNodes]]] = defaultdict(list)
         for d, round_, nodes in rounds:
             own, tried = d.measured, round_.tried
             own.accepted.add(round_.accepted / tried if tried else 0.0, tried)
             if round_.drafted:
-                own.levels.add(round_.depth / round_.drafted)
-                drafted[self._kind(d.kind)].append((round_, nodes))
+                if round_.depth < round_.drafted or own.levels.mean < 1.0:  # else it stays 1
+                    own.levels.add(round_.depth / round_.drafted)
+                drafted[d.kind].append((round_, nodes))
         for kind, those in drafted.items():
-            kind.observe(those)
+            self._kind(kind).observe(those)
 
     def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return the expected gain of each draft token [num_rows, depth], which falls with depth.

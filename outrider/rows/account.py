@@ -50,6 +50,17 @@ class DraftAccount:
             self.counts.wait_s += waited_s
         c.fallback_rounds += not drafted and d.offered.limit > 0
 
+    def launched_at_once(self, rows: Iterable[Row]) -> None:
+        """Do what `launched` does for rows whose drafts were there when they were looked at."""
+        hits: list[str] = []
+        for row in rows:
+            row.counters.iter_count += 1
+            if row.drafting.num_draft_tokens:
+                row.counters.fates["hit"] += 1
+                hits.append(row.drafting.offered.proposer.proposer_id or "")
+        for proposer_id, number in Counter(hits).items():
+            self.counts.fates[proposer_id, "hit"] += number
+
     def launched_at_rest(self, rows: Iterable[Row]) -> None:
         """Count rows that `rest`, and go into a step."""
         for row in rows:
@@ -58,13 +69,14 @@ class DraftAccount:
             if d.offered.limit and d.round.looked_at is not None:
                 row.counters.fallback_rounds += 1
 
-    def arrived(self, row: Row, proposer_id: str, propose_s: float, network_s: float) -> None:
+    def arrived(self, row: Counters, proposer_id: str, propose_s: float, network_s: float) -> None:
         """Count the time of a draft."""
-        for counts in (row.counters, self.counts):
-            counts.propose_s += propose_s
-            counts.network_s += network_s
-        if proposer_id not in row.counters.proposer_ids:
-            row.counters.proposer_ids.append(proposer_id)
+        row.propose_s += propose_s
+        row.network_s += network_s
+        self.counts.propose_s += propose_s
+        self.counts.network_s += network_s
+        if proposer_id not in row.proposer_ids:
+            row.proposer_ids.append(proposer_id)
 
     def preempted(self, row: Row) -> None:
         """Count a row that lost its pages."""

@@ -17,6 +17,7 @@ from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.policy.base import Policy, R, Ready, Row, StepDone
 from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
+from outrider.policy.draft_times import DraftTimes
 from outrider.policy.row import (
     SAMPLED_TEMPERATURE,
     Awaited,
@@ -32,6 +33,9 @@ from outrider.rows.account import DraftAccount, rests
 from outrider.types import Request
 
 ROUNDS_AT_ONCE, OF_A_ROW = 8, 4  # rounds that are learned from, at least
+
+ArrivedBlock = tuple[Row, PostedBlock, BlockFate, float]
+"""A block for a row, and when it came."""
 
 
 class DraftTracker:
@@ -94,56 +98,66 @@ class DraftTracker:
             if commits:
                 commits[-1] = commits[-1]._replace(measures=False)
 
-    def block_arrived(self, row: Row, posted: PostedBlock, fate: BlockFate, at: float) -> None:
-        """Learn from a block that came at `at`, and count the time that it took."""
-        d, length = row.drafting, len(row.token_ids)
-        awaited, proposer_id = d.awaited, posted.proposer_id
-        base_len, token_ids = posted.tree.base_len, posted.tree.token_ids
-        awaited.blocks += 1
-        if token_ids:
-            drafter = f"{proposer_id} {posted.method}"
-            if drafter != d.drafter:
-                self.learn([row])  # from the drafter before
-                d.drafter, d.stance = drafter, None
-            if self._drafters.get(proposer_id) != drafter:
-                remember(self._drafters, proposer_id, drafter)
-        if fate is USEFUL:
-            d.breaker.close()
-            if base_len < length:  # the guess was right, and late
-                d.round.wrong = False
-        elif fate is BlockFate.WRONG:
-            d.round.wrong = True
-        elif base_len == length:  # an empty block
-            awaited.no_guess_at = length
-            d.breaker.deadline_misses = 0
-        commit = _answered(awaited, base_len)
-        # No proposer drafted for longer than it was asked; without a commit, since its last block.
-        since = awaited.last_block_at if commit is None else commit.at
-        passed_s = max(0.0, at - since)  # a guess may come before the commit that it meets
-        draft_s = posted.draft_us * 1e-6  # as the proposer says
-        if commit is not None and commit.measures and awaited.blocks > 1:
-            # The first one took the prompt's time.
-            self._measure(d, len(token_ids), commit.at, at, draft_s)
-        awaited.last_block_at = max(awaited.last_block_at, at)
-        if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
-            self._in_vain.pop(proposer_id, None)
-        propose_s = min(draft_s, passed_s)
-        network_s = 0.0 if commit is None else passed_s - propose_s
-        self.account.arrived(row, proposer_id, propose_s, network_s)
+    def blocks_arrived(self, blocks: Iterable[ArrivedBlock]) -> None:
+        """Learn from blocks, and count the time that they took."""
+        drafters: dict[tuple[str, str], str] = {}
+        delays: dict[str, DraftTimes] = {}
+        for row, (_, tree, proposer_id, draft_us, _, method), fate, at in blocks:
+            d, length = row.drafting, len(row.token_ids)
+            awaited, base_len, num_tokens = d.awaited, tree.base_len, len(tree.token_ids)
+            awaited.blocks += 1
+            if num_tokens:
+                if (drafter := drafters.get((proposer_id, method))) is None:
+                    drafters[proposer_id, method] = drafter = f"{proposer_id} {method}"
+                if drafter != d.drafter:
+                    self.learn([row])  # from the drafter before
+                    d.drafter, d.stance = drafter, None
+                if self._drafters.get(proposer_id) != drafter:
+                    remember(self._drafters, proposer_id, drafter)
+            if fate is USEFUL:
+                d.breaker.close()
+                if base_len < length:  # the guess was right, and late
+                    d.round.wrong = False
+            elif fate is BlockFate.WRONG:
+                d.round.wrong = True
+            elif base_len == length:  # an empty block
+                awaited.no_guess_at = length
+                d.breaker.deadline_misses = 0
+            commit = _answered(awaited, base_len)
+            # No proposer drafted for longer than it was asked; without a commit, since its last
+            # block. A guess may come before the commit that it meets.
+            passed_s = max(0.0, at - (awaited.last_block_at if commit is None else commit.at))
+            draft_s = draft_us * 1e-6  # as the proposer says
+            if commit is not None and commit.measures and awaited.blocks > 1:
+                # The first one took the prompt's time.
+                if (times := delays.get(d.drafter)) is None:
+                    delays[d.drafter] = times = self.policy.measured.draft_times(d)
+                self._measure(d, times, num_tokens, commit.at, at, draft_s)
+            awaited.last_block_at = max(awaited.last_block_at, at)
+            if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
+                self._in_vain.pop(proposer_id, None)
+            propose_s = min(draft_s, passed_s)
+            network_s = 0.0 if commit is None else passed_s - propose_s
+            self.account.arrived(row.counters, proposer_id, propose_s, network_s)
 
     def _measure(
-        self, d: Drafting, num_tokens: int, since: float, at: float, draft_s: float
+        self,
+        d: Drafting,
+        times: DraftTimes,
+        num_tokens: int,
+        since: float,
+        at: float,
+        draft_s: float,
     ) -> None:
         """Measure the delay of an answer that came at `at` to the commit at `since`."""
         seconds = max(0.0, at - since)
         # However late: whether waiting pays is decided again.
         d.measured.worth_waiting |= num_tokens > 0
-        alone = d.proposer.colocated or self._launched_at < since
+        alone = d.offered.proposer.colocated or self._launched_at < since
         began, ended = d.awaited.in_vain
         if began == since:  # afterwards draft and step went on at half their speed
             alone, seconds = True, (ended - began + seconds) / 2
-        delays = self.policy.measured.draft_times(d)
-        delays.observe(at, seconds, draft_s, num_tokens, alone=alone)
+        times.observe(at, seconds, draft_s, num_tokens, alone=alone)
 
     def choose_rows(
         self, rows: Rows[R], num_prefilling: int, now: float, ready_rows: Rows[R] = ()
@@ -212,14 +226,22 @@ class DraftTracker:
             return []
         drafting, opened, learning = self.policy.drafting, [], []
         resting: list[R] = []
+        at_hand: list[R] = []
         for row, drafted in chain(zip(undrafted, repeat(0)), rows):
+            current = row.drafting.round
             if not drafted and rests(row, drafting=drafting):
                 resting.append(row)
                 continue
             learning.append(row)
-            if self._count_launch(row, drafted, now):
+            if drafted and current.at_hand and current.looked_at is not None:
+                at_hand.append(row)
+            elif self._count_launch(row, drafted, now):
                 opened.append(row)
         self.account.launched_at_rest(resting)
+        self.account.launched_at_once(at_hand)
+        for row in at_hand:
+            self._count_hit(row, wanted=row.drafting.num_draft_tokens > 0)
+            row.drafting.breaker.close(verified=True)
         self._learn_and_choose(learning)
         return opened
 
@@ -229,7 +251,7 @@ class DraftTracker:
         if current.looked_at is None:  # it processed its prompt, and missed nothing
             return False
         wanted = _is_awaited(row) or (current.at_hand and d.num_draft_tokens > 0)
-        self._count_hit(row, wanted)
+        self._count_hit(row, wanted=wanted)
         if drafted:
             d.breaker.close(verified=True)
             return False
@@ -253,20 +275,21 @@ class DraftTracker:
         """Return whether a row without a block has a proposer that others awaited in vain."""
         return not d.awaited.blocks and self._in_vain.get(d.proposer_id or "", 0) >= MISSES_ALLOWED
 
-    def _count_hit(self, row: Row, wanted: bool) -> None:
+    def _count_hit(self, row: Row, *, wanted: bool) -> None:
         """Count whether a round that `wanted` a draft had it at once."""
-        d, c, current = row.drafting, row.counters, row.drafting.round
+        d, measured = row.drafting, row.drafting.measured
         # What is left of a late draft is no hit: only a proposer that runs ahead means it so.
-        hit = current.at_hand and (d.runs_ahead or row.draft_base == len(row.token_ids))
-        before, d.measured.hit = d.measured.hit, hit if wanted else None
+        hit = d.round.at_hand and (d.runs_ahead or row.draft_base == len(row.token_ids))
+        before, measured.hit = measured.hit, hit if wanted else None
         if not wanted:
             return
         if before is not None:
-            (c.after_hit if before else c.after_miss)[hit] += 1
-        free = hit and not d.proposer.colocated
-        d.measured.free_hits.add(free)
+            (row.counters.after_hit if before else row.counters.after_miss)[hit] += 1
+        free = hit and not d.offered.proposer.colocated
+        if free or measured.free_hits.mean:  # else it stays 0
+            measured.free_hits.add(free)
         if before is False:
-            d.measured.free_after_miss.add(free)
+            measured.free_after_miss.add(free)
 
     def preempted(self, row: Row) -> None:
         """Note that a row lost its pages: it waits for no draft until it has them again."""
@@ -285,7 +308,7 @@ class DraftTracker:
             awaited.since = now
         awaited.asked = d.num_draft_tokens > 0
         nodes = d.round.nodes
-        d.round = CurrentRound(committed_at=now, wrong=wrong)
+        d.round = CurrentRound(now, wrong=wrong)
         # A proposer that resumes first catches up on all commits since it drafted last.
         measures = row.draft is None and not resumes
         awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
@@ -365,6 +388,8 @@ def _is_awaited(row: Row) -> bool:
 
 def _answered(awaited: Awaited, base_len: int) -> PastCommit | None:
     """Return the commit that a block from `base_len` on answers, if any."""
+    if awaited.commits and awaited.commits[0].length == base_len:
+        return awaited.commits.popleft()
     for i, commit in enumerate(awaited.commits):
         if commit.length == base_len:
             del awaited.commits[i]  # a second block for the same commit measures nothing

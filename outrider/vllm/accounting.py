@@ -186,6 +186,6 @@ class Accounting:
 
     def _tell_of(self, blocks: Sequence[tuple[HostedRow, PostedBlock, BlockFate]]) -> None:
         """Tell the tracker of blocks that came."""
-        for row, block, fate in blocks:
-            at = self._clock() if block.arrived_at is None else block.arrived_at
-            self.tracker.block_arrived(row, block, fate, at)
+        now = self._clock()
+        times = [now if block.arrived_at is None else block.arrived_at for _, block, _ in blocks]
+        self.tracker.blocks_arrived([(*block, at) for block, at in zip(blocks, times, strict=True)])

@@ -76,7 +76,7 @@ def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> N
         row.draft_base = draft.base_len
         method = "right" if right else "wrong"
         posted = PostedBlock(1, draft, "a", 1000, method=method)
-        tracker.block_arrived(row, posted, USEFUL, n - 0.5)
+        tracker.blocks_arrived([(row, posted, USEFUL, n - 0.5)])
         row.drafting.round.looked_at = n - 0.5
         row.drafting.num_draft_tokens = 3  # to see that it is chosen anew
         tracker.launched([(row, 4)], n - 0.5)
@@ -104,6 +104,6 @@ def test_drafting_time_that_a_proposer_tells_is_believed_within_the_delay(
     tracker.round_done(row, UNDRAFTED, wrong=False, now=1.0)
     posted = PostedBlock(1, DraftTree.chain(3, (7, 7)), "a", told_us)
     for _copy in range(2):
-        tracker.block_arrived(row, posted, USEFUL, 1.003)
+        tracker.blocks_arrived([(row, posted, USEFUL, 1.003)])
     assert row.counters.propose_s == pytest.approx(draft_s)
     assert row.counters.network_s == pytest.approx(0.003 - draft_s)

@@ -41,18 +41,18 @@ async def test_host_notes_each_round_once_after_what_came_before_it(
     steps = VllmSteps(monkeypatch)
     proposer, tracker = steps.attach(), steps.host.tracker
     noted: list[tuple[str, str]] = []
-    round_done, block_arrived = tracker.round_done, tracker.block_arrived
+    round_done, blocks_arrived = tracker.round_done, tracker.blocks_arrived
 
     def done(row: Any, *args: Any) -> None:
         noted.append((row.name, "round"))
         round_done(row, *args)
 
-    def arrived(row: Any, *args: Any) -> None:
-        noted.append((row.name, "block"))
-        block_arrived(row, *args)
+    def arrived(blocks: Any) -> None:
+        noted.extend((row.name, "block") for row, *_ in blocks)
+        blocks_arrived(blocks)
 
     monkeypatch.setattr(tracker, "round_done", done)
-    monkeypatch.setattr(tracker, "block_arrived", arrived)
+    monkeypatch.setattr(tracker, "blocks_arrived", arrived)
     steps.step()
     for i in range(6):
         drafted = ("a", "b") if i % 3 == 2 else ("ab"[i % 2],)
