@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from outrider.draft_port import StepStates
 from outrider.draft_tree import DraftTree
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
@@ -36,6 +37,9 @@ NO_PACE: Final = Pace()
 
 SessionKey = int
 """A session within one proposer process. Never used again after `close` or `forget`."""
+
+KeyedStates = tuple[Sequence[SessionKey | None], StepStates]
+"""States with the sessions that take them; None: nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,9 @@ class FeatureProposer(Proposer, Protocol):
         drawn from it. Repeats and overlaps are harmless. A gap, or rows of another size, lose the
         session. An unknown session is ignored.
         """
+
+    def step_features(self, parts: Sequence[KeyedStates]) -> None:
+        """Take all states on the host that a step brought, as `features`."""
 
 
 class Follower:

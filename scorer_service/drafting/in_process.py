@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 import torch
 
 from outrider import start_times
-from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock, StepStates
 from outrider.drafting.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import (
@@ -27,7 +27,6 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
-from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.methods import COPYING_METHODS
 from outrider.v1 import draft_pb2
@@ -224,23 +223,27 @@ class InProcessProposer:
         """Give the method the hidden states that came, of texts that go on."""
         if engine.features is None:
             return
-        rows = engine.features.take_colocated()
-        for each in rows:
-            engine.features.give_back(each.window, len(each.rows))
+        parts = engine.features.take_colocated()
         with self._containing_failures():
-            for each in rows:
-                key = self._keys.get(each.session_id)
-                if key is not None and self._sessions[key].epoch == each.order.epoch:
-                    self._pass_on(engine, key, each)
+            if parts:
+                self._queue.step_features([(self._readers(engine, part), part) for part in parts])
 
-    def _pass_on(self, engine: ColocatedEngine, key: SessionKey, rows: FeatureRows) -> None:
-        session = self._sessions[key]
+    def _readers(self, engine: ColocatedEngine, states: StepStates) -> list[SessionKey | None]:
+        """Return the sessions that take hidden states, of texts that go on."""
+        pairs = zip(states.sessions, states.epochs, strict=True)
+        return [self._reads(engine, session_id, epoch) for session_id, epoch in pairs]
+
+    def _reads(self, engine: ColocatedEngine, session_id: int, epoch: int) -> SessionKey | None:
+        """Return the key of a session that takes hidden states; None if there is none."""
+        key = self._keys.get(session_id)
+        if key is None or (session := self._sessions[key]).epoch != epoch:
+            return None
         if not session.told:  # its prompt is not through yet
-            text = engine.committed(session.id)
+            text = engine.committed(session_id)
             if text is None:  # it was aborted, and is closed soon
-                return
+                return None
             self._tell(key, session, text, 0)
-        self._queue.features(key, rows.start, rows.rows)
+        return key
 
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post the wanted drafts, made since `began`, and return when they were made."""
@@ -288,16 +291,21 @@ class InProcessProposer:
         verify_output, proposer = engine.verify_output, self._proposer
         if verify_output is None or not isinstance(proposer, AsyncProposer):
             return
+        states, spec = None, proposer.traits.features
+        if spec is not None and engine.features is not None:
+            states = engine.features.on_device(spec)
+        places: dict[tuple[int, int], int] = {}
+        if states is not None:
+            pairs = zip(states.sessions, states.epochs, strict=True)
+            places = {pair: i for i, pair in enumerate(pairs)}
         rows: list[AsyncRow] = []
-        reads = self._proposer.traits.features is not None
         for session_id, length, place, max_accepted, wanted, is_tree in verify_output.rows:
-            if (key := self._keys.get(session_id)) is None or self._sessions[key].told < length:
+            key = self._keys.get(session_id)
+            if key is None or (session := self._sessions[key]).told < length:
                 continue  # the method is behind the text
-            states = None
-            if reads and engine.features is not None:
-                states = engine.features.on_device(session_id, self._sessions[key].epoch)
-            rows.append(AsyncRow(key, place, max_accepted, wanted, is_tree, states))
-        proposer.launch_after_verify(rows, verify_output.tokens)
+            at = places.get((session_id, session.epoch))
+            rows.append(AsyncRow(key, place, max_accepted, wanted, is_tree, at))
+        proposer.launch_after_verify(rows, verify_output.tokens, states)
 
     def _lose(self, key: SessionKey) -> None:
         """Report a session that the method has forgotten; the scorer may open it again."""
