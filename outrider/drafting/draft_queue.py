@@ -53,8 +53,9 @@ class DraftQueue:
     ) -> None:
         self._proposer.commit(key, base_len, tokens, num_draft_tokens)
         if self._reader is not None:
-            session = self._sessions[key]
-            session.length = max(session.length, base_len + len(tokens))
+            session, length = self._sessions[key], base_len + len(tokens)
+            if length > session.length:
+                session.length = length
             session.waits_for_rows = False
         self._want(key, num_draft_tokens)
 

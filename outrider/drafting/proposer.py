@@ -211,6 +211,8 @@ class Follower:
         self.sampling, self._rule = start.sampling, start.rule
         self.max_model_len = traits.max_model_len
         self.max_len = min(start.max_len, traits.max_model_len)
+        self.silent = self.max_len == 0
+        """Nothing is kept or drafted any more: too long, or tokens outside the vocabulary."""
         self.vocab_size = traits.vocab_size or 2**31
         self.max_draft_tokens = traits.max_draft_tokens
         self.num_draft_tokens = min(start.num_draft_tokens, traits.max_draft_tokens)
@@ -236,10 +238,9 @@ class Follower:
             if base_len <= self.length:
                 self.length = max(self.length, base_len + len(tokens))
             return ()
-        overlap = len(self.tokens) - base_len
-        if overlap < 0:
-            return None
-        if overlap:
+        if overlap := len(self.tokens) - base_len:
+            if overlap < 0:
+                return None
             if self.tokens[base_len : base_len + len(tokens)] != list(tokens[:overlap]):
                 return None
             tokens = tokens[overlap:]
@@ -273,11 +274,6 @@ class Follower:
         return () if self._tree is None else self._tree.first_path(num_tokens, self._node)
 
     @property
-    def silent(self) -> bool:
-        """Nothing is kept or drafted any more: too long, or tokens outside the vocabulary."""
-        return self.max_len == 0
-
-    @property
     def at_hand(self) -> TokenIds:
         """The draft that the scorer holds already; empty if it is shorter than wanted."""
         path = self.held(self.wanted)
@@ -285,11 +281,11 @@ class Follower:
 
     def _append(self, tokens: Sequence[int]) -> None:
         self.length += len(tokens)
-        too_long = self.length > self.max_model_len
-        if too_long or (tokens and max(tokens) >= self.vocab_size):
-            self.max_len = 0
+        if self.length > self.max_model_len or (tokens and max(tokens) >= self.vocab_size):
+            self.max_len, self.silent = 0, True
             self.tokens.clear()
         else:
-            self.tokens.extend(tokens)
-        left = self.max_len - self.length - 1
-        self.wanted = max(0, min(self.num_draft_tokens, left)) if self.tokens else 0
+            self.tokens += tokens
+        left, asked = self.max_len - self.length - 1, self.num_draft_tokens
+        wanted = asked if asked < left else left
+        self.wanted = wanted if wanted > 0 and self.tokens else 0

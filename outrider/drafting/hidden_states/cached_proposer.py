@@ -295,8 +295,9 @@ class CachedHeadProposer(FeatureMethod):
         budget = self._prefill_budget
         rows: list[_HeadRow] = []
         for state in self._sessions.values():
-            fresh = state.num_fresh
-            if fresh < least or not budget:
+            if state.end - state.cache.computed < least or not budget:  # as mostly
+                continue
+            if (fresh := state.num_fresh) < least:
                 continue
             row = self._row(state, min(fresh, budget), 0, 0)
             if state.cache.cover(self._pool, row.end, self._page_size):

@@ -200,7 +200,7 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         for keys, (*_, starts, counts, places, rows) in parts:
             for key, start, count, place in zip(keys, starts, counts, places, strict=True):
                 state = None if key is None else self._sessions.get(key)
-                if state is None or not state.follower.max_len:
+                if state is None or state.follower.silent:
                     continue
                 if state.add(start, rows, place, count):
                     fresh.append(state)
