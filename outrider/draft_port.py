@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.errors import InternalError
-from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
+from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import TokenIds
 
 if TYPE_CHECKING:
@@ -195,26 +195,30 @@ class VerifyOutput(NamedTuple):
     """int [at least rows, 1 + width]: drafts accepted, then the target's choices."""
 
 
-class DeviceStates(NamedTuple):
-    """Hidden states of one session that the step in flight writes, on the device."""
+class StepStates(NamedTuple):
+    """Hidden states of one step, in columns: some rows of each session."""
 
-    start: int  # position of the first row
-    rows: Tensor  # bfloat16 [n, width]: those that are accepted come first
+    sessions: Sequence[int]
+    epochs: Sequence[int]  # of the sessions' orders
+    starts: Sequence[int]  # position of each session's first row
+    counts: Sequence[int]  # rows of each
+    places: Sequence[int]  # of each session's first row in `rows`
+    rows: Tensor  # bfloat16 [any, width]
 
 
 class ThreadHiddenStates(Protocol):
     """Hidden states of the engine, used on its thread."""
 
-    def take_colocated(self) -> list[FeatureRows]:
-        """Return the rows of proposers on this thread that came; others are sent as usual."""
+    def take_colocated(self) -> list[StepStates]:
+        """Return the rows on the host of proposers on this thread; others are sent as usual."""
         ...
 
-    def on_device(self, session_id: int, epoch: int) -> DeviceStates | None:
-        """Return what the step in flight writes for a session's proposer; None if not at hand."""
-        ...
+    def on_device(self, spec: FeatureSpec) -> StepStates | None:
+        """Return what the step in flight writes, as far as it is at hand on the device.
 
-    def give_back(self, window: FeatureWindow, size: int) -> None:
-        """Return `size` bytes to a window."""
+        Of each session those rows come first that are accepted.
+        """
+        ...
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
         """Keep a projection on the device."""

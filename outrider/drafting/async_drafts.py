@@ -20,9 +20,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from outrider.draft_port import DeviceDrafts, DeviceStates
-from outrider.drafting.drafters import AsyncDrafter, AsyncLoop, DraftInput
-from outrider.drafting.proposer import SessionKey
+from outrider.draft_port import DeviceDrafts, StepStates
+from outrider.drafting.drafters import AsyncDrafter, AsyncLoop, DraftInput, StatesBehind
+from outrider.drafting.proposer import ProposerTraits, SessionKey
 from outrider.drafting.sessions import FollowedSession
 from outrider.engine.graphs.staging import select_rows
 
@@ -38,18 +38,23 @@ class AsyncRow(NamedTuple):
     max_accepted: int  # tokens of the session's latest draft
     wanted: int  # draft tokens after it, at least 1
     is_tree: bool = False  # that draft
-    states: DeviceStates | None = None  # of the target, for methods that read them
+    states: int | None = None  # its number in the `StepStates`, for methods that read them
 
 
 @runtime_checkable
 class AsyncProposer(Protocol):
     """A method that drafts behind a step."""
 
-    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
+    traits: ProposerTraits
+
+    def launch_after_verify(
+        self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None
+    ) -> None:
         """Enqueue drafts that go on from the step's output, if most of the rows can have one.
 
-        `verify_output` is `VerifyOutput.tokens`. The next `draft` hands the drafts out. Before
-        the commits of a later step come, either is called again.
+        `verify_output` is `VerifyOutput.tokens`, and `states` are those that the step writes. The
+        next `draft` hands the drafts out. Before the commits of a later step come, either is called
+        again.
         """
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
@@ -86,7 +91,11 @@ class AsyncDrafts(Generic[S, D]):
         return self._launched is not None
 
     def launch(
-        self, rows: Sequence[tuple[S, int, DraftInput]], num_verified: int, verify_output: Tensor
+        self,
+        rows: Sequence[tuple[S, int, DraftInput]],
+        num_verified: int,
+        verify_output: Tensor,
+        states: StatesBehind | None = None,
     ) -> None:
         """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows."""
         self.take(())  # nobody asked for those behind the step before
@@ -94,7 +103,7 @@ class AsyncDrafts(Generic[S, D]):
         if not 0 < num_verified <= 2 * len(rows):
             return
         output = select_rows(verify_output, [place for _, place, _ in rows])
-        loop = self._drafter.launch_after_verify([row for *_, row in rows], output)
+        loop = self._drafter.launch_after_verify([row for *_, row in rows], output, states)
         if loop is not None:
             placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
             self._launched = _Launched(loop, placed)

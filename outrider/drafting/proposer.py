@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from outrider.draft_port import StepStates
 from outrider.draft_tree import DraftTree
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
@@ -36,6 +37,9 @@ NO_PACE: Final = Pace()
 
 SessionKey = int
 """A session within one proposer process. Never used again after `close` or `forget`."""
+
+KeyedStates = tuple[Sequence[SessionKey | None], StepStates]
+"""States with the sessions that take them; None: nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,9 @@ class FeatureProposer(Proposer, Protocol):
         session. An unknown session is ignored.
         """
 
+    def step_features(self, parts: Sequence[KeyedStates]) -> None:
+        """Take all states on the host that a step brought, as `features`."""
+
 
 class Follower:
     """The committed tokens of one session, moved by committed offset.
@@ -204,6 +211,8 @@ class Follower:
         self.sampling, self._rule = start.sampling, start.rule
         self.max_model_len = traits.max_model_len
         self.max_len = min(start.max_len, traits.max_model_len)
+        self.silent = self.max_len == 0
+        """Nothing is kept or drafted any more: too long, or tokens outside the vocabulary."""
         self.vocab_size = traits.vocab_size or 2**31
         self.max_draft_tokens = traits.max_draft_tokens
         self.num_draft_tokens = min(start.num_draft_tokens, traits.max_draft_tokens)
@@ -229,10 +238,9 @@ class Follower:
             if base_len <= self.length:
                 self.length = max(self.length, base_len + len(tokens))
             return ()
-        overlap = len(self.tokens) - base_len
-        if overlap < 0:
-            return None
-        if overlap:
+        if overlap := len(self.tokens) - base_len:
+            if overlap < 0:
+                return None
             if self.tokens[base_len : base_len + len(tokens)] != list(tokens[:overlap]):
                 return None
             tokens = tokens[overlap:]
@@ -266,11 +274,6 @@ class Follower:
         return () if self._tree is None else self._tree.first_path(num_tokens, self._node)
 
     @property
-    def silent(self) -> bool:
-        """Nothing is kept or drafted any more: too long, or tokens outside the vocabulary."""
-        return self.max_len == 0
-
-    @property
     def at_hand(self) -> TokenIds:
         """The draft that the scorer holds already; empty if it is shorter than wanted."""
         path = self.held(self.wanted)
@@ -278,11 +281,11 @@ class Follower:
 
     def _append(self, tokens: Sequence[int]) -> None:
         self.length += len(tokens)
-        too_long = self.length > self.max_model_len
-        if too_long or (tokens and max(tokens) >= self.vocab_size):
-            self.max_len = 0
+        if self.length > self.max_model_len or (tokens and max(tokens) >= self.vocab_size):
+            self.max_len, self.silent = 0, True
             self.tokens.clear()
         else:
-            self.tokens.extend(tokens)
-        left = self.max_len - self.length - 1
-        self.wanted = max(0, min(self.num_draft_tokens, left)) if self.tokens else 0
+            self.tokens += tokens
+        left, asked = self.max_len - self.length - 1, self.num_draft_tokens
+        wanted = asked if asked < left else left
+        self.wanted = wanted if wanted > 0 and self.tokens else 0

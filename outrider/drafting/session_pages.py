@@ -52,8 +52,8 @@ class PageCache:
 
     def cover(self, pool: BlockPool, num_rows: int, page_size: int) -> bool:
         """Take pages for so many rows; return False, and take none, if too few are free."""
-        missing = -(-num_rows // page_size) - len(self.block_table)
-        if missing > 0:
+        if num_rows > len(self.block_table) * page_size:
+            missing = -(-num_rows // page_size) - len(self.block_table)
             if missing > pool.num_free:
                 return False
             self.block_table.extend(pool.take(missing))
@@ -62,6 +62,8 @@ class PageCache:
     def publish(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
         """Share the full pages, but not that of the last row, which may be fed again."""
         first = len(self.hashes)
+        if self.computed < (first + 1) * page_size:  # as mostly
+            return
         end = min(self.computed, len(tokens) - 1 - self._lead) // page_size
         if first < end:
             extend_hashes(self.hashes, tokens, end, page_size, self._lead)

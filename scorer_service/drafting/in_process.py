@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 import torch
 
 from outrider import start_times
-from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock, StepStates
 from outrider.drafting.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import (
@@ -27,7 +27,6 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
-from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.methods import COPYING_METHODS
 from outrider.v1 import draft_pb2
@@ -53,6 +52,7 @@ class DraftListener(Protocol):
 
 @dataclass(slots=True)
 class _Session:
+    key: SessionKey
     id: int
     epoch: int
     start: SessionStart  # without a text
@@ -78,7 +78,7 @@ class InProcessProposer:
         self._clock = clock
         self.id = proposer_id
         self._listener: DraftListener | None = None  # None: nothing is drafted
-        self._keys: dict[int, SessionKey] = {}  # by session
+        self._by_id: dict[int, _Session] = {}
         self._sessions: dict[SessionKey, _Session] = {}
         self._on_device = False  # the step in flight has drafts that are to be posted
         self._drafting = 0.0, 0.0  # start and end of the last drafting between two steps
@@ -132,19 +132,19 @@ class InProcessProposer:
         if text is None or self._listener is None:
             return
         at_once = not self._proposer.traits.model or (self._before_prompts and not self._sessions)
-        self._keys[session] = key = self._queue.new_key()
-        self._sessions[key] = opened = _Session(session, epoch, start, num_given)
+        opened = _Session(self._queue.new_key(), session, epoch, start, num_given)
+        self._by_id[session] = self._sessions[opened.key] = opened
         if self._copies or at_once:
             with self._containing_failures():
-                self._tell(key, opened, text, start.num_draft_tokens if at_once else 0)
+                self._tell(opened, text, start.num_draft_tokens if at_once else 0)
 
     def close(self, session: int) -> None:
         """Close a session, if it is known."""
-        key = self._keys.get(session)
-        if key is not None:
-            self._forget(key)
+        known = self._by_id.get(session)
+        if known is not None:
+            self._forget(known)
             with self._containing_failures():
-                self._queue.close(key)
+                self._queue.close(known.key)
 
     @property
     def busy(self) -> bool:
@@ -196,51 +196,55 @@ class InProcessProposer:
 
         A text that never asked has ended without a word to a model.
         """
+        unanswered, by_id = [*self._queue.wanting], self._by_id
         for session_id, text, asked, finished in engine.grown_texts:
-            key = self._keys.get(session_id)
-            if key is None:
+            session = by_id.get(session_id)
+            if session is None:
                 continue
-            session = self._sessions[key]
             if session.told or not finished:
-                self._tell(key, session, text, asked)
+                self._tell(session, text, asked)
             if finished:
                 self.close(session_id)
-        for key in [*self._queue.wanting]:
-            session = self._sessions[key]
-            if not engine.asks(session.id):
+        for key in unanswered:
+            session = self._sessions.get(key)
+            if session is not None and not engine.asks(session.id):
                 self._queue.commit(key, session.told, (), 0)
 
-    def _tell(self, key: SessionKey, session: _Session, text: Sequence[int], asked: int) -> None:
+    def _tell(self, session: _Session, text: Sequence[int], asked: int) -> None:
         """Tell the method what it does not know of a text, which asks for so many draft tokens."""
         told, session.told = session.told, len(text)
         if told:
-            self._queue.commit(key, told, text[told:], asked)
+            self._queue.commit(session.key, told, text[told:], asked)
             return
         written = len(text) - session.num_given
         start = replace(session.start, num_draft_tokens=asked, num_output_tokens=written)
-        self._queue.open(key, replace(start, prefix=tuple(text)))
+        self._queue.open(session.key, replace(start, prefix=tuple(text)))
 
     def _pass_on_features(self, engine: ColocatedEngine) -> None:
         """Give the method the hidden states that came, of texts that go on."""
         if engine.features is None:
             return
-        rows = engine.features.take_colocated()
-        for each in rows:
-            engine.features.give_back(each.window, len(each.rows))
+        parts = engine.features.take_colocated()
         with self._containing_failures():
-            for each in rows:
-                key = self._keys.get(each.session_id)
-                if key is not None and self._sessions[key].epoch == each.order.epoch:
-                    self._pass_on(engine, key, each)
+            if parts:
+                self._queue.step_features([(self._readers(engine, part), part) for part in parts])
 
-    def _pass_on(self, engine: ColocatedEngine, key: SessionKey, rows: FeatureRows) -> None:
-        session = self._sessions[key]
+    def _readers(self, engine: ColocatedEngine, states: StepStates) -> list[SessionKey | None]:
+        """Return the sessions that take hidden states, of texts that go on."""
+        pairs = zip(states.sessions, states.epochs, strict=True)
+        return [self._reads(engine, session_id, epoch) for session_id, epoch in pairs]
+
+    def _reads(self, engine: ColocatedEngine, session_id: int, epoch: int) -> SessionKey | None:
+        """Return the key of a session that takes hidden states; None if there is none."""
+        session = self._by_id.get(session_id)
+        if session is None or session.epoch != epoch:
+            return None
         if not session.told:  # its prompt is not through yet
-            text = engine.committed(session.id)
+            text = engine.committed(session_id)
             if text is None:  # it was aborted, and is closed soon
-                return
-            self._tell(key, session, text, 0)
-        self._queue.features(key, rows.start, rows.rows)
+                return None
+            self._tell(session, text, 0)
+        return session.key
 
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post the wanted drafts, made since `began`, and return when they were made."""
@@ -288,24 +292,29 @@ class InProcessProposer:
         verify_output, proposer = engine.verify_output, self._proposer
         if verify_output is None or not isinstance(proposer, AsyncProposer):
             return
+        states, spec = None, proposer.traits.features
+        if spec is not None and engine.features is not None:
+            states = engine.features.on_device(spec)
+        places: dict[tuple[int, int], int] = {}
+        if states is not None:
+            pairs = zip(states.sessions, states.epochs, strict=True)
+            places = {pair: i for i, pair in enumerate(pairs)}
         rows: list[AsyncRow] = []
-        reads = self._proposer.traits.features is not None
         for session_id, length, place, max_accepted, wanted, is_tree in verify_output.rows:
-            if (key := self._keys.get(session_id)) is None or self._sessions[key].told < length:
+            session = self._by_id.get(session_id)
+            if session is None or session.told < length:
                 continue  # the method is behind the text
-            states = None
-            if reads and engine.features is not None:
-                states = engine.features.on_device(session_id, self._sessions[key].epoch)
-            rows.append(AsyncRow(key, place, max_accepted, wanted, is_tree, states))
-        proposer.launch_after_verify(rows, verify_output.tokens)
+            at = places.get((session_id, session.epoch))
+            rows.append(AsyncRow(session.key, place, max_accepted, wanted, is_tree, at))
+        proposer.launch_after_verify(rows, verify_output.tokens, states)
 
     def _lose(self, key: SessionKey) -> None:
         """Report a session that the method has forgotten; the scorer may open it again."""
         session = self._sessions.get(key)
         if session is not None:
-            self._forget(key)
+            self._forget(session)
             if self._listener is not None:
                 self._listener.lost(session.id, session.epoch)
 
-    def _forget(self, key: SessionKey) -> None:
-        del self._keys[self._sessions.pop(key).id]
+    def _forget(self, session: _Session) -> None:
+        del self._sessions[session.key], self._by_id[session.id]

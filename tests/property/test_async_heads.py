@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from outrider.config import EngineConfig
-from outrider.draft_port import DeviceStates, PostedBlock
+from outrider.draft_port import PostedBlock, StepStates
 from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncRow
 from outrider.drafting.building.loops import block_shapes, recurrent_shapes
@@ -400,9 +400,11 @@ def drafted(folder: Path, method: str) -> CachedHeadProposer:
 
 def launch(proposer: CachedHeadProposer, start: int, end: int) -> bool:
     """Launch behind a step in which two of three tokens are accepted; return whether it could."""
-    behind = DeviceStates(start, states(proposer, start, end))
-    rows = [AsyncRow(key, key - 1, 3, K, states=behind) for key in (1, 2)]
-    proposer.launch_after_verify(rows, torch.tensor([[2, 4, 1, 0, 3]] * 2, dtype=torch.int32))
+    columns = (1, 2), (1, 1), [start] * 2, [end - start] * 2, (3, 3)  # both read the same
+    behind = StepStates(*columns, states(proposer, start - 3, end))
+    rows = [AsyncRow(key, key - 1, 3, K, states=key - 1) for key in (1, 2)]
+    verify_output = torch.tensor([[2, 4, 1, 0, 3]] * 2, dtype=torch.int32)
+    proposer.launch_after_verify(rows, verify_output, behind)
     proposer.check_invariants()
     return proposer._async_drafts.in_flight
 

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceNodes
-from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, ForkBatch, Forks
+from outrider.drafting.drafters import (
+    AsyncLoop,
+    Chain,
+    DraftInput,
+    FedRows,
+    ForkBatch,
+    Forks,
+    StatesBehind,
+)
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
@@ -107,12 +115,10 @@ class DraftModelLoops:
         return draft_chains(self._model, rows)
 
     def launch_after_verify(
-        self, rows: Sequence[DraftInput], verify_output: Tensor
+        self, rows: Sequence[DraftInput], verify_output: Tensor, states: StatesBehind | None = None
     ) -> AsyncLoop[Chain] | None:
         """Implement `AsyncDrafter`."""
-        return self._loops.launch_after_verify(
-            rows, verify_output, read_chains, lambda chains, count: DeviceNodes(chains[:, :count])
-        )
+        return self._loops.launch_after_verify(rows, verify_output, states, read_chains, _nodes)
 
     def captured_rows(self, num_rows: int) -> int:
         """Implement `ForkDrafter`."""
@@ -175,6 +181,10 @@ class DraftModelLoops:
         _, *found = zip(*run_loop(forward, batches, num_draws, draw), strict=True)
         tops, gaps = (torch.stack(parts, dim=1) for parts in found)
         return torch.cat((tops.to(torch.int32), gaps.view(torch.int32)), dim=2)
+
+
+def _nodes(chains: Tensor, count: int) -> DeviceNodes:
+    return DeviceNodes(chains[:, :count])
 
 
 def _to_forks(drafted: NDArray[np.int32], fanout: int) -> Forks:

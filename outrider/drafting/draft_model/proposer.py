@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outrider.draft_port import DeviceDrafts
+from outrider.draft_port import DeviceDrafts, StepStates
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
@@ -119,7 +119,12 @@ class DraftModelProposer(SessionMethod[DraftState]):
         done.lost.extend(self._take_lost())  # last: if a forward fails, the next round reports it
         return done
 
-    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
+    def launch_after_verify(
+        self,
+        rows: Sequence[AsyncRow],
+        verify_output: Tensor,
+        states: StepStates | None = None,  # noqa: ARG002
+    ) -> None:
         """Implement `AsyncProposer`."""
         if self._async_drafts is None:
             return

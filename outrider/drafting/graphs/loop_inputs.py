@@ -13,13 +13,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from struct import pack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafting.drafters import FedRows
+from outrider.drafting.drafters import FedRows, StatesBehind
 from outrider.drafting.graphs.batches import LoopBatches, row_starts
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.staging import PageLayout, Staging
@@ -145,14 +146,14 @@ class LoopInputs:
         longest = max([row.start + len(row.token_ids) for row in slices], default=1)
         num_pages = -(-(longest + shape.num_fed + bool(shape.fanout)) // page_size)
         pairs = [*copies, *[(scratch_page,) * 2] * (shape.rows - len(copies))]
-        rows, first = [num_pages], 0
+        counts = [len(row.token_ids) for row in slices]
+        firsts = fed.firsts or accumulate(counts, initial=0)
+        rows = [num_pages]
         padding = [(0,) * (shape.query_len - count) for count in range(shape.query_len + 1)]
-        for row, params, pair in zip(slices, fed.sampling, pairs, strict=False):
-            tokens = row.token_ids
-            count = len(tokens)
-            columns = self._sampling_columns(params)
-            rows += (row.start, count - 1, first, *pair, *columns, *tokens, *padding[count])
-            first += count
+        columns = slices, counts, firsts, fed.sampling, pairs
+        for row, count, first, params, pair in zip(*columns, strict=False):
+            sampled = self._sampling_columns(params)
+            rows += (row.start, count - 1, first, *pair, *sampled, *row.token_ids, *padding[count])
         padding_row = (0,) * (_TOKENS - _SAMPLING + shape.query_len)
         for pair in pairs[len(slices) :]:
             rows += (0, 0, 0, *pair, *padding_row)
@@ -178,10 +179,17 @@ class LoopInputs:
         torch.cat(list(features), out=self._states.host("all")[:end])
         self._states.send("all", end)
 
-    def take_features(self, features: Sequence[Tensor]) -> None:
-        """Enqueue the copy of the rows' states, bfloat16 [any, width] each on the device."""
+    def take_states(self, states: StatesBehind, counts: Sequence[int]) -> Sequence[int] | None:
+        """Enqueue the copy of so many states of each row; return `FedRows.firsts` of them."""
         assert self._states is not None
-        torch.cat(list(features), out=self._states.device("all")[: sum(map(len, features))])
+        buffer, (rows, firsts) = self._states.device("all"), states
+        ends = [first + count for first, count in zip(firsts, counts, strict=True)]
+        if (end := max(ends)) <= len(buffer):  # mostly: few belong to other rows
+            buffer[:end] = rows[:end]
+            return firsts
+        parts = [rows[first:end] for first, end in zip(firsts, ends, strict=True)]
+        torch.cat(parts, out=buffer[: sum(counts)])
+        return None
 
     def clear(self) -> None:
         """Write zeros, which are valid rows of any shape: greedy, and on the scratch page."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceNodes
-from outrider.drafting.drafters import AsyncLoop, Chain, DraftInput, FedRows, features_of
+from outrider.drafting.drafters import (
+    AsyncLoop,
+    Chain,
+    DraftInput,
+    FedRows,
+    StatesBehind,
+    features_of,
+)
 from outrider.drafting.graphs.beams import Beam, best_nodes, grow_beam
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, likeliest, top_candidates
@@ -196,6 +203,7 @@ class CapturedLoops:
         self,
         rows: Sequence[DraftInput],
         verify_output: Tensor,
+        states: StatesBehind | None,
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
         nodes: Callable[[Tensor, int], DeviceNodes | None],
     ) -> AsyncLoop[Draft] | None:
@@ -208,8 +216,9 @@ class CapturedLoops:
         if shape is None:
             return None
         with torch.inference_mode():
-            if features := features_of(rows):
-                self._inputs.take_features(features)
+            if states is not None:
+                counts = [len(row.token_ids) for row in fed.slices]
+                fed = replace(fed, firsts=self._inputs.take_states(states, counts))
             self._inputs.fill(shape, fed)
             self._inputs.follow(shape, fed.slices, verify_output)
             fetch = self._launch(shape, len(rows))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.draft_port import DeviceNodes
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import AsyncLoop, DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput, StatesBehind
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
 from outrider.drafting.hidden_states.forward import LEAD
@@ -69,12 +69,12 @@ class CachedDrafter:
         return self._loops.drafts(rows, self._read, self._eager)
 
     def launch_after_verify(
-        self, rows: Sequence[DraftInput], verify_output: Tensor
+        self, rows: Sequence[DraftInput], verify_output: Tensor, states: StatesBehind | None = None
     ) -> AsyncLoop[Guess] | None:
         """Implement `AsyncDrafter`, by captured loops only."""
         if self._loops is None:
             return None
-        return self._loops.launch_after_verify(rows, verify_output, self._read, self._nodes)
+        return self._loops.launch_after_verify(rows, verify_output, states, self._read, self._nodes)
 
     @property
     def follows_text(self) -> bool:

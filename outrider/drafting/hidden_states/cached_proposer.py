@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from outrider.draft_port import DeviceDrafts
+from outrider.draft_port import DeviceDrafts, StepStates
 from outrider.draft_tree import DraftTree
 from outrider.drafting.async_drafts import AsyncDrafts, AsyncRow
-from outrider.drafting.drafters import DraftInput
+from outrider.drafting.drafters import DraftInput, StatesBehind
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.earlier_text import WINDOW
 from outrider.drafting.hidden_states.forward import LEAD
@@ -127,7 +127,9 @@ class CachedHeadProposer(FeatureMethod):
             length = len(state.follower.tokens)
             done.drafts.append((state.key, guess.tree(length)))
             state.patient = False
-            self._fed(state, length - 1)
+            # Its rows are forgotten when others come, which keep no copy of what was read.
+            state.cache.computed = length - 1
+            state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         others = [state for state in states if state not in guesses]
         rows = self._plan(others, done, beside_drafts=bool(guesses))
         if rows:
@@ -135,16 +137,25 @@ class CachedHeadProposer(FeatureMethod):
         done.lost.extend(self._take_lost())  # last: if a forward fails, the next round reports it
         return done
 
-    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
+    def launch_after_verify(
+        self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None
+    ) -> None:
         """Implement `AsyncProposer`."""
+        if states is None:
+            rows = []
         most = max([row.wanted for row in rows], default=0)
-        launched = [
-            (state, row.place, fed)
-            for row in rows
-            if (state := self._sessions.get(row.session)) is not None
-            and (fed := self._async_input(state, row, most)) is not None
-        ]
-        self._async_drafts.launch(launched, len(rows), verify_output)
+        launched: list[tuple[FeatureSession, int, DraftInput]] = []
+        firsts: list[int] = []
+        for row in rows:
+            state, number = self._sessions.get(row.session), row.states
+            if state is None or number is None or states is None:
+                continue
+            at_hand = states.starts[number], states.counts[number]
+            if (fed := self._async_input(state, row, at_hand, most)) is not None:
+                launched.append((state, row.place, fed))
+                firsts.append(states.places[number])
+        behind = None if states is None else StatesBehind(states.rows, firsts)
+        self._async_drafts.launch(launched, len(rows), verify_output, behind)
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""
@@ -206,33 +217,30 @@ class CachedHeadProposer(FeatureMethod):
         state.cache.adopt(self._pool, follower.tokens, self._page_size)
         return state
 
-    def _async_input(self, state: FeatureSession, row: AsyncRow, most: int) -> DraftInput | None:
+    def _async_input(
+        self, state: FeatureSession, row: AsyncRow, at_hand: tuple[int, int], most: int
+    ) -> DraftInput | None:
         """Return places for the rows that a step adds to the text; None if it cannot be fed so.
 
-        The largest draft of the round has `most` tokens.
+        `at_hand` are the first position of the step's states and their number. The largest draft of
+        the round has `most` tokens.
         """
-        cache, start = state.cache, len(state.follower.tokens) - 1
-        states, num_rows = row.states, row.max_accepted + 1
+        cache, follower = state.cache, state.follower
+        start, num_rows = len(follower.tokens) - 1, row.max_accepted + 1
         if (
             start < 1
             or cache.computed != start
             or state.mask is not None
             or state.samples
-            or states is None
-            or states.start != start
-            or len(states.rows) < num_rows
+            or at_hand[0] != start
+            or at_hand[1] < num_rows
         ):
             return None
-        chain = self._tree_width == 1
-        num_guessed = self._drafter.num_fed(row.wanted, most, chain=chain)
+        num_guessed = self._drafter.num_fed(row.wanted, most, chain=self._tree_width == 1)
         if not cache.cover(self._pool, start + num_rows + num_guessed, self._page_size):
             return None
-        return DraftInput(
-            RowSlice((0,) * num_rows, start, cache.block_table, 1),
-            row.wanted,
-            state.follower.sampling,
-            features=states.rows[:num_rows],
-        )
+        part = RowSlice((0,) * num_rows, start, cache.block_table, 1)
+        return DraftInput(part, row.wanted, follower.sampling)
 
     def _fed(self, state: FeatureSession, end: int) -> None:
         """Note that the cache has the rows of positions below `end`."""
@@ -240,9 +248,9 @@ class CachedHeadProposer(FeatureMethod):
         state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         self._used(state)
 
-    def _used(self, state: FeatureSession) -> None:
+    def _first_of_use(self, state: FeatureSession) -> int:
         # The last row is fed again if another draft is asked for.
-        state.forget(min(state.cache.computed, max(0, len(state.follower.tokens) - 2)))
+        return min(state.cache.computed, max(0, len(state.follower.tokens) - 2))
 
     def _release(self, state: FeatureSession) -> None:
         super()._release(state)
@@ -287,8 +295,9 @@ class CachedHeadProposer(FeatureMethod):
         budget = self._prefill_budget
         rows: list[_HeadRow] = []
         for state in self._sessions.values():
-            fresh = state.num_fresh
-            if fresh < least or not budget:
+            if state.end - state.cache.computed < least or not budget:  # as mostly
+                continue
+            if (fresh := state.num_fresh) < least:
                 continue
             row = self._row(state, min(fresh, budget), 0, 0)
             if state.cache.cover(self._pool, row.end, self._page_size):

@@ -16,6 +16,7 @@ from outrider.drafting.masks import DraftMask, DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DraftRound,
     Follower,
+    KeyedStates,
     Pace,
     ProposerTraits,
     SessionKey,
@@ -75,7 +76,8 @@ class FeatureSession:
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
         self._held = held
-        self._chunks: list[Tensor] = []  # bfloat16 [n, width] on the host, one after the other
+        # Rows on the host, bfloat16 [n, width], the place of the first, and how many are held.
+        self._chunks: list[tuple[Tensor, int, int]] = []
 
     @property
     def num_rows(self) -> int:
@@ -96,17 +98,18 @@ class FeatureSession:
     def num_held(self) -> int:
         return self.end - self.first
 
-    def add(self, start: int, rows: Tensor) -> bool:
-        """Append the new part of `rows` [n, width] from position `start`; False for a gap."""
+    def add(self, start: int, rows: Tensor, place: int, count: int) -> bool:
+        """Append the new ones of `rows[place : place + count]` from position `start` on.
+
+        False for a gap. `rows` is kept alive meanwhile; see `own`.
+        """
         known = self.end - start
         if known < 0:
             return False
-        count = len(rows) - known
-        if count > 0:
-            # A view would keep the repeated rows.
-            self._chunks.append(rows[known:].clone() if known else rows)
-            self.end += count
-            self._held.count += count
+        if known < count:
+            self._chunks.append((rows, place + known, count - known))
+            self.end += count - known
+            self._held.count += count - known
         return True
 
     def rows(self, start: int, end: int) -> Tensor:
@@ -114,24 +117,34 @@ class FeatureSession:
         assert self.first <= start < end <= self.end
         parts: list[Tensor] = []
         first = self.first
-        for chunk in self._chunks:
-            part = chunk[max(0, start - first) : max(0, end - first)]
-            if len(part):
-                parts.append(part)
-            first += len(chunk)
+        for rows, place, count in self._chunks:
+            begin, stop = max(start - first, 0), min(end - first, count)
+            if begin < stop:
+                parts.append(rows[place + begin : place + stop])
+            first += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forget(self, before: int) -> None:
         """Drop the rows of positions below `before`."""
+        if before >= self.end:  # as mostly
+            self._held.count -= self.end - self.first
+            self.first = self.end
+            self._chunks.clear()
         while self._chunks and self.first < before:
-            chunk = self._chunks[0]
-            dropped = min(len(chunk), before - self.first)
-            if dropped == len(chunk):
+            rows, place, count = self._chunks[0]
+            dropped = min(count, before - self.first)
+            if dropped == count:
                 del self._chunks[0]
             else:
-                self._chunks[0] = chunk[dropped:].clone()  # a view would keep the dropped rows
+                self._chunks[0] = rows, place + dropped, count - dropped
             self.first += dropped
             self._held.count -= dropped
+
+    def own(self) -> None:
+        """Keep no rows alive but those that are held."""
+        for i, (rows, place, count) in enumerate(self._chunks):
+            if count < rows.shape[0]:  # without a call of Python, as `len` makes
+                self._chunks[i] = rows[place : place + count].clone(), 0, count
 
     def drop(self) -> None:
         """Give up all that is held beside the text."""
@@ -162,6 +175,7 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         self._row_width, self._row_bytes = spec.width, spec.row_bytes
         self._max_held = max_feature_bytes // self._row_bytes
         self._held = HeldRows()
+        self._of_step: list[FeatureSession] = []  # that rows came of by the last `step_features`
 
     @property
     def projection(self) -> bytes:
@@ -171,15 +185,35 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         state = self._sessions.get(session)
         if state is None or state.follower.silent:
             return
-        if len(rows) % self._row_bytes or not state.add(start, self._unpack(rows)):
+        count, odd = divmod(len(rows), self._row_bytes)
+        if odd or not state.add(start, self._unpack(rows), 0, count):
             self._lose(session)
             return
         self._used(state)
+        self._bound([session])
+
+    def step_features(self, parts: Sequence[KeyedStates]) -> None:
+        for before in self._of_step:  # as a rule all of its rows were fed since
+            before.forget(self._first_of_use(before))
+            before.own()
+        self._of_step = fresh = list[FeatureSession]()
+        for keys, (*_, starts, counts, places, rows) in parts:
+            for key, start, count, place in zip(keys, starts, counts, places, strict=True):
+                state = None if key is None else self._sessions.get(key)
+                if state is None or state.follower.silent:
+                    continue
+                if state.add(start, rows, place, count):
+                    fresh.append(state)
+                else:
+                    self._lose(state.key)
+        self._bound([state.key for state in fresh])
+
+    def _bound(self, newest: Sequence[SessionKey]) -> None:
+        """Lose sessions if too many rows are held, those that rows came of now last."""
         while self._held.count > self._max_held:
             few = self._held.count / len(self._sessions) / 2
-            large = (key for key, each in self._sessions.items() if each.num_held > few)
-            others = (key for key in large if key != session)
-            self._lose(next(others, session))
+            large = [key for key, each in self._sessions.items() if each.num_held > few]
+            self._lose(next((key for key in large if key not in newest), large[0]))
 
     @property
     def holds_many(self) -> bool:
@@ -199,6 +233,12 @@ class FeatureMethod(SessionMethod[FeatureSession]):
 
     def _used(self, state: FeatureSession) -> None:
         """Forget rows of no more use, after rows came or were fed."""
+        state.forget(self._first_of_use(state))
+        state.own()
+
+    def _first_of_use(self, state: FeatureSession) -> int:  # noqa: ARG002
+        """Return the position from which on rows may still be read."""
+        return 0
 
     def _release(self, state: FeatureSession) -> None:
         """Give up what a session holds, also one that is silent."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, compress
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.draft_port import DeviceStates
+from outrider.draft_port import StepStates
 from outrider.engine.hidden_states.paged_row import PagedRow
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.step import Step
@@ -48,13 +49,12 @@ class _Stream:
         return max(0, self.seq.num_computed - self.sent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
     """Rows of one session."""
 
     stream: _Stream
     start: int
-    count: int
+    num_rows: int
     of_prompt: bool = False
 
     @property
@@ -67,10 +67,24 @@ class _Part:
 class _Copy:
     """Rows of one `FeatureSpec`, on their way from the device."""
 
-    parts: list[tuple[_Part, int]]  # and the place of their first row in `rows`
+    parts: list[_Part]
+    places: list[int]  # of each part's first row
     on_device: Tensor  # bfloat16 [n, width]
     rows: Tensor  # the same on the host
     done: torch.cuda.Event | None
+
+    def states(self, numbers: Sequence[int], rows: Tensor) -> StepStates:
+        """Return the parts of these numbers, which lie in `rows`."""
+        parts = [self.parts[i] for i in numbers]
+        streams = [part.stream for part in parts]
+        return StepStates(
+            [stream.seq.session_id for stream in streams],
+            [stream.order.epoch for stream in streams],
+            [part.start for part in parts],
+            [part.num_rows for part in parts],
+            [self.places[i] for i in numbers],
+            rows,
+        )
 
 
 class HiddenStateStreams:
@@ -85,7 +99,7 @@ class HiddenStateStreams:
         self._projections: dict[bytes, Tensor] = {}  # by SHA-256
         self._copies: list[_Copy] = []
         self._on_host: list[FeatureRows] | None = None  # that `take` gets; None: nothing came
-        self._colocated: list[FeatureRows] = []  # that `take_colocated` gets
+        self._colocated: list[StepStates] = []  # that `take_colocated` gets
         self._seconds = 0.0  # spent on them
         self.due = False
         """Rows may be due that need no further step."""
@@ -143,23 +157,17 @@ class HiddenStateStreams:
                 part = _Part(stream, stream.sent, count)
                 expected.setdefault(stream.order.spec, []).append(part)
         for spec, parts in expected.items():
-            if sum([part.count for part in parts]) * row_bytes <= self._max_ahead_bytes:
+            if sum([part.num_rows for part in parts]) * row_bytes <= self._max_ahead_bytes:
                 try:
                     self._ahead[spec] = self._copy(spec, parts)
                 except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
         self._seconds += time.perf_counter() - began
 
-    def on_device(self, session_id: int, epoch: int) -> DeviceStates | None:
-        """Return the rows of a session that `read_ahead` reads; None if it reads none of it."""
-        stream = self._streams.get(session_id)
-        if stream is None or stream.order.epoch != epoch:
-            return None
-        if (copy := self._ahead.get(stream.order.spec)) is not None:
-            for part, at in copy.parts:
-                if part.stream is stream:
-                    return DeviceStates(part.start, copy.on_device[at : at + part.count])
-        return None
+    def on_device(self, spec: FeatureSpec) -> StepStates | None:
+        """Return what `read_ahead` reads of some spec; None if it reads none."""
+        copy = self._ahead.get(spec)
+        return None if copy is None else copy.states(range(len(copy.parts)), copy.on_device)
 
     def gather(self, sessions: Mapping[int, PagedRow]) -> None:
         """Begin to copy the rows that are due of living `sessions`; `take` comes next.
@@ -194,7 +202,7 @@ class HiddenStateStreams:
         seconds, self._seconds = self._seconds, 0.0
         return FeatureBatch(tuple(rows), seconds)
 
-    def take_colocated(self) -> list[FeatureRows]:
+    def take_colocated(self) -> list[StepStates]:
         """Wait as `take`, and return the rows of proposers on this thread, which it leaves."""
         self._finish_copies()
         rows, self._colocated = self._colocated, []
@@ -208,12 +216,31 @@ class HiddenStateStreams:
         rows = self._on_host = self._on_host or []
         for copy in copies:
             try:
-                for stream, each in _on_host(copy):
-                    colocated = stream.seq.drafting.proposer.colocated
-                    (self._colocated if colocated else rows).append(each)
+                rows += self._read(copy)
             except Exception:
-                self._give_up([part for part, _ in copy.parts])
+                self._give_up(copy.parts)
         self._seconds += time.perf_counter() - began
+
+    def _read(self, copy: _Copy) -> list[FeatureRows]:
+        """Wait for a copy; return the rows to send, and keep those of proposers on this thread."""
+        if copy.done is not None:
+            copy.done.synchronize()
+        numbers = range(len(copy.parts))
+        colocated = [part.stream.seq.drafting.proposer.colocated for part in copy.parts]
+        here, others = [*compress(numbers, colocated)], [i for i in numbers if not colocated[i]]
+        sent: list[FeatureRows] = []
+        if others:
+            data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
+            for i in others:
+                stream, start, count, of_prompt = copy.parts[i]
+                first, size, session_id = copy.places[i], stream.row_bytes, stream.seq.session_id
+                its_rows = data[first * size : (first + count) * size]
+                sent.append(FeatureRows(session_id, stream.order, start, its_rows, of_prompt))
+        if here:
+            self._colocated.append(copy.states(here, copy.rows))
+            for part in map(copy.parts.__getitem__, here):  # they are read at once
+                self.give_back(part.window, part.num_rows * part.stream.row_bytes)
+        return sent
 
     def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
@@ -243,10 +270,11 @@ class HiddenStateStreams:
 
     def _take_ahead(self, ahead: _Copy, parts: list[_Part]) -> list[_Part]:
         """Take the parts that were read ahead, and return the others."""
-        read = {part.stream: at for part, at in ahead.parts}
-        taken = [(part, read[part.stream]) for part in parts if part.stream in read]
+        read = {part.stream: place for part, place in zip(ahead.parts, ahead.places, strict=True)}
+        taken = [part for part in parts if part.stream in read]
         if taken:
-            self._copies.append(replace(ahead, parts=taken))
+            places = [read[part.stream] for part in taken]
+            self._copies.append(replace(ahead, parts=taken, places=places))
         return [part for part in parts if part.stream not in read]
 
     def _give_up(self, parts: Iterable[_Part]) -> None:
@@ -254,15 +282,14 @@ class HiddenStateStreams:
         log.exception("features cannot be sent any more to sessions that run")
         for part in parts:
             session_id = part.stream.seq.session_id
-            part.window.on_the_way -= part.count * part.stream.row_bytes
+            part.window.on_the_way -= part.num_rows * part.stream.row_bytes
             if self._streams.get(session_id) is part.stream:
                 del self._streams[session_id]
 
     @torch.inference_mode()
     def _copy(self, spec: FeatureSpec, parts: list[_Part]) -> _Copy:
         device = self._pool.rows.device
-        ends = [*accumulate(part.count for part in parts)]
-        placed = [*zip(parts, [0, *ends], strict=False)]
+        places = [*accumulate([part.num_rows for part in parts[:-1]], initial=0)]
         slots = torch.tensor(
             [slot for part in parts for slot in self._slots(part)],
             dtype=torch.int64,
@@ -271,26 +298,14 @@ class HiddenStateStreams:
         projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
         rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
         if device.type != "cuda":
-            return _Copy(placed, rows, rows, None)
+            return _Copy(parts, places, rows, rows, None)
         on_host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         on_host.copy_(rows, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return _Copy(placed, rows, on_host, done)
+        return _Copy(parts, places, rows, on_host, done)
 
     def _slots(self, part: _Part) -> list[int]:
         size, table = self._pool.page_size, part.stream.seq.block_table
-        positions = range(part.start, part.start + part.count)
+        positions = range(part.start, part.start + part.num_rows)
         return [table[p // size] * size + p % size for p in positions]
-
-
-def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:
-    """Wait for a copy, and yield its rows."""
-    if copy.done is not None:
-        copy.done.synchronize()
-    data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
-    for part, at in copy.parts:
-        stream, size = part.stream, part.stream.row_bytes
-        its_rows = data[at * size : (at + part.count) * size]
-        session_id = stream.seq.session_id
-        yield stream, FeatureRows(session_id, stream.order, part.start, its_rows, part.of_prompt)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.drafting.drafters import AsyncLoop, DraftInput
+from outrider.drafting.drafters import AsyncLoop, DraftInput, StatesBehind
 from outrider.drafting.graphs import loops
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.trees import Guess
@@ -147,12 +147,12 @@ def launch_without_waiting(
             RowSlice((0,) * count, 5, [1, 2, 3, 4], 1),
             3,
             SamplingParams(temperature=1.0, seed=count),
-            features=torch.empty(count, width, dtype=torch.bfloat16, device=device),
         )
         for count in (3, 2)
     ]
+    states = StatesBehind(torch.empty(7, width, dtype=torch.bfloat16, device=device), (4, 0))
     monkeypatch.setattr(loops, "_send", lambda _: None)  # the copy that nobody waits for yet
-    return drafter.launch_after_verify(rows, select_rows(verify_output, [2, 0]))
+    return drafter.launch_after_verify(rows, select_rows(verify_output, [2, 0]), states)
 
 
 class MetaAttention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -399,7 +399,7 @@ def test_dspark_draws_left_to_right_as_the_formula_says(
     head = load_dspark(folder, target.folder, dtype, CPU)
     assert head.max_depth == made.BLOCK_SIZE
     params = SamplingParams(temperature=temperature, seed=8)
-    rows = [replace(row, sampling=params) for row in _inputs(head, (7, 4, 1))]
+    rows = [row._replace(sampling=params) for row in _inputs(head, (7, 4, 1))]
     chains = _drafter(head, tree_width=1).drafts(rows)
     trees = _drafter(head, tree_width=3).drafts(rows)
     for text, row, (chain, _, told), (tokens, parents, _) in zip(
@@ -446,7 +446,7 @@ def test_fused_chains_of_dspark_are_those_of_its_steps(
         SamplingParams(temperature=1.3, seed=3, top_p=0.7, min_p=0.02),
     )
     pairs = zip(_inputs(head, (7, 7, 7)), params, strict=True)
-    rows = [replace(row, sampling=each) for row, each in pairs]
+    rows = [row._replace(sampling=each) for row, each in pairs]
     drafter = _drafter(head, tree_width=1)
     assert head._chains is not None
     fused = [guess.tokens for guess in drafter.drafts(rows)]
@@ -599,7 +599,7 @@ def test_dspark_alone_computes_what_it_does_beside_others() -> None:
             states = eagle.features(count, head.features.width, seed=seed).bfloat16()
             text = [7 + seed + i for i in range(count)]
             row = DraftInput(RowSlice(text, start, pages, 1), 7, GREEDY, features=states)
-            other = replace(row, slice=row.slice._replace(block_table=[p + 20 for p in pages]))
+            other = row._replace(slice=row.slice._replace(block_table=[p + 20 for p in pages]))
             rows = [row] if alone else [row, other]
             outputs = recorded.run(rows)
             few = count <= head.num_slots(head.max_depth) + 1
