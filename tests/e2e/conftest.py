@@ -17,7 +17,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"), eps=0.15)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def draft_model_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
     """The stack with a draft model."""
     target, draft = pair

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import resources
 
 import pytest
 
 from tests.support.services.options import GenerateOptions
-from tests.support.services.up import EVERY_ROUND, Up, complete_all, running
+from tests.support.services.up import EVERY_ROUND, Up, complete_all, drafting, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -18,11 +19,24 @@ SAMPLINGS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["eagle3", "dspark", "mtp --in-process"])
+@pytest.fixture(scope="module")
+def dspark_stack() -> Iterator[Up]:
+    with running("--method", "dspark", *EVERY_ROUND) as up:  # eagle3 reads some of its states
+        assert "proposer_service" in up.services
+        yield up
+
+
+@pytest.fixture(params=["mtp", "dspark", "eagle3"])
 def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
-    method, *within = request.param.split()
-    with running("--method", method, *EVERY_ROUND, beside=not within) as up:
-        assert ("proposer_service" in up.services) != bool(within)
+    """A method, and a stack in which a proposer, or the scorer's process, drafts with it."""
+    method = request.param
+    if method == "mtp":
+        with running("--method", method, *EVERY_ROUND, beside=False) as up:
+            assert "proposer_service" not in up.services
+            yield method, up
+        return
+    up = request.getfixturevalue("dspark_stack")
+    with drafting(up.scorer, method) if method != "dspark" else nullcontext():
         yield method, up
 
 
@@ -38,6 +52,7 @@ async def test_embedded_head_when_drafting_keeps_text_and_is_accepted(
             max_tokens=NUM_TOKENS,
             ignore_eos=True,
             aux_info=True,
+            methods=(method,),
             **sampling,
         )
         for line in lines[9:30:10]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from tests.support.services.up import (
     addresses,
     complete,
     complete_all,
+    drafting,
     service,
-    until_attached,
     until_idle,
 )
 
@@ -37,10 +36,7 @@ SAMPLINGS = {
 @pytest.fixture(scope="module")
 def stack(draft_model_stack: Up) -> Iterator[Up]:
     """The stack with a second proposer, which looks up in prompts."""
-    scorer = draft_model_stack.scorer
-    flags = ("--scorer", scorer, "--method", "ngram", "--proposer-id", "proposer-ngram")
-    with service("proposer_service", *flags):
-        asyncio.run(until_attached(scorer, 60, "proposer-ngram"))
+    with drafting(draft_model_stack.scorer, "ngram"):
         yield draft_model_stack
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -43,6 +44,7 @@ from tests.support.models.hash_model import HashModel, Sequential
 from tests.unit.sampling.test_sampling import chi_square_limit
 
 VOCAB, LENGTH, PROMPT = 3, 5, (1, 2)
+Draw = tuple[int, DraftProbs]  # a token, and what it was drawn from
 NUM_REQUESTS = 2000
 PAGES = {"page_size": 8, "num_pages": NUM_REQUESTS, "max_model_len": 8}
 REJECTION = SpeculationParams(verification=Verification(VerificationRule.REJECTION))
@@ -105,6 +107,26 @@ class ByDraftModel(Drafts):
         return drafts
 
 
+@cache
+def draws(samplings: tuple[SamplingParams, ...]) -> dict[tuple[int, ...], list[Draw]]:
+    """For every text but the longest, a draw of each request after the prompt and that text."""
+    model = OtherModel(VOCAB, **PAGES, peak=1.5)
+    drawn = {}
+    for path in (path for n in range(LENGTH - 1) for path in product(range(VOCAB), repeat=n)):
+        text = [*PROMPT, *path]
+        logits = torch.from_numpy(model.logits_of(text)).expand(len(samplings), -1)
+        place = sum((token + 1) * 4**i for i, token in enumerate(path))  # other noise by path
+        params = [sampling.of_draft(place) for sampling in samplings]
+        lanes = [Lane.DRAFT] * len(params)
+        batch = SamplingBatch.build(params, [len(text)] * len(params), lanes=lanes)
+        parts = (part.tolist() for part in draw_of_likeliest(logits, batch))
+        drawn[path] = [
+            (token, DraftProbs(tuple(ids), tuple(probs)))
+            for token, ids, probs in zip(*parts, strict=True)
+        ]
+    return drawn
+
+
 class ByTrees(Drafts):
     """All at once, before the first token: a tree of every text, which the rounds walk.
 
@@ -119,7 +141,6 @@ class ByTrees(Drafts):
         greedy: bool = False,
     ) -> None:
         self.claim, self.greedy = claim, greedy
-        self.model = OtherModel(VOCAB, **PAGES, peak=1.5)
         self.requests: list[Request] = []
 
     def opened(self, request: Request) -> None:
@@ -128,11 +149,7 @@ class ByTrees(Drafts):
     def trees(self) -> list[tuple[int, DraftTree]]:
         if not self.requests:
             return []
-        drawn = {
-            path: self._draw(path)
-            for n in range(LENGTH - 1)
-            for path in product(range(VOCAB), repeat=n)
-        }
+        drawn = draws(tuple(request.sampling for request in self.requests))
         trees = []
         for i, request in enumerate(self.requests):
             tokens: list[int] = []
@@ -141,6 +158,8 @@ class ByTrees(Drafts):
             nodes = {(): -1}
             for path, each in drawn.items():
                 first, drawn_from = each[i]
+                if self.greedy:
+                    first = drawn_from.token_ids[0]
                 for token in (first, *(t for t in range(VOCAB) if t != first)):
                     nodes[*path, token] = len(tokens)
                     tokens.append(token)
@@ -150,20 +169,6 @@ class ByTrees(Drafts):
             trees.append((request.session_id, tree))
         self.requests = []
         return trees
-
-    def _draw(self, path: Sequence[int]) -> list[tuple[int, DraftProbs]]:
-        """Per request a token after the prompt and `path`, and what it was drawn from."""
-        text = [*PROMPT, *path]
-        logits = torch.from_numpy(self.model.logits_of(text)).expand(len(self.requests), -1)
-        place = sum((token + 1) * 4**i for i, token in enumerate(path))  # other noise by path
-        params = [request.sampling.of_draft(place) for request in self.requests]
-        lanes = [Lane.DRAFT] * len(params)
-        batch = SamplingBatch.build(params, [len(text)] * len(params), lanes=lanes)
-        drawn, ids, probs = (part.tolist() for part in draw_of_likeliest(logits, batch))
-        return [
-            (each[0] if self.greedy else token, DraftProbs(tuple(each), tuple(their)))
-            for token, each, their in zip(drawn, ids, probs, strict=True)
-        ]
 
 
 def run(requests: Sequence[Request], drafts: Drafts, k: int) -> dict[int, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 PageHash = bytes
@@ -126,12 +126,15 @@ class BlockPool:
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the counts agree with the sequences' block tables."""
-        references = Counter(page for table in block_tables for page in table)
-        free = self._blank + list(self._cached)
-        assert len(free) == len(set(free)), "a page is free twice"
-        for page, refs in enumerate(self._refs):
-            assert refs == references[page], f"page {page}: {refs} refs, {references[page]} uses"
-        assert {p for p, refs in enumerate(self._refs) if refs == 0} == set(free)
+        uses = [0] * len(self._refs)
+        for table in block_tables:
+            for page in table:
+                uses[page] += 1
+        assert self._refs == uses, "references that no block table explains"
+        free = {*self._blank, *self._cached}
+        assert len(free) == self.num_free, "a page is free twice"
+        assert len(free) == uses.count(0)
+        assert not any(map(uses.__getitem__, free)), "a free page is used"
         assert self._page_of == {key: page for page, key in self._hash_of.items()}
-        assert all(page in self._hash_of for page in self._cached)
-        assert not any(page in self._hash_of for page in self._blank)
+        assert self._cached.keys() <= self._hash_of.keys()
+        assert self._hash_of.keys().isdisjoint(self._blank)

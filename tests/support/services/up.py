@@ -121,6 +121,16 @@ def service(*argv: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@contextlib.contextmanager
+def drafting(scorer: str, method: str, *flags: object) -> Iterator[None]:
+    """A further proposer of a stack, from when its scorer knows it."""
+    name = f"proposer-{method}"
+    flags = ("--scorer", scorer, "--method", method, "--proposer-id", name, *flags)
+    with service("proposer_service", *flags):
+        asyncio.run(until_attached(scorer, 60, name))
+        yield
+
+
 def addresses(process: subprocess.Popen[str]) -> dict[str, str]:
     """Where a service listens; waits until it is ready."""
     assert process.stdout is not None

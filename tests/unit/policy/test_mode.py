@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -54,10 +54,9 @@ class Load:
             self.now += self.step_s[mode] + prompt_s
             drafted = rows * (mode and self.answered == 1.0)
             tokens = rows + round(drafted * (self.tokens - 1.0))
-            step = StepDone(rows, rows, tokens, self.now, drafted, self.comparable)
-            step = replace(step, answered=self.answered * mode)
-            step = replace(step, prompt_s=prompt_s, temperature=self.temperature)
-            step = replace(step, proposer_ids=frozenset(self.proposer))
+            counts = rows, rows, tokens, self.now, drafted, self.comparable
+            answered, proposers = self.answered * mode, frozenset(self.proposer)
+            step = StepDone(*counts, answered, prompt_s, self.temperature, proposers)
             self.modes.step_done(step)
         return taken
 

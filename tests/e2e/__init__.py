@@ -1,0 +1,1 @@
+"""Tests of whole stacks, a package so that its fixtures end with its last test."""
