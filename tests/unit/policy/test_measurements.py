@@ -40,7 +40,7 @@ def rows(num: int, k: int = 4) -> list[Drafting]:
 
 def met(acceptance: Acceptance, times: int, *rounds: tuple[Drafting, Round]) -> None:
     for _ in range(times):
-        acceptance.observe([(each, round_, NO_NODES) for each, round_ in rounds])
+        acceptance.observe([(each, [(round_, NO_NODES)]) for each, round_ in rounds])
 
 
 def policy_after(
