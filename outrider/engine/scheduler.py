@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from outrider.draft_tree import chain_parents
 from outrider.engine.accounting import Committed, Emitted, PlainRows
 from outrider.engine.batch import RowSlice
 from outrider.engine.queues import Queues
@@ -220,15 +221,14 @@ class Scheduler(Queues):
         if (behind := i - len(step.singles)) < 0:
             return None
         seq, _, held, _, _ = step.others[behind]
-        if (draft := seq.draft) is None or seq.draft_node >= 0 or not draft.is_chain:
+        if (draft := seq.draft) is None or seq.draft_node >= 0:
             return None
-        if step.device_drafts is None and draft.token_ids != held:
-            return None
-        drafted, accepted, base_len = len(draft.token_ids), result.accepted[i], len(seq.token_ids)
-        chosen = tuple(result.choices[i][: accepted + 1])
+        token_ids, accepted, base_len = draft.token_ids, result.accepted[i], len(seq.token_ids)
+        drafted, chosen = len(token_ids), tuple(result.choices[i][: accepted + 1])
         if not (
-            drafted <= len(held)
-            and chosen[-1:] != draft.token_ids[accepted : accepted + 1]
+            draft.parents is chain_parents(drafted)
+            and (token_ids == held if step.device_drafts is None else drafted <= len(held))
+            and (accepted >= drafted or token_ids[accepted] != chosen[accepted])
             and seq.num_prompt_tokens < base_len < seq.plain_below - accepted
             and seq.admitted
             and seq.stop_ids.isdisjoint(chosen)
@@ -311,8 +311,8 @@ class Scheduler(Queues):
     def _decodes(self, step: Step) -> bool:
         """Whether no row has more tokens than a round's."""
         k = self.config.num_speculative_tokens
-        most = [1 + max(k, len(row.draft)) for row in step.others]
-        return step.num_tokens <= len(step.singles) * (1 + k) + sum(most)
+        more = step.num_tokens - step.num_rows * (1 + k)
+        return more <= 0 or more <= sum([max(0, len(row.draft) - k) for row in step.others])
 
     def _fill(
         self, decoding: list[Sequence], prefilling: list[Sequence]
@@ -363,11 +363,11 @@ class Scheduler(Queues):
 
         Drafts with confidences are cut to what these make worth verifying, over all rows at once.
         """
-        chosen = {
-            seq.session_id: choose_draft(seq, min(seq.drafting.num_draft_tokens, max_draft))
-            for seq in decoding
-            if seq.draft is not None
-        }
+        chosen: dict[int, ChosenDraft] = {}
+        for seq in decoding:
+            if seq.draft is not None:
+                n = seq.drafting.num_draft_tokens
+                chosen[seq.session_id] = choose_draft(seq, n if n < max_draft else max_draft)
         told = [(self.by_session[i], draft) for i, draft in chosen.items() if draft.confidences]
         if told:
             untold = [len(draft.token_ids) for draft in chosen.values() if not draft.confidences]
@@ -394,10 +394,14 @@ class Scheduler(Queues):
                 draft, parents, probs, _ = NO_DRAFT  # no draft is worth another row's pages
             if not self._cover(seq, end + len(draft), rows):
                 return None
-        num_logits = len(draft) + 1 if end == length else 0
+        num_logits, num_prompt_logits = len(draft) + 1 if end == length else 0, 0
+        if seq.num_uncomputed == 1:
+            row_slice = RowSlice(
+                (seq.token_ids[-1], *draft), start, seq.block_table, num_logits, parents
+            )
+            return ScheduledRow(seq, row_slice, draft, probs)
         token_ids = (*seq.token_ids[start:end], *draft)
         row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, parents)
-        num_prompt_logits = 0
         if seq.wants_prompt_logits:
             num_prompt_logits = max(0, min(end, seq.num_prompt_tokens - 1) - start)
         return ScheduledRow(seq, row_slice, draft, probs, num_prompt_logits)
