@@ -173,11 +173,8 @@ class Scheduler(Queues):
         plain = rows.without(rest)
         emitted: list[Emitted] = []
         failures: list[Failure] = []
-        for i in rest:
-            if (chain := self._commit_chain(step, result, i, now, drafting)) is not None:
-                emitted.append(chain)
-            else:
-                self._commit_row(step, result, i, now, drafting, emitted, failures)
+        for i in self._commit_chains(step, result, rest, now, emitted):
+            self._commit_row(step, result, i, now, drafting, emitted, failures)
         self.tracker.undrafted_done(plain.seqs, now)
         return Committed(
             step=step,
@@ -211,39 +208,47 @@ class Scheduler(Queues):
                 rest.append(i)
         return rest
 
-    def _commit_chain(
-        self, step: Step, result: StepResult, i: int, now: float, drafting: bool
-    ) -> Emitted | None:
-        """Commit row `i` of a step if it verified a whole chain, and does nothing else.
+    def _commit_chains(
+        self, step: Step, result: StepResult, places: Rows[int], now: float, emitted: list[Emitted]
+    ) -> list[int]:
+        """Commit the rows that verified a whole chain, and do nothing else.
 
-        It is what `_commit_row` would do, in a third of the time; None, and nothing done, if not.
+        It is what `_commit_row` does, in a third of the time. Returns the places of other rows.
         """
-        if (behind := i - len(step.singles)) < 0:
-            return None
-        seq, _, held, _, _ = step.others[behind]
-        if (draft := seq.draft) is None or seq.draft_node >= 0:
-            return None
-        token_ids, accepted, base_len = draft.token_ids, result.accepted[i], len(seq.token_ids)
-        drafted, chosen = len(token_ids), tuple(result.choices[i][: accepted + 1])
-        if not (
-            draft.parents is chain_parents(drafted)
-            and (token_ids == held if step.device_drafts is None else drafted <= len(held))
-            and (accepted >= drafted or token_ids[accepted] != chosen[accepted])
-            and seq.num_prompt_tokens < base_len < seq.plain_below - accepted
-            and seq.admitted
-            and seq.stop_ids.isdisjoint(chosen)
-        ):
-            return None
-        seq.token_ids += chosen
-        seq.num_uncomputed, seq.draft = 1, None
-        if (base_len + accepted) // self.config.page_size > seq.num_published:
-            self._publish(seq)
-        if seq.drafting.num_draft_tokens and not drafting:
-            self.tracker.withhold(seq)
-        round_ = chain_round(drafted, accepted)
-        self.tracker.round_done(seq, round_, wrong=False, now=now)
-        drafted_by = (seq.drafting.offered.proposer.proposer_id or "", seq.draft_method)
-        return Emitted(seq, base_len, chosen, round_, drafted_by, None, (), None)
+        page_size, tracker, drafting = self.config.page_size, self.tracker, self._drafting
+        first, on_host = len(step.singles), step.device_drafts is None
+        rest: list[int] = []
+        for i in places:
+            if i < first:
+                rest.append(i)
+                continue
+            seq, _, held, _, _ = step.others[i - first]
+            accepted, base_len, draft = result.accepted[i], len(seq.token_ids), seq.draft
+            if (
+                draft is None
+                or seq.draft_node >= 0
+                or (drafted := len(token_ids := draft.token_ids)) > len(held)
+                or draft.parents is not chain_parents(drafted)
+                or (on_host and token_ids != held)
+                or (accepted < drafted and token_ids[accepted] == result.choices[i][accepted])
+                or not seq.num_prompt_tokens < base_len < seq.plain_below - accepted
+                or not seq.stop_ids.isdisjoint(chosen := tuple(result.choices[i][: accepted + 1]))
+                or not seq.admitted
+            ):
+                rest.append(i)
+                continue
+            seq.token_ids += chosen
+            seq.num_uncomputed, seq.draft = 1, None
+            if (base_len + accepted) // page_size > seq.num_published:
+                self._publish(seq)
+            d = seq.drafting
+            if d.num_draft_tokens and not drafting:
+                tracker.withhold(seq)
+            round_, by = chain_round(drafted, accepted), d.offered.proposer.proposer_id or ""
+            tracker.round_done(seq, round_, wrong=False, now=now)
+            told = (None, (), None)
+            emitted.append(Emitted(seq, base_len, chosen, round_, (by, seq.draft_method), *told))
+        return rest
 
     def _commit_row(
         self,

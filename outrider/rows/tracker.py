@@ -100,15 +100,13 @@ class DraftTracker:
 
     def blocks_arrived(self, blocks: Iterable[ArrivedBlock]) -> None:
         """Learn from blocks, and count the time that they took."""
-        drafters: dict[tuple[str, str], str] = {}
         delays: dict[str, DraftTimes] = {}
         for row, (_, tree, proposer_id, draft_us, _, method), fate, at in blocks:
-            d, length = row.drafting, len(row.token_ids)
-            awaited, base_len, num_tokens = d.awaited, tree.base_len, len(tree.token_ids)
+            d, length, base_len = row.drafting, len(row.token_ids), tree.base_len
+            awaited, num_tokens = d.awaited, len(tree.token_ids)
             awaited.blocks += 1
             if num_tokens:
-                if (drafter := drafters.get((proposer_id, method))) is None:
-                    drafters[proposer_id, method] = drafter = f"{proposer_id} {method}"
+                drafter = f"{proposer_id} {method}"
                 if drafter != d.drafter:
                     self.learn([row])  # from the drafter before
                     d.drafter, d.stance = drafter, None
@@ -126,38 +124,27 @@ class DraftTracker:
             commit = _answered(awaited, base_len)
             # No proposer drafted for longer than it was asked; without a commit, since its last
             # block. A guess may come before the commit that it meets.
-            passed_s = max(0.0, at - (awaited.last_block_at if commit is None else commit.at))
+            since = awaited.last_block_at if commit is None else commit.at
+            passed_s = at - since if at > since else 0.0
             draft_s = draft_us * 1e-6  # as the proposer says
             if commit is not None and commit.measures and awaited.blocks > 1:
                 # The first one took the prompt's time.
                 if (times := delays.get(d.drafter)) is None:
                     delays[d.drafter] = times = self.policy.measured.draft_times(d)
-                self._measure(d, times, num_tokens, commit.at, at, draft_s)
-            awaited.last_block_at = max(awaited.last_block_at, at)
+                if num_tokens:  # however late: whether waiting pays is decided again
+                    d.measured.worth_waiting = True
+                alone, seconds = d.offered.proposer.colocated or self._launched_at < since, passed_s
+                began, ended = awaited.in_vain
+                if began == since:  # afterwards draft and step went on at half their speed
+                    alone, seconds = True, (ended - began + passed_s) / 2
+                times.observe(at, seconds, draft_s, num_tokens, alone=alone)
+            if at > awaited.last_block_at:
+                awaited.last_block_at = at
             if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
                 self._in_vain.pop(proposer_id, None)
-            propose_s = min(draft_s, passed_s)
+            propose_s = draft_s if draft_s < passed_s else passed_s
             network_s = 0.0 if commit is None else passed_s - propose_s
             self.account.arrived(row.counters, proposer_id, propose_s, network_s)
-
-    def _measure(
-        self,
-        d: Drafting,
-        times: DraftTimes,
-        num_tokens: int,
-        since: float,
-        at: float,
-        draft_s: float,
-    ) -> None:
-        """Measure the delay of an answer that came at `at` to the commit at `since`."""
-        seconds = max(0.0, at - since)
-        # However late: whether waiting pays is decided again.
-        d.measured.worth_waiting |= num_tokens > 0
-        alone = d.offered.proposer.colocated or self._launched_at < since
-        began, ended = d.awaited.in_vain
-        if began == since:  # afterwards draft and step went on at half their speed
-            alone, seconds = True, (ended - began + seconds) / 2
-        times.observe(at, seconds, draft_s, num_tokens, alone=alone)
 
     def choose_rows(
         self, rows: Rows[R], num_prefilling: int, now: float, ready_rows: Rows[R] = ()
