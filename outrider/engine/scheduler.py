@@ -32,7 +32,7 @@ from outrider.engine.step import (
     choose_draft,
 )
 from outrider.policy.base import Ready
-from outrider.rounds import UNDRAFTED, chain_round
+from outrider.rounds import UNDRAFTED, Round, chain_round
 from outrider.types import Failure, VerifiedDraft
 
 
@@ -218,6 +218,7 @@ class Scheduler(Queues):
         page_size, tracker, drafting = self.config.page_size, self.tracker, self._drafting
         first, on_host = len(step.singles), step.device_drafts is None
         rest: list[int] = []
+        done: list[tuple[Sequence, Round, bool]] = []
         for i in places:
             if i < first:
                 rest.append(i)
@@ -245,9 +246,10 @@ class Scheduler(Queues):
             if d.num_draft_tokens and not drafting:
                 tracker.withhold(seq)
             round_, by = chain_round(drafted, accepted), d.offered.proposer.proposer_id or ""
-            tracker.round_done(seq, round_, wrong=False, now=now)
-            told = (None, (), None)
-            emitted.append(Emitted(seq, base_len, chosen, round_, (by, seq.draft_method), *told))
+            done.append((seq, round_, False))
+            drafted_by = (by, seq.draft_method)
+            emitted.append(Emitted(seq, base_len, chosen, round_, drafted_by, None, (), None))
+        tracker.rounds_done(done, now)
         return rest
 
     def _commit_row(
@@ -292,7 +294,7 @@ class Scheduler(Queues):
                 seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
             if seq.drafting.num_draft_tokens and not drafting:
                 self.tracker.withhold(seq)
-            self.tracker.round_done(seq, round_, wrong, now)
+            self.tracker.rounds_done([(seq, round_, wrong)], now)
             draft = None
             if seq.request.draft_trees and row.draft and known:
                 draft = VerifiedDraft(base_len, known.draft, tuple(known.slice.parents))

@@ -101,19 +101,23 @@ class DraftTracker:
     def blocks_arrived(self, blocks: Iterable[ArrivedBlock]) -> None:
         """Learn from blocks, and count the time that they took."""
         delays: dict[str, DraftTimes] = {}
+        drafter, of = "", ("", "")
         for row, (_, tree, proposer_id, draft_us, _, method), fate, at in blocks:
             d, length, base_len = row.drafting, len(row.token_ids), tree.base_len
             awaited, num_tokens = d.awaited, len(tree.token_ids)
             awaited.blocks += 1
             if num_tokens:
-                drafter = f"{proposer_id} {method}"
+                if of != (proposer_id, method):
+                    of, drafter = (proposer_id, method), f"{proposer_id} {method}"
+                    remember(self._drafters, proposer_id, drafter)
                 if drafter != d.drafter:
                     self.learn([row])  # from the drafter before
                     d.drafter, d.stance = drafter, None
-                if self._drafters.get(proposer_id) != drafter:
-                    remember(self._drafters, proposer_id, drafter)
             if fate is USEFUL:
-                d.breaker.close()
+                if self._in_vain:
+                    self._in_vain.pop(proposer_id, None)
+                if d.breaker.deadline_misses or d.breaker.rounds_left:
+                    d.breaker.close()
                 if base_len < length:  # the guess was right, and late
                     d.round.wrong = False
             elif fate is BlockFate.WRONG:
@@ -140,7 +144,7 @@ class DraftTracker:
                 times.observe(at, seconds, draft_s, num_tokens, alone=alone)
             if at > awaited.last_block_at:
                 awaited.last_block_at = at
-            if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
+            if fate is not USEFUL and commit is not None and passed_s <= MAX_PATIENCE_S:
                 self._in_vain.pop(proposer_id, None)
             propose_s = draft_s if draft_s < passed_s else passed_s
             network_s = 0.0 if commit is None else passed_s - propose_s
@@ -286,38 +290,38 @@ class DraftTracker:
         row.drafting.round.nodes = NO_NODES
         self.account.preempted(row)
 
-    def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
-        """Note a row's commit; `wrong` says that its draft fell off the committed path."""
-        d, awaited = row.drafting, row.drafting.awaited
-        if not (round_.drafted or wrong) and rests(row, drafting=self.policy.drafting):
-            d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
-            return
-        current = d.round
-        resumes = current.looked_at is None or not awaited.asked  # no draft was to come before
-        if resumes:
-            awaited.since = now
-        awaited.asked, nodes = d.num_draft_tokens > 0, current.nodes
-        # The same object begins anew, in a fifth of the time of another.
-        current.committed_at, current.looked_at, current.at_hand = now, None, False
-        current.deadline, current.wrong, current.nodes = 0.0, wrong, NO_NODES
-        # A proposer that resumes first catches up on all commits since it drafted last.
-        measures = row.draft is None and not resumes
-        awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
-        if len(nodes.confidences) != round_.drafted:
-            nodes = NO_NODES
-        d.unlearned.append((round_, nodes))
+    def rounds_done(self, rows: Iterable[tuple[Row, Round, bool]], now: float) -> None:
+        """Note commits of rows; True says that a row's draft fell off the committed path."""
+        drafting = self.policy.drafting
+        for row, round_, wrong in rows:
+            d, num_drafted = row.drafting, round_.drafted
+            if not (num_drafted or wrong) and rests(row, drafting=drafting):
+                d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
+                continue
+            awaited, current = d.awaited, d.round
+            resumes = current.looked_at is None or not awaited.asked  # no draft was to come before
+            if resumes:
+                awaited.since = now
+            awaited.asked, nodes = d.num_draft_tokens > 0, current.nodes
+            # The same object begins anew, in a fifth of the time of another.
+            current.committed_at, current.looked_at, current.at_hand = now, None, False
+            current.deadline, current.wrong, current.nodes = 0.0, wrong, NO_NODES
+            # A proposer that resumes first catches up on all commits since it drafted last.
+            measures = row.draft is None and not resumes
+            awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
+            whole = len(nodes.confidences) == num_drafted
+            d.unlearned.append((round_, nodes if whole else NO_NODES))
 
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
-        """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
+        """Do what `rounds_done` does for rounds without drafts of rows that have none at hand."""
         drafting = self.policy.drafting
         for row in rows if self.may_draft else ():
-            if rests(row, drafting=drafting):
-                if row.drafting.offered.limit:
-                    row.drafting.round = CurrentRound(now)
-                else:
-                    row.drafting.round.committed_at = now
+            if not rests(row, drafting=drafting):
+                self.rounds_done([(row, UNDRAFTED, False)], now)
+            elif row.drafting.offered.limit:
+                row.drafting.round = CurrentRound(now)
             else:
-                self.round_done(row, UNDRAFTED, wrong=False, now=now)
+                row.drafting.round.committed_at = now
 
     def step_done(self, rows: Rows[Drafting], step: StepDone, *, decoded: bool) -> None:
         """Count a step of `rows`, and let the policy learn from it.
