@@ -107,11 +107,8 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
     emitted, seconds = committed.emitted, committed.seconds
     tracker.account.rounds(
         [
-            (
-                *(row.seq.counters, row.round, len(row.output), row.drafted_by, row.base_len),
-                row.base_len == row.seq.num_prompt_tokens,
-            )
-            for row in emitted
+            (seq.counters, round_, len(output), by, base_len, base_len == seq.num_prompt_tokens)
+            for seq, base_len, output, round_, by, _, _, _ in emitted
         ],
         seconds,
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from outrider.draft_tree import chain_parents
 from outrider.engine.accounting import Committed, Emitted, PlainRows
 from outrider.engine.batch import RowSlice
 from outrider.engine.queues import Queues
@@ -31,7 +32,7 @@ from outrider.engine.step import (
     choose_draft,
 )
 from outrider.policy.base import Ready
-from outrider.rounds import UNDRAFTED, chain_round
+from outrider.rounds import UNDRAFTED, Round, chain_round
 from outrider.types import Failure, VerifiedDraft
 
 
@@ -172,11 +173,8 @@ class Scheduler(Queues):
         plain = rows.without(rest)
         emitted: list[Emitted] = []
         failures: list[Failure] = []
-        for i in rest:
-            if (chain := self._commit_chain(step, result, i, now, drafting)) is not None:
-                emitted.append(chain)
-            else:
-                self._commit_row(step, result, i, now, drafting, emitted, failures)
+        for i in self._commit_chains(step, result, rest, now, emitted):
+            self._commit_row(step, result, i, now, drafting, emitted, failures)
         self.tracker.undrafted_done(plain.seqs, now)
         return Committed(
             step=step,
@@ -210,40 +208,49 @@ class Scheduler(Queues):
                 rest.append(i)
         return rest
 
-    def _commit_chain(
-        self, step: Step, result: StepResult, i: int, now: float, drafting: bool
-    ) -> Emitted | None:
-        """Commit row `i` of a step if it verified a whole chain, and does nothing else.
+    def _commit_chains(
+        self, step: Step, result: StepResult, places: Rows[int], now: float, emitted: list[Emitted]
+    ) -> list[int]:
+        """Commit the rows that verified a whole chain, and do nothing else.
 
-        It is what `_commit_row` would do, in a third of the time; None, and nothing done, if not.
+        It is what `_commit_row` does, in a third of the time. Returns the places of other rows.
         """
-        if (behind := i - len(step.singles)) < 0:
-            return None
-        seq, _, held, _, _ = step.others[behind]
-        if (draft := seq.draft) is None or seq.draft_node >= 0 or not draft.is_chain:
-            return None
-        if step.device_drafts is None and draft.token_ids != held:
-            return None
-        drafted, accepted, base_len = len(draft.token_ids), result.accepted[i], len(seq.token_ids)
-        chosen = tuple(result.choices[i][: accepted + 1])
-        if not (
-            drafted <= len(held)
-            and chosen[-1:] != draft.token_ids[accepted : accepted + 1]
-            and seq.num_prompt_tokens < base_len < seq.plain_below - accepted
-            and seq.admitted
-            and seq.stop_ids.isdisjoint(chosen)
-        ):
-            return None
-        seq.token_ids += chosen
-        seq.num_uncomputed, seq.draft = 1, None
-        if (base_len + accepted) // self.config.page_size > seq.num_published:
-            self._publish(seq)
-        if seq.drafting.num_draft_tokens and not drafting:
-            self.tracker.withhold(seq)
-        round_ = chain_round(drafted, accepted)
-        self.tracker.round_done(seq, round_, wrong=False, now=now)
-        drafted_by = (seq.drafting.offered.proposer.proposer_id or "", seq.draft_method)
-        return Emitted(seq, base_len, chosen, round_, drafted_by, None, (), None)
+        page_size, tracker, drafting = self.config.page_size, self.tracker, self._drafting
+        first, on_host = len(step.singles), step.device_drafts is None
+        rest: list[int] = []
+        done: list[tuple[Sequence, Round, bool]] = []
+        for i in places:
+            if i < first:
+                rest.append(i)
+                continue
+            seq, _, held, _, _ = step.others[i - first]
+            accepted, base_len, draft = result.accepted[i], len(seq.token_ids), seq.draft
+            if (
+                draft is None
+                or seq.draft_node >= 0
+                or (drafted := len(token_ids := draft.token_ids)) > len(held)
+                or draft.parents is not chain_parents(drafted)
+                or (on_host and token_ids != held)
+                or (accepted < drafted and token_ids[accepted] == result.choices[i][accepted])
+                or not seq.num_prompt_tokens < base_len < seq.plain_below - accepted
+                or not seq.stop_ids.isdisjoint(chosen := tuple(result.choices[i][: accepted + 1]))
+                or not seq.admitted
+            ):
+                rest.append(i)
+                continue
+            seq.token_ids += chosen
+            seq.num_uncomputed, seq.draft = 1, None
+            if (base_len + accepted) // page_size > seq.num_published:
+                self._publish(seq)
+            d = seq.drafting
+            if d.num_draft_tokens and not drafting:
+                tracker.withhold(seq)
+            round_, by = chain_round(drafted, accepted), d.offered.proposer.proposer_id or ""
+            done.append((seq, round_, False))
+            drafted_by = (by, seq.draft_method)
+            emitted.append(Emitted(seq, base_len, chosen, round_, drafted_by, None, (), None))
+        tracker.rounds_done(done, now)
+        return rest
 
     def _commit_row(
         self,
@@ -287,7 +294,7 @@ class Scheduler(Queues):
                 seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
             if seq.drafting.num_draft_tokens and not drafting:
                 self.tracker.withhold(seq)
-            self.tracker.round_done(seq, round_, wrong, now)
+            self.tracker.rounds_done([(seq, round_, wrong)], now)
             draft = None
             if seq.request.draft_trees and row.draft and known:
                 draft = VerifiedDraft(base_len, known.draft, tuple(known.slice.parents))
@@ -311,8 +318,8 @@ class Scheduler(Queues):
     def _decodes(self, step: Step) -> bool:
         """Whether no row has more tokens than a round's."""
         k = self.config.num_speculative_tokens
-        most = [1 + max(k, len(row.draft)) for row in step.others]
-        return step.num_tokens <= len(step.singles) * (1 + k) + sum(most)
+        more = step.num_tokens - step.num_rows * (1 + k)
+        return more <= 0 or more <= sum([max(0, len(row.draft) - k) for row in step.others])
 
     def _fill(
         self, decoding: list[Sequence], prefilling: list[Sequence]
@@ -363,11 +370,11 @@ class Scheduler(Queues):
 
         Drafts with confidences are cut to what these make worth verifying, over all rows at once.
         """
-        chosen = {
-            seq.session_id: choose_draft(seq, min(seq.drafting.num_draft_tokens, max_draft))
-            for seq in decoding
-            if seq.draft is not None
-        }
+        chosen: dict[int, ChosenDraft] = {}
+        for seq in decoding:
+            if seq.draft is not None:
+                n = seq.drafting.num_draft_tokens
+                chosen[seq.session_id] = choose_draft(seq, n if n < max_draft else max_draft)
         told = [(self.by_session[i], draft) for i, draft in chosen.items() if draft.confidences]
         if told:
             untold = [len(draft.token_ids) for draft in chosen.values() if not draft.confidences]
@@ -394,10 +401,14 @@ class Scheduler(Queues):
                 draft, parents, probs, _ = NO_DRAFT  # no draft is worth another row's pages
             if not self._cover(seq, end + len(draft), rows):
                 return None
-        num_logits = len(draft) + 1 if end == length else 0
+        num_logits, num_prompt_logits = len(draft) + 1 if end == length else 0, 0
+        if seq.num_uncomputed == 1:
+            row_slice = RowSlice(
+                (seq.token_ids[-1], *draft), start, seq.block_table, num_logits, parents
+            )
+            return ScheduledRow(seq, row_slice, draft, probs)
         token_ids = (*seq.token_ids[start:end], *draft)
         row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, parents)
-        num_prompt_logits = 0
         if seq.wants_prompt_logits:
             num_prompt_logits = max(0, min(end, seq.num_prompt_tokens - 1) - start)
         return ScheduledRow(seq, row_slice, draft, probs, num_prompt_logits)

@@ -231,7 +231,7 @@ class Step:
     def plain_lens(self) -> list[int]:
         """Return `plain_len` of the rows."""
         singles = [start + 1 for start in self.singles.starts]
-        return singles + [row.plain_len for row in self.others]
+        return singles + [sys.maxsize if row.draft else row.plain_len for row in self.others]
 
     @property
     def has_drafts(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
@@ -36,12 +36,13 @@ class _Kind:
     def observe(self, rounds: Rows[tuple[Round, DraftNodes]]) -> None:
         """Take in rounds, and the nodes of their drafts if these told confidences."""
         self._levels *= PROPOSER_FADE ** len(rounds)
-        ends = [round_.accepted for round_, _ in rounds], [round_.tried for round_, _ in rounds]
-        counts = [np.bincount(each, minlength=MAX_SPECULATIVE_TOKENS) for each in ends]
-        self._levels += len(rounds) - np.cumsum(counts, 1)  # [2, depths]: those that end deeper
+        for round_, number in Counter([each for each, _ in rounds]).items():
+            self._levels[0, : round_.accepted] += number
+            self._levels[1, : round_.tried] += number
         tried = [
             (depth * BINS + BIN_OF[told], accepted)
             for round_, nodes in rounds
+            if nodes.confidences
             for depth, told, accepted in nodes.tried(round_.last)
         ]
         if tried:
@@ -78,18 +79,20 @@ class Acceptance:
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, bool], _Kind] = {}
 
-    def observe(self, rounds: Iterable[tuple[Drafting, Round, DraftNodes]]) -> None:
+    def observe(self, rows: Iterable[tuple[Drafting, Rows[tuple[Round, DraftNodes]]]]) -> None:
         """Take in rows' rounds, with the nodes that were verified."""
         drafted: dict[tuple[str, bool], list[tuple[Round, DraftNodes]]] = defaultdict(list)
-        for d, round_, nodes in rounds:
-            own, tried = d.measured, round_.tried
-            own.accepted.add(round_.accepted / tried if tried else 0.0, tried)
-            if round_.drafted:
-                if round_.depth < round_.drafted or own.levels.mean < 1.0:  # else it stays 1
-                    own.levels.add(round_.depth / round_.drafted)
-                drafted[d.kind].append((round_, nodes))
+        for d, rounds in rows:
+            own = d.measured
+            for (num_tokens, depth, accepted, rejected, _), _ in rounds:
+                tried = accepted + rejected
+                own.accepted.add(accepted / tried if tried else 0.0, tried)
+                if depth < num_tokens or (depth and own.levels.mean < 1.0):  # else it stays 1
+                    own.levels.add(depth / num_tokens)
+            drafted[d.kind] += [each for each in rounds if each[0].drafted]
         for kind, those in drafted.items():
-            self._kind(kind).observe(those)
+            if those:
+                self._kind(kind).observe(those)
 
     def survivals(self, rows: Rows[Drafting], depth: int) -> NDArray[np.float64]:
         """Return the expected gain of each draft token [num_rows, depth], which falls with depth.

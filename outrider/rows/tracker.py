@@ -100,22 +100,24 @@ class DraftTracker:
 
     def blocks_arrived(self, blocks: Iterable[ArrivedBlock]) -> None:
         """Learn from blocks, and count the time that they took."""
-        drafters: dict[tuple[str, str], str] = {}
         delays: dict[str, DraftTimes] = {}
+        drafter, of = "", ("", "")
         for row, (_, tree, proposer_id, draft_us, _, method), fate, at in blocks:
-            d, length = row.drafting, len(row.token_ids)
-            awaited, base_len, num_tokens = d.awaited, tree.base_len, len(tree.token_ids)
+            d, length, base_len = row.drafting, len(row.token_ids), tree.base_len
+            awaited, num_tokens = d.awaited, len(tree.token_ids)
             awaited.blocks += 1
             if num_tokens:
-                if (drafter := drafters.get((proposer_id, method))) is None:
-                    drafters[proposer_id, method] = drafter = f"{proposer_id} {method}"
+                if of != (proposer_id, method):
+                    of, drafter = (proposer_id, method), f"{proposer_id} {method}"
+                    remember(self._drafters, proposer_id, drafter)
                 if drafter != d.drafter:
                     self.learn([row])  # from the drafter before
                     d.drafter, d.stance = drafter, None
-                if self._drafters.get(proposer_id) != drafter:
-                    remember(self._drafters, proposer_id, drafter)
             if fate is USEFUL:
-                d.breaker.close()
+                if self._in_vain:
+                    self._in_vain.pop(proposer_id, None)
+                if d.breaker.deadline_misses or d.breaker.rounds_left:
+                    d.breaker.close()
                 if base_len < length:  # the guess was right, and late
                     d.round.wrong = False
             elif fate is BlockFate.WRONG:
@@ -126,38 +128,27 @@ class DraftTracker:
             commit = _answered(awaited, base_len)
             # No proposer drafted for longer than it was asked; without a commit, since its last
             # block. A guess may come before the commit that it meets.
-            passed_s = max(0.0, at - (awaited.last_block_at if commit is None else commit.at))
+            since = awaited.last_block_at if commit is None else commit.at
+            passed_s = at - since if at > since else 0.0
             draft_s = draft_us * 1e-6  # as the proposer says
             if commit is not None and commit.measures and awaited.blocks > 1:
                 # The first one took the prompt's time.
                 if (times := delays.get(d.drafter)) is None:
                     delays[d.drafter] = times = self.policy.measured.draft_times(d)
-                self._measure(d, times, num_tokens, commit.at, at, draft_s)
-            awaited.last_block_at = max(awaited.last_block_at, at)
-            if fate is USEFUL or (commit is not None and passed_s <= MAX_PATIENCE_S):
+                if num_tokens:  # however late: whether waiting pays is decided again
+                    d.measured.worth_waiting = True
+                alone, seconds = d.offered.proposer.colocated or self._launched_at < since, passed_s
+                began, ended = awaited.in_vain
+                if began == since:  # afterwards draft and step went on at half their speed
+                    alone, seconds = True, (ended - began + passed_s) / 2
+                times.observe(at, seconds, draft_s, num_tokens, alone=alone)
+            if at > awaited.last_block_at:
+                awaited.last_block_at = at
+            if fate is not USEFUL and commit is not None and passed_s <= MAX_PATIENCE_S:
                 self._in_vain.pop(proposer_id, None)
-            propose_s = min(draft_s, passed_s)
+            propose_s = draft_s if draft_s < passed_s else passed_s
             network_s = 0.0 if commit is None else passed_s - propose_s
             self.account.arrived(row.counters, proposer_id, propose_s, network_s)
-
-    def _measure(
-        self,
-        d: Drafting,
-        times: DraftTimes,
-        num_tokens: int,
-        since: float,
-        at: float,
-        draft_s: float,
-    ) -> None:
-        """Measure the delay of an answer that came at `at` to the commit at `since`."""
-        seconds = max(0.0, at - since)
-        # However late: whether waiting pays is decided again.
-        d.measured.worth_waiting |= num_tokens > 0
-        alone = d.offered.proposer.colocated or self._launched_at < since
-        began, ended = d.awaited.in_vain
-        if began == since:  # afterwards draft and step went on at half their speed
-            alone, seconds = True, (ended - began + seconds) / 2
-        times.observe(at, seconds, draft_s, num_tokens, alone=alone)
 
     def choose_rows(
         self, rows: Rows[R], num_prefilling: int, now: float, ready_rows: Rows[R] = ()
@@ -240,8 +231,10 @@ class DraftTracker:
         self.account.launched_at_rest(resting)
         self.account.launched_at_once(at_hand)
         for row in at_hand:
-            self._count_hit(row, wanted=row.drafting.num_draft_tokens > 0)
-            row.drafting.breaker.close(verified=True)
+            d = row.drafting
+            self._count_hit(row, wanted=d.num_draft_tokens > 0)
+            if d.breaker.last_open_rounds or d.breaker.deadline_misses:
+                d.breaker.close(verified=True)
         self._learn_and_choose(learning)
         return opened
 
@@ -297,35 +290,38 @@ class DraftTracker:
         row.drafting.round.nodes = NO_NODES
         self.account.preempted(row)
 
-    def round_done(self, row: Row, round_: Round, wrong: bool, now: float) -> None:
-        """Note a row's commit; `wrong` says that its draft fell off the committed path."""
-        d, awaited = row.drafting, row.drafting.awaited
-        if not (round_.drafted or wrong) and rests(row, drafting=self.policy.drafting):
-            d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
-            return
-        resumes = d.round.looked_at is None or not awaited.asked  # no draft was to come before
-        if resumes:
-            awaited.since = now
-        awaited.asked = d.num_draft_tokens > 0
-        nodes = d.round.nodes
-        d.round = CurrentRound(now, wrong=wrong)
-        # A proposer that resumes first catches up on all commits since it drafted last.
-        measures = row.draft is None and not resumes
-        awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
-        whole = len(nodes.confidences) == round_.drafted
-        d.unlearned.append((round_, nodes if whole else NO_NODES))
+    def rounds_done(self, rows: Iterable[tuple[Row, Round, bool]], now: float) -> None:
+        """Note commits of rows; True says that a row's draft fell off the committed path."""
+        drafting = self.policy.drafting
+        for row, round_, wrong in rows:
+            d, num_drafted = row.drafting, round_.drafted
+            if not (num_drafted or wrong) and rests(row, drafting=drafting):
+                d.round = CurrentRound(now)  # `attach` and drafts to come begin the rest anew
+                continue
+            awaited, current = d.awaited, d.round
+            resumes = current.looked_at is None or not awaited.asked  # no draft was to come before
+            if resumes:
+                awaited.since = now
+            awaited.asked, nodes = d.num_draft_tokens > 0, current.nodes
+            # The same object begins anew, in a fifth of the time of another.
+            current.committed_at, current.looked_at, current.at_hand = now, None, False
+            current.deadline, current.wrong, current.nodes = 0.0, wrong, NO_NODES
+            # A proposer that resumes first catches up on all commits since it drafted last.
+            measures = row.draft is None and not resumes
+            awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
+            whole = len(nodes.confidences) == num_drafted
+            d.unlearned.append((round_, nodes if whole else NO_NODES))
 
     def undrafted_done(self, rows: Rows[Row], now: float) -> None:
-        """Do what `round_done` does for rounds without drafts of rows that have none at hand."""
+        """Do what `rounds_done` does for rounds without drafts of rows that have none at hand."""
         drafting = self.policy.drafting
         for row in rows if self.may_draft else ():
-            if rests(row, drafting=drafting):
-                if row.drafting.offered.limit:
-                    row.drafting.round = CurrentRound(now)
-                else:
-                    row.drafting.round.committed_at = now
+            if not rests(row, drafting=drafting):
+                self.rounds_done([(row, UNDRAFTED, False)], now)
+            elif row.drafting.offered.limit:
+                row.drafting.round = CurrentRound(now)
             else:
-                self.round_done(row, UNDRAFTED, wrong=False, now=now)
+                row.drafting.round.committed_at = now
 
     def step_done(self, rows: Rows[Drafting], step: StepDone, *, decoded: bool) -> None:
         """Count a step of `rows`, and let the policy learn from it.
@@ -338,7 +334,7 @@ class DraftTracker:
         if draftable and self.policy.drafting:
             way = "ahead" if any(d.runs_ahead for d in draftable) else "on demand"
         self.account.step(step.tokens, step.num_rows, way, decoded=decoded)
-        ids = frozenset([d.proposer_id for d in draftable if d.proposer_id])
+        ids = frozenset([d.offered.proposer.proposer_id or "" for d in draftable])
         self.policy.step_done(
             replace(
                 step,
@@ -350,10 +346,10 @@ class DraftTracker:
 
     def learn(self, rows: Rows[Row]) -> None:
         """Take in what rows' rounds showed since they were last learned."""
-        rounds = [(d, *last) for d in [row.drafting for row in rows] for last in d.unlearned]
+        rounds = [(row.drafting, row.drafting.unlearned) for row in rows]
         self.policy.measured.acceptance.observe(rounds)
-        for row in rows:
-            row.drafting.unlearned.clear()
+        for _, unlearned in rounds:
+            unlearned.clear()
 
     def _learn_and_choose(self, rows: Rows[Row]) -> None:
         """Learn from rows, and choose how many tokens they draft in the round after the next.

@@ -151,14 +151,15 @@ class Accounting:
         kept = [each for each in early if undrafted and each[0].draft is not None]
         self._tell_of([each for each in early if not undrafted or each[0].draft is None])
         self.blocks, step.num_early_blocks = kept + later, len(kept)
-        rows = []
-        for each in step.emitted:
-            row = each.row
-            if row.noted or (undrafted and row.draft is not None):
-                continue
-            self.tracker.round_done(row, each.round, each.wrong, step.ended)
+        rounds = [
+            (each.row, each.round, each.wrong)
+            for each in step.emitted
+            if not (each.row.noted or (undrafted and each.row.draft is not None))
+        ]
+        self.tracker.rounds_done(rounds, step.ended)
+        rows = [row for row, _, _ in rounds]
+        for row in rows:
             row.noted = True
-            rows.append(row)
         return rows
 
     def _count(self, emitted: Sequence[Emitted]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.decode_buckets import Bucket
-from outrider.engine.graphs.staging import PageLayout, Staging
+from outrider.engine.graphs.staging import PageLayout, Staging, select_rows
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, keys_of_seed
 from outrider.engine.sampling.verify import VerifyBatch
@@ -257,6 +257,12 @@ class DecodeInputs:
         self, late: DeviceDrafts, rows: Rows[ScheduledRow], bucket: Bucket
     ) -> None:
         """Enqueue, behind the copy, what replaces rows' drafts by those on the device."""
+        if late.nodes.parents is None and bucket.full:  # padding may have any tokens
+            places = [late.places.get(row.seq.session_id, 0) for row in rows]
+            tokens = select_rows(late.nodes.tokens, places)[:, : bucket.query_len - 1]
+            real = self._staging.device("input_ids")[: len(rows) * bucket.query_len]
+            real.view(len(rows), -1)[:, 1 : 1 + tokens.shape[1]].copy_(tokens)
+            return
         firsts = [start + 1 for start in self.row_starts(bucket)[: len(rows)]]
         parts = [FilledIn(late.nodes.tokens, firsts, self._staging.device("input_ids"))]
         if late.nodes.parents is not None:

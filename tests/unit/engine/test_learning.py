@@ -69,7 +69,7 @@ def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> N
     tracker = DraftTracker(policy := FixedPolicy(4))
     row = row_of(tracker)
     tracker.attach(row, DraftOffer("a", 4), 0.0)
-    tracker.round_done(row, UNDRAFTED, wrong=False, now=0.0)
+    tracker.rounds_done([(row, UNDRAFTED, False)], now=0.0)
     for n in range(1, 41):
         right = n // spell % 2 == 0
         row.draft = draft = DraftTree.chain(len(row.token_ids), (7, 7, 7, 7))
@@ -82,7 +82,7 @@ def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> N
         tracker.launched([(row, 4)], n - 0.5)
         row.draft = None
         row.token_ids += [7] * (1 + 4 * right)
-        tracker.round_done(row, chain_round(4, 4 * right), wrong=False, now=float(n))
+        tracker.rounds_done([(row, chain_round(4, 4 * right), False)], now=float(n))
         if spell == 1:
             assert row.drafting.num_draft_tokens == 4, "another drafter has another length"
     one = Drafting(row.drafting.offered)
@@ -101,7 +101,7 @@ def test_drafting_time_that_a_proposer_tells_is_believed_within_the_delay(
     row = row_of(tracker)
     tracker.attach(row, DraftOffer("a", 4), 0.0)
     row.token_ids += [7]
-    tracker.round_done(row, UNDRAFTED, wrong=False, now=1.0)
+    tracker.rounds_done([(row, UNDRAFTED, False)], now=1.0)
     posted = PostedBlock(1, DraftTree.chain(3, (7, 7)), "a", told_us)
     for _copy in range(2):
         tracker.blocks_arrived([(row, posted, USEFUL, 1.003)])

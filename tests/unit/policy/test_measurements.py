@@ -40,7 +40,7 @@ def rows(num: int, k: int = 4) -> list[Drafting]:
 
 def met(acceptance: Acceptance, times: int, *rounds: tuple[Drafting, Round]) -> None:
     for _ in range(times):
-        acceptance.observe([(each, round_, NO_NODES) for each, round_ in rounds])
+        acceptance.observe([(each, [(round_, NO_NODES)]) for each, round_ in rounds])
 
 
 def policy_after(
@@ -201,7 +201,7 @@ def told_confidences(*, honest: bool) -> AdaptivePolicy:
         told = rng.choice((SURE, UNSURE))
         meant = told if honest else rng.choice((SURE, UNSURE))
         round_ = chain_round(1, int(rng.random() < TRUE_SHARE[meant]))
-        policy.measured.acceptance.observe([(each, round_, DraftNodes(bytes([told])))])
+        policy.measured.acceptance.observe([(each, [(round_, DraftNodes(bytes([told])))])])
     return policy
 
 
@@ -227,8 +227,8 @@ def test_confidence_that_was_never_tried_is_believed_whatever_siblings_met() -> 
     """Most nodes of a tree fail, so their mean says nothing of a sure one."""
     policy, siblings = policy_after(step_s=EVEN_STEP_S, num_rows=1), bytes([UNSURE] * 3)
     for _ in range(20):
-        failed = row(), Round(3, 1, 0, rejected=True), DraftNodes(siblings, (-1, -1, -1))
-        policy.measured.acceptance.observe([failed])
+        failed = Round(3, 1, 0, rejected=True), DraftNodes(siblings, (-1, -1, -1))
+        policy.measured.acceptance.observe([(row(), [failed])])
     for told, kept in ((SURE, True), (UNSURE, False)):
         assert policy.cut([(row(), DraftNodes(bytes([told])))], 1, 1) == [kept]
 
@@ -271,7 +271,8 @@ def test_cut_of_a_chain_is_that_of_a_tree_with_one_path(
     each, chain, path = row(12), DraftNodes(told), DraftNodes(told, chain_parents(len(told)))
     policy.measured.steps.sizes = StepSizes(((1, 5), (4, 8), (4, 20)) if captured else ())
     policy.measured.draft_times(each).observe(0.0, 0.01, 0.0, 2, alone=True)
-    policy.measured.acceptance.observe([(each, chain_round(12, 5), DraftNodes(bytes([99] * 12)))])
+    verified = chain_round(12, 5), DraftNodes(bytes([99] * 12))
+    policy.measured.acceptance.observe([(each, [verified])])
     cuts = [policy.cut([(each, nodes)], num_rows, num_others) for nodes in (chain, path)]
     assert cuts[0] == cuts[1]
 

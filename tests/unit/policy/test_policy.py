@@ -126,9 +126,9 @@ def test_rounds_of_few_rows_are_learned_several_at_a_time_and_all_of_them(
     policy, learned = AdaptivePolicy(4), []
     observe = policy.measured.acceptance.observe
 
-    def noted(rounds: list[tuple[Any, Round, Any]]) -> None:
-        learned.append([round_ for _, round_, _ in rounds if round_.drafted])
-        observe(rounds)
+    def noted(rows: list[tuple[Any, list[tuple[Round, Any]]]]) -> None:
+        learned.append([each for _, rounds in rows for each, _ in rounds if each.drafted])
+        observe(rows)
 
     monkeypatch.setattr(policy.measured.acceptance, "observe", noted)
     stats = Bench(policy).ask(requests, max_tokens=400)

@@ -41,17 +41,17 @@ async def test_host_notes_each_round_once_after_what_came_before_it(
     steps = VllmSteps(monkeypatch)
     proposer, tracker = steps.attach(), steps.host.tracker
     noted: list[tuple[str, str]] = []
-    round_done, blocks_arrived = tracker.round_done, tracker.blocks_arrived
+    rounds_done, blocks_arrived = tracker.rounds_done, tracker.blocks_arrived
 
-    def done(row: Any, *args: Any) -> None:
-        noted.append((row.name, "round"))
-        round_done(row, *args)
+    def done(rounds: Any, now: float) -> None:
+        noted.extend((row.name, "round") for row, *_ in rounds)
+        rounds_done(rounds, now)
 
     def arrived(blocks: Any) -> None:
         noted.extend((row.name, "block") for row, *_ in blocks)
         blocks_arrived(blocks)
 
-    monkeypatch.setattr(tracker, "round_done", done)
+    monkeypatch.setattr(tracker, "rounds_done", done)
     monkeypatch.setattr(tracker, "blocks_arrived", arrived)
     steps.step()
     for i in range(6):
