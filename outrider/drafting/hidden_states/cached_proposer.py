@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
@@ -142,19 +143,30 @@ class CachedHeadProposer(FeatureMethod):
     ) -> None:
         """Implement `AsyncProposer`."""
         if states is None:
-            rows = []
-        most = max([row.wanted for row in rows], default=0)
+            self._async_drafts.launch((), len(rows), verify_output)
+            return
+        most, chain = max([row.wanted for row in rows], default=0), self._tree_width == 1
+        num_fed = cache(lambda wanted: self._drafter.num_fed(wanted, most, chain=chain))
         launched: list[tuple[FeatureSession, int, DraftInput]] = []
         firsts: list[int] = []
-        for row in rows:
-            state, number = self._sessions.get(row.session), row.states
-            if state is None or number is None or states is None:
+        for key, place, max_accepted, wanted, _, number in rows:
+            state = self._sessions.get(key)
+            if state is None or number is None:
                 continue
-            at_hand = states.starts[number], states.counts[number]
-            if (fed := self._async_input(state, row, at_hand, most)) is not None:
-                launched.append((state, row.place, fed))
+            pages, follower, num_rows = state.cache, state.follower, max_accepted + 1
+            start = len(follower.tokens) - 1
+            if (
+                start >= 1
+                and pages.computed == start == states.starts[number]
+                and states.counts[number] >= num_rows
+                and state.mask is None
+                and not state.samples
+                and pages.cover(self._pool, start + num_rows + num_fed(wanted), self._page_size)
+            ):
+                places = RowSlice((0,) * num_rows, start, pages.block_table, 1)
+                launched.append((state, place, DraftInput(places, wanted, follower.sampling)))
                 firsts.append(states.places[number])
-        behind = None if states is None else StatesBehind(states.rows, firsts)
+        behind = StatesBehind(states.rows, firsts)
         self._async_drafts.launch(launched, len(rows), verify_output, behind)
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
@@ -216,31 +228,6 @@ class CachedHeadProposer(FeatureMethod):
         state = super()._begin(key, follower, start)
         state.cache.adopt(self._pool, follower.tokens, self._page_size)
         return state
-
-    def _async_input(
-        self, state: FeatureSession, row: AsyncRow, at_hand: tuple[int, int], most: int
-    ) -> DraftInput | None:
-        """Return places for the rows that a step adds to the text; None if it cannot be fed so.
-
-        `at_hand` are the first position of the step's states and their number. The largest draft of
-        the round has `most` tokens.
-        """
-        cache, follower = state.cache, state.follower
-        start, num_rows = len(follower.tokens) - 1, row.max_accepted + 1
-        if (
-            start < 1
-            or cache.computed != start
-            or state.mask is not None
-            or state.samples
-            or at_hand[0] != start
-            or at_hand[1] < num_rows
-        ):
-            return None
-        num_guessed = self._drafter.num_fed(row.wanted, most, chain=self._tree_width == 1)
-        if not cache.cover(self._pool, start + num_rows + num_guessed, self._page_size):
-            return None
-        part = RowSlice((0,) * num_rows, start, cache.block_table, 1)
-        return DraftInput(part, row.wanted, follower.sampling)
 
     def _fed(self, state: FeatureSession, end: int) -> None:
         """Note that the cache has the rows of positions below `end`."""

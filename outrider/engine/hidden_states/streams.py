@@ -44,9 +44,9 @@ class _Stream:
 
         Rows of a sequence that wants no draft stay in the pool, where they cost nothing.
         """
-        if not self.seq.drafting.num_draft_tokens:
-            return 0
-        return max(0, self.seq.num_computed - self.sent)
+        seq = self.seq
+        due = seq.num_computed - self.sent if seq.drafting.num_draft_tokens else 0
+        return due if due > 0 else 0
 
 
 class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -61,6 +61,19 @@ class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
     def window(self) -> FeatureWindow:
         order = self.stream.order
         return order.prompts if self.of_prompt else order.window
+
+
+class _Parts:
+    """Parts by spec, whose hash takes longer than all else; most have that of the one before."""
+
+    def __init__(self) -> None:
+        self.by_spec: dict[FeatureSpec, list[_Part]] = {}
+        self._last: FeatureSpec | None = None
+
+    def of(self, spec: FeatureSpec) -> list[_Part]:
+        if spec is not self._last:
+            self._last, self._parts = spec, self.by_spec.setdefault(spec, [])
+        return self._parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +159,18 @@ class HiddenStateStreams:
         if not self._max_ahead_bytes or not self._streams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
-        expected: dict[FeatureSpec, list[_Part]] = {}
-        for seq, tokens, *_ in step.rows:
-            stream = self._streams.get(seq.session_id)
+        expected = _Parts()
+        streams = self._streams
+        for row in step.rows:
+            seq, tokens = row.seq, row.slice
+            stream = streams.get(seq.session_id)
             if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
             # The accepted nodes of a tree move to their place before this is read.
             count = tokens.start + len(tokens.token_ids) - stream.sent
             if 0 < count <= MAX_ROUND_ROWS:
-                part = _Part(stream, stream.sent, count)
-                expected.setdefault(stream.order.spec, []).append(part)
-        for spec, parts in expected.items():
+                expected.of(stream.order.spec).append(_Part(stream, stream.sent, count))
+        for spec, parts in expected.by_spec.items():
             if sum([part.num_rows for part in parts]) * row_bytes <= self._max_ahead_bytes:
                 try:
                     self._ahead[spec] = self._copy(spec, parts)
@@ -179,7 +193,7 @@ class HiddenStateStreams:
         if not self._streams:
             return
         began = time.perf_counter()
-        for spec, parts in self._choose(sessions).items():
+        for spec, parts in self._choose(sessions).by_spec.items():
             missing = self._take_ahead(ahead[spec], parts) if spec in ahead else parts
             try:
                 if missing:
@@ -242,28 +256,27 @@ class HiddenStateStreams:
                 self.give_back(part.window, part.num_rows * part.stream.row_bytes)
         return sent
 
-    def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
-        waiting: list[tuple[int, _Stream]] = []
-        for session_id, stream in list(self._streams.items()):
-            if sessions.get(session_id) is not stream.seq:
-                del self._streams[session_id]
-            elif due := stream.num_due:
-                waiting.append((due, stream))
+    def _choose(self, sessions: Mapping[int, PagedRow]) -> _Parts:
+        gone = [key for key, each in self._streams.items() if sessions.get(key) is not each.seq]
+        for session_id in gone:
+            del self._streams[session_id]
+        waiting = [(due, stream) for stream in self._streams.values() if (due := stream.num_due)]
         waiting.sort(key=itemgetter(0))  # rounds before prompts
-        parts: dict[FeatureSpec, list[_Part]] = {}
+        parts = _Parts()
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
         for due, stream in waiting:
             order, row_bytes = stream.order, stream.row_bytes
             of_prompt = due > MAX_ROUND_ROWS
             window = order.prompts if of_prompt else order.window
-            wanted = min(due, window.room(row_bytes))
-            window.short = window.short or wanted < due
+            if (wanted := window.room(row_bytes)) < due:
+                window.short = True
+            else:
+                wanted = due
             count = min(wanted, MAX_ROWS, left)
             left -= count
             self.due = self.due or count < wanted
             if count:
-                part = _Part(stream, stream.sent, count, of_prompt)
-                parts.setdefault(order.spec, []).append(part)
+                parts.of(order.spec).append(_Part(stream, stream.sent, count, of_prompt))
                 window.on_the_way += count * row_bytes
                 stream.sent += count
         return parts
@@ -291,7 +304,7 @@ class HiddenStateStreams:
         device = self._pool.rows.device
         places = [*accumulate([part.num_rows for part in parts[:-1]], initial=0)]
         slots = torch.tensor(
-            [slot for part in parts for slot in self._slots(part)],
+            self._slots(parts),
             dtype=torch.int64,
             pin_memory=device.type == "cuda",  # else a step in flight could be waited for
         )
@@ -305,7 +318,13 @@ class HiddenStateStreams:
         done.record()
         return _Copy(parts, places, rows, on_host, done)
 
-    def _slots(self, part: _Part) -> list[int]:
-        size, table = self._pool.page_size, part.stream.seq.block_table
-        positions = range(part.start, part.start + part.num_rows)
-        return [table[p // size] * size + p % size for p in positions]
+    def _slots(self, parts: Iterable[_Part]) -> list[int]:
+        size, slots = self._pool.page_size, list[int]()
+        for stream, start, num_rows, _ in parts:
+            table, (page, offset) = stream.seq.block_table, divmod(start, size)
+            end = offset + num_rows
+            while end > size:
+                slots += range(table[page] * size + offset, (table[page] + 1) * size)
+                page, offset, end = page + 1, 0, end - size
+            slots += range(table[page] * size + offset, table[page] * size + end)
+        return slots
