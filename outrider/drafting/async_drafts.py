@@ -49,12 +49,13 @@ class AsyncProposer(Protocol):
 
     def launch_after_verify(
         self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None
-    ) -> None:
+    ) -> Sequence[int]:
         """Enqueue drafts that go on from the step's output, if most of the rows can have one.
 
         `verify_output` is `VerifyOutput.tokens`, and `states` are those that the step writes. The
         next `draft` hands the drafts out. Before the commits of a later step come, either is called
-        again.
+        again. Return the numbers of states that are not to come by `features`: of texts that go on
+        and ask for a draft.
         """
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
@@ -96,17 +97,21 @@ class AsyncDrafts(Generic[S, D]):
         num_verified: int,
         verify_output: Tensor,
         states: StatesBehind | None = None,
-    ) -> None:
-        """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows."""
+    ) -> bool:
+        """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows.
+
+        False if there are none.
+        """
         self.take(())  # nobody asked for those behind the step before
         # A few would cost nearly as much as all.
         if not 0 < num_verified <= 2 * len(rows):
-            return
+            return False
         output = select_rows(verify_output, [place for _, place, _ in rows])
         loop = self._drafter.launch_after_verify([row for *_, row in rows], output, states)
         if loop is not None:
             placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
             self._launched = _Launched(loop, placed)
+        return loop is not None
 
     def on_device(self, states: Sequence[S], gets_none: Callable[[S], bool]) -> DeviceDrafts | None:
         """Return the place on the device of what `take` returns.

@@ -128,7 +128,7 @@ class CachedHeadProposer(FeatureMethod):
             length = len(state.follower.tokens)
             done.drafts.append((state.key, guess.tree(length)))
             state.patient = False
-            # Its rows are forgotten when others come, which keep no copy of what was read.
+            state.skip(length - 1)  # the loop read its rows on the device
             state.cache.computed = length - 1
             state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         others = [state for state in states if state not in guesses]
@@ -140,15 +140,15 @@ class CachedHeadProposer(FeatureMethod):
 
     def launch_after_verify(
         self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None
-    ) -> None:
+    ) -> Sequence[int]:
         """Implement `AsyncProposer`."""
         if states is None:
             self._async_drafts.launch((), len(rows), verify_output)
-            return
+            return ()
         most, chain = max([row.wanted for row in rows], default=0), self._tree_width == 1
         num_fed = cache(lambda wanted: self._drafter.num_fed(wanted, most, chain=chain))
         launched: list[tuple[FeatureSession, int, DraftInput]] = []
-        firsts: list[int] = []
+        numbers: list[int] = []
         for key, place, max_accepted, wanted, _, number in rows:
             state = self._sessions.get(key)
             if state is None or number is None:
@@ -165,9 +165,10 @@ class CachedHeadProposer(FeatureMethod):
             ):
                 places = RowSlice((0,) * num_rows, start, pages.block_table, 1)
                 launched.append((state, place, DraftInput(places, wanted, follower.sampling)))
-                firsts.append(states.places[number])
-        behind = StatesBehind(states.rows, firsts)
-        self._async_drafts.launch(launched, len(rows), verify_output, behind)
+                numbers.append(number)
+        behind = StatesBehind(states.rows, [states.places[number] for number in numbers])
+        read = self._async_drafts.launch(launched, len(rows), verify_output, behind)
+        return numbers if read else ()
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""
@@ -235,9 +236,9 @@ class CachedHeadProposer(FeatureMethod):
         state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         self._used(state)
 
-    def _first_of_use(self, state: FeatureSession) -> int:
+    def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.
-        return min(state.cache.computed, max(0, len(state.follower.tokens) - 2))
+        state.forget(min(state.cache.computed, max(0, len(state.follower.tokens) - 2)))
 
     def _release(self, state: FeatureSession) -> None:
         super()._release(state)
@@ -258,7 +259,7 @@ class CachedHeadProposer(FeatureMethod):
         for state in asked:
             cache, length = state.cache, state.follower.length
             wanted = state.follower.wanted
-            if wanted == 0 or length < LEAD:
+            if wanted == 0 or length < LEAD or state.first > length - LEAD:  # it has the draft
                 done.drafts.append((state.key, DraftTree.chain(length, ())))
                 continue
             cache.computed = min(cache.computed, length - LEAD)
