@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.errors import InternalError
-from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import TokenIds
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class VerifyOutput(NamedTuple):
 
 
 class StepStates(NamedTuple):
-    """Hidden states of one step, in columns: some rows of each session."""
+    """Hidden states that a step writes, in columns: some rows of each session."""
 
     sessions: Sequence[int]
     epochs: Sequence[int]  # of the sessions' orders
@@ -209,8 +209,8 @@ class StepStates(NamedTuple):
 class ThreadHiddenStates(Protocol):
     """Hidden states of the engine, used on its thread."""
 
-    def take_colocated(self) -> list[StepStates]:
-        """Return the rows on the host of proposers on this thread; others are sent as usual."""
+    def take_colocated(self) -> list[FeatureRows]:
+        """Return the rows of proposers on this thread that came; others are sent as usual."""
         ...
 
     def on_device(self, spec: FeatureSpec) -> StepStates | None:
@@ -219,6 +219,12 @@ class ThreadHiddenStates(Protocol):
         Of each session those rows come first that are accepted.
         """
         ...
+
+    def were_read(self, states: StepStates, numbers: Sequence[int]) -> None:
+        """Send nothing of these `on_device` states, unless their sessions ask for no draft."""
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        """Return `size` bytes to a window."""
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
         """Keep a projection on the device."""

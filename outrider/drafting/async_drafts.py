@@ -49,12 +49,13 @@ class AsyncProposer(Protocol):
 
     def launch_after_verify(
         self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None
-    ) -> None:
+    ) -> Sequence[int]:
         """Enqueue drafts that go on from the step's output, if most of the rows can have one.
 
         `verify_output` is `VerifyOutput.tokens`, and `states` are those that the step writes. The
         next `draft` hands the drafts out. Before the commits of a later step come, either is called
-        again.
+        again. Return the numbers of states that are not to come by `features`: of texts that go on
+        and ask for a draft.
         """
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
@@ -96,17 +97,21 @@ class AsyncDrafts(Generic[S, D]):
         num_verified: int,
         verify_output: Tensor,
         states: StatesBehind | None = None,
-    ) -> None:
-        """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows."""
+    ) -> bool:
+        """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows.
+
+        False if there are none.
+        """
         self.take(())  # nobody asked for those behind the step before
         # A few would cost nearly as much as all.
         if not 0 < num_verified <= 2 * len(rows):
-            return
+            return False
         output = select_rows(verify_output, [place for _, place, _ in rows])
         loop = self._drafter.launch_after_verify([row for *_, row in rows], output, states)
         if loop is not None:
             placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
             self._launched = _Launched(loop, placed)
+        return loop is not None
 
     def on_device(self, states: Sequence[S], gets_none: Callable[[S], bool]) -> DeviceDrafts | None:
         """Return the place on the device of what `take` returns.
@@ -116,34 +121,35 @@ class AsyncDrafts(Generic[S, D]):
         launched = self._launched
         if launched is None or (nodes := launched.loop.nodes) is None:
             return None
-        most, places, lengths = nodes.tokens.shape[1], {}, {}
-        for state in states:
-            if (place := self._place(launched, state)) is not None:
-                places[state.key] = place
-                lengths[state.key] = min(most, state.follower.wanted)
-            elif state.follower.wanted and not gets_none(state):
-                return None
-        return DeviceDrafts(nodes, places, lengths) if places else None
+        places, most = self._places(states), nodes.tokens.shape[1]
+        if len(places) < len(states) and any(
+            each.follower.wanted and not gets_none(each) for each in states if each not in places
+        ):
+            return None
+        lengths = {state.key: min(most, state.follower.wanted) for state in places}
+        by_key = {state.key: place for state, place in places.items()}
+        return DeviceDrafts(nodes, by_key, lengths) if places else None
 
     def take(self, states: Sequence[S]) -> dict[S, D]:
         """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""
-        launched, self._launched = self._launched, None
+        launched = self._launched
         if launched is None:
             return {}
         wanted = [row.wanted for _, row in launched.rows.values()]
-        most = max(wanted)
-        places: dict[S, int] = {}
-        for state in states:
-            place = self._place(launched, state)
-            if place is not None:
-                places[state] = place
-                wanted[place] = min(most, state.follower.wanted)
+        most, places = max(wanted), self._places(states)
+        for state, place in places.items():
+            wanted[place] = min(most, state.follower.wanted)
+        self._launched = None
         drafts = launched.loop.wait(wanted)
         return {state: drafts[place] for state, place in places.items()}
 
-    def _place(self, launched: _Launched[D], state: S) -> int | None:
-        """Return the place of a session's draft, if it is wanted and fits the commits since."""
-        place, row = launched.rows.get(state.key, (0, None))
-        if row is None or not state.follower.wanted or not self._fits(state, row):
-            return None
-        return place
+    def _places(self, states: Sequence[S]) -> dict[S, int]:
+        """Return the places of drafts that are wanted and fit the commits since."""
+        rows, fits = {} if self._launched is None else self._launched.rows, self._fits
+        return {
+            state: found[0]
+            for state in states
+            if state.follower.wanted
+            and (found := rows.get(state.key)) is not None
+            and fits(state, found[1])
+        }

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from outrider.drafting.proposer import (
-    FeatureProposer,
-    KeyedStates,
-    Proposer,
-    SessionKey,
-    SessionStart,
-)
+from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 
 
 @dataclass(slots=True)
@@ -63,22 +57,9 @@ class DraftQueue:
         """Forward hidden states, unless the method reads none."""
         if self._reader is None:
             return
-        self._reader.features(key, start, rows)
-        self._rows_came(key, start + len(rows) // self._row_bytes)
-
-    def step_features(self, parts: Sequence[KeyedStates]) -> None:
-        """Forward hidden states of many sessions at once, None of them unknown here."""
-        assert self._reader is not None
-        self._reader.step_features(parts)
-        for keys, states in parts:
-            for key, start, count in zip(keys, states.starts, states.counts, strict=True):
-                if key is not None:
-                    self._rows_came(key, start + count)
-
-    def _rows_came(self, key: SessionKey, end: int) -> None:
         session = self._sessions[key]
-        if end > session.num_rows:
-            session.num_rows = end
+        session.num_rows = max(session.num_rows, start + len(rows) // self._row_bytes)
+        self._reader.features(key, start, rows)
         if session.waits_for_rows:
             session.waits_for_rows = False
             self._want(key, 1)

@@ -12,7 +12,6 @@ from outrider.drafting.proposer import (
     DraftRound,
     FeatureProposer,
     Follower,
-    KeyedStates,
     Pace,
     Proposer,
     ProposerTraits,
@@ -85,15 +84,6 @@ class HybridProposer(SessionMethod[_Session]):
         if self._reader is not None and known is not None and self._reader in known.open:
             child = cast("FeatureProposer", self._children[self._reader])
             child.features(session, start, rows)
-
-    def step_features(self, parts: Sequence[KeyedStates]) -> None:
-        if (reader := self._reader) is not None:
-            child = cast("FeatureProposer", self._children[reader])
-            child.step_features([(self._reading(keys, reader), states) for keys, states in parts])
-
-    def _reading(self, keys: Sequence[SessionKey | None], reader: int) -> list[SessionKey | None]:
-        known = [None if key is None else self._sessions.get(key) for key in keys]
-        return [each.key if each and reader in each.open else None for each in known]
 
     def commit(
         self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from outrider.draft_port import StepStates
 from outrider.draft_tree import DraftTree
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
@@ -37,9 +36,6 @@ NO_PACE: Final = Pace()
 
 SessionKey = int
 """A session within one proposer process. Never used again after `close` or `forget`."""
-
-KeyedStates = tuple[Sequence[SessionKey | None], StepStates]
-"""States with the sessions that take them; None: nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +187,6 @@ class FeatureProposer(Proposer, Protocol):
         session. An unknown session is ignored.
         """
 
-    def step_features(self, parts: Sequence[KeyedStates]) -> None:
-        """Take all states on the host that a step brought, as `features`."""
-
 
 class Follower:
     """The committed tokens of one session, moved by committed offset.
@@ -255,6 +248,11 @@ class Follower:
             else:
                 self._node = node
         return tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is drafted any more, whatever comes."""
+        return self.max_len - self.length < 2
 
     def push(self, tree: DraftTree) -> None:
         """Note that the scorer is about to hold `tree`."""

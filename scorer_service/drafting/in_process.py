@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 import torch
 
 from outrider import start_times
-from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock, StepStates
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
 from outrider.drafting.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import (
@@ -27,6 +27,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.methods import COPYING_METHODS
 from outrider.v1 import draft_pb2
@@ -206,9 +207,9 @@ class InProcessProposer:
             if finished:
                 self.close(session_id)
         for key in unanswered:
-            session = self._sessions.get(key)
-            if session is not None and not engine.asks(session.id):
-                self._queue.commit(key, session.told, (), 0)
+            known = self._sessions.get(key)
+            if known is not None and not engine.asks(known.id):
+                self._queue.commit(key, known.told, (), 0)
 
     def _tell(self, session: _Session, text: Sequence[int], asked: int) -> None:
         """Tell the method what it does not know of a text, which asks for so many draft tokens."""
@@ -224,27 +225,22 @@ class InProcessProposer:
         """Give the method the hidden states that came, of texts that go on."""
         if engine.features is None:
             return
-        parts = engine.features.take_colocated()
+        rows = engine.features.take_colocated()
+        for each in rows:
+            engine.features.give_back(each.window, len(each.rows))
         with self._containing_failures():
-            if parts:
-                self._queue.step_features([(self._readers(engine, part), part) for part in parts])
+            for each in rows:
+                session = self._by_id.get(each.session_id)
+                if session is not None and session.epoch == each.order.epoch:
+                    self._pass_on(engine, session, each)
 
-    def _readers(self, engine: ColocatedEngine, states: StepStates) -> list[SessionKey | None]:
-        """Return the sessions that take hidden states, of texts that go on."""
-        pairs = zip(states.sessions, states.epochs, strict=True)
-        return [self._reads(engine, session_id, epoch) for session_id, epoch in pairs]
-
-    def _reads(self, engine: ColocatedEngine, session_id: int, epoch: int) -> SessionKey | None:
-        """Return the key of a session that takes hidden states; None if there is none."""
-        session = self._by_id.get(session_id)
-        if session is None or session.epoch != epoch:
-            return None
+    def _pass_on(self, engine: ColocatedEngine, session: _Session, rows: FeatureRows) -> None:
         if not session.told:  # its prompt is not through yet
-            text = engine.committed(session_id)
+            text = engine.committed(session.id)
             if text is None:  # it was aborted, and is closed soon
-                return None
+                return
             self._tell(session, text, 0)
-        return session.key
+        self._queue.features(session.key, rows.start, rows.rows)
 
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post the wanted drafts, made since `began`, and return when they were made."""
@@ -295,18 +291,20 @@ class InProcessProposer:
         states, spec = None, proposer.traits.features
         if spec is not None and engine.features is not None:
             states = engine.features.on_device(spec)
-        places: dict[tuple[int, int], int] = {}
+        numbers: dict[tuple[int, int], int] = {}
         if states is not None:
             pairs = zip(states.sessions, states.epochs, strict=True)
-            places = {pair: i for i, pair in enumerate(pairs)}
+            numbers = {pair: i for i, pair in enumerate(pairs)}
         rows: list[AsyncRow] = []
         for session_id, length, place, max_accepted, wanted, is_tree in verify_output.rows:
             session = self._by_id.get(session_id)
             if session is None or session.told < length:
                 continue  # the method is behind the text
-            at = places.get((session_id, session.epoch))
-            rows.append(AsyncRow(session.key, place, max_accepted, wanted, is_tree, at))
-        proposer.launch_after_verify(rows, verify_output.tokens, states)
+            number = numbers.get((session_id, session.epoch))
+            rows.append(AsyncRow(session.key, place, max_accepted, wanted, is_tree, number))
+        read = proposer.launch_after_verify(rows, verify_output.tokens, states)
+        if read and states is not None and engine.features is not None:
+            engine.features.were_read(states, read)
 
     def _lose(self, key: SessionKey) -> None:
         """Report a session that the method has forgotten; the scorer may open it again."""

@@ -139,10 +139,12 @@ def target(features: FeatureSpec | None, num_pages: int) -> PagedModel:
     return model
 
 
-def module(folder: Path, method: str, width: int) -> CachedHeadProposer:
+def module(folder: Path, method: str, width: int, longest: int | None = None) -> CachedHeadProposer:
     device = torch.device("cpu")
     head = LOADERS[method](folder / method, folder / "target", torch.float64, device)
-    limits = ProposerLimits(max_sessions=8, max_draft_tokens=K, tree_width=width)
+    limits = ProposerLimits(
+        max_sessions=8, max_draft_tokens=K, max_model_len=longest, tree_width=width
+    )
     pools = KVPools(PAGES, PAGE_SIZE, head.dtype, device)
     drafter: CachedDrafter
     if isinstance(head, BlockHead):
@@ -303,6 +305,22 @@ def test_drafts_on_the_device_go_into_the_next_step_though_others_would_be_waite
     assert set(taken) == {1}, "behind the launch before"
 
 
+@pytest.mark.parametrize("longest", [None, 32])
+@pytest.mark.parametrize("method", METHODS)
+def test_states_that_loops_read_behind_a_step_do_not_travel(
+    folder: Path, method: str, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a text lost whose last states the module does not hear of, as it grew too long."""
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, counts, CachedHeadProposer, "features")
+    monkeypatch.setattr(Runner, "launch", enqueued)
+    requests = draw_requests(VOCAB)
+    num_steps, texts = run(requests, module(folder, method, 1, longest))
+    assert texts == run(requests, None)[1]
+    if longest is None:
+        assert counts["features"] < num_steps / 2, "of newcomers"
+
+
 def test_longest_draft_of_a_batch_is_posted_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +447,25 @@ def test_head_launches_only_with_the_states_of_all_that_may_be_accepted(
     commit(proposer, [4, 1, 0])
     drafts = dict(proposer.draft([1, 2]).drafts)
     assert drafts == dict.fromkeys((1, 2), alone(folder, method, [*TEXT, 4, 1, 0]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_states_that_a_loop_read_are_not_missed(folder: Path, method: str) -> None:
+    proposer, length, text = drafted(folder, method), len(TEXT), [*TEXT, 4, 1, 0]
+    assert launch(proposer, length - 1, length + 3)
+    for key in (1, 2):
+        proposer.commit(key, length, text[length:], K)
+    drafts = dict(proposer.draft([1, 2]).drafts)
+    assert drafts == dict.fromkeys((1, 2), alone(folder, method, text))
+    again = dict(proposer.draft([1, 2]).drafts)  # their last states are gone
+    assert [tree.token_ids for tree in again.values()] == [(), ()]
+    proposer.check_invariants()
+    for key in (1, 2):
+        rows = states(proposer, len(text) - 1, len(text) + 1)
+        proposer.features(key, len(text) - 1, eagle.as_bytes(rows))
+        proposer.commit(key, len(text), [2, 3], K)
+    drafts = dict(proposer.draft([1, 2]).drafts)
+    assert drafts == dict.fromkeys((1, 2), alone(folder, method, [*text, 2, 3]))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -124,10 +124,10 @@ class DraftModelProposer(SessionMethod[DraftState]):
         rows: Sequence[AsyncRow],
         verify_output: Tensor,
         states: StepStates | None = None,  # noqa: ARG002
-    ) -> None:
+    ) -> Sequence[int]:
         """Implement `AsyncProposer`."""
         if self._async_drafts is None:
-            return
+            return ()
         launched = [
             (state, row.place, state.async_input(row.wanted))
             for row in rows
@@ -136,6 +136,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             and state.cover_async(self._pool, row.wanted, self._page_size)
         ]
         self._async_drafts.launch(launched, len(rows), verify_output)
+        return ()
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""

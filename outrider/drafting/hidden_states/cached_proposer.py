@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
@@ -127,7 +128,7 @@ class CachedHeadProposer(FeatureMethod):
             length = len(state.follower.tokens)
             done.drafts.append((state.key, guess.tree(length)))
             state.patient = False
-            # Its rows are forgotten when others come, which keep no copy of what was read.
+            state.skip(length - 1)  # the loop read its rows on the device
             state.cache.computed = length - 1
             state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         others = [state for state in states if state not in guesses]
@@ -139,23 +140,35 @@ class CachedHeadProposer(FeatureMethod):
 
     def launch_after_verify(
         self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None
-    ) -> None:
+    ) -> Sequence[int]:
         """Implement `AsyncProposer`."""
         if states is None:
-            rows = []
-        most = max([row.wanted for row in rows], default=0)
+            self._async_drafts.launch((), len(rows), verify_output)
+            return ()
+        most, chain = max([row.wanted for row in rows], default=0), self._tree_width == 1
+        num_fed = cache(lambda wanted: self._drafter.num_fed(wanted, most, chain=chain))
         launched: list[tuple[FeatureSession, int, DraftInput]] = []
-        firsts: list[int] = []
-        for row in rows:
-            state, number = self._sessions.get(row.session), row.states
-            if state is None or number is None or states is None:
+        numbers: list[int] = []
+        for key, place, max_accepted, wanted, _, number in rows:
+            state = self._sessions.get(key)
+            if state is None or number is None:
                 continue
-            at_hand = states.starts[number], states.counts[number]
-            if (fed := self._async_input(state, row, at_hand, most)) is not None:
-                launched.append((state, row.place, fed))
-                firsts.append(states.places[number])
-        behind = None if states is None else StatesBehind(states.rows, firsts)
-        self._async_drafts.launch(launched, len(rows), verify_output, behind)
+            pages, follower, num_rows = state.cache, state.follower, max_accepted + 1
+            start = len(follower.tokens) - 1
+            if (
+                start >= 1
+                and pages.computed == start == states.starts[number]
+                and states.counts[number] >= num_rows
+                and state.mask is None
+                and not state.samples
+                and pages.cover(self._pool, start + num_rows + num_fed(wanted), self._page_size)
+            ):
+                places = RowSlice((0,) * num_rows, start, pages.block_table, 1)
+                launched.append((state, place, DraftInput(places, wanted, follower.sampling)))
+                numbers.append(number)
+        behind = StatesBehind(states.rows, [states.places[number] for number in numbers])
+        read = self._async_drafts.launch(launched, len(rows), verify_output, behind)
+        return numbers if read else ()
 
     def device_drafts(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Implement `AsyncProposer`."""
@@ -217,40 +230,15 @@ class CachedHeadProposer(FeatureMethod):
         state.cache.adopt(self._pool, follower.tokens, self._page_size)
         return state
 
-    def _async_input(
-        self, state: FeatureSession, row: AsyncRow, at_hand: tuple[int, int], most: int
-    ) -> DraftInput | None:
-        """Return places for the rows that a step adds to the text; None if it cannot be fed so.
-
-        `at_hand` are the first position of the step's states and their number. The largest draft of
-        the round has `most` tokens.
-        """
-        cache, follower = state.cache, state.follower
-        start, num_rows = len(follower.tokens) - 1, row.max_accepted + 1
-        if (
-            start < 1
-            or cache.computed != start
-            or state.mask is not None
-            or state.samples
-            or at_hand[0] != start
-            or at_hand[1] < num_rows
-        ):
-            return None
-        num_guessed = self._drafter.num_fed(row.wanted, most, chain=self._tree_width == 1)
-        if not cache.cover(self._pool, start + num_rows + num_guessed, self._page_size):
-            return None
-        part = RowSlice((0,) * num_rows, start, cache.block_table, 1)
-        return DraftInput(part, row.wanted, follower.sampling)
-
     def _fed(self, state: FeatureSession, end: int) -> None:
         """Note that the cache has the rows of positions below `end`."""
         state.cache.computed = end
         state.cache.publish(self._pool, state.follower.tokens, self._page_size)
         self._used(state)
 
-    def _first_of_use(self, state: FeatureSession) -> int:
+    def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.
-        return min(state.cache.computed, max(0, len(state.follower.tokens) - 2))
+        state.forget(min(state.cache.computed, max(0, len(state.follower.tokens) - 2)))
 
     def _release(self, state: FeatureSession) -> None:
         super()._release(state)
@@ -271,7 +259,7 @@ class CachedHeadProposer(FeatureMethod):
         for state in asked:
             cache, length = state.cache, state.follower.length
             wanted = state.follower.wanted
-            if wanted == 0 or length < LEAD:
+            if wanted == 0 or length < LEAD or state.first > length - LEAD:  # it has the draft
                 done.drafts.append((state.key, DraftTree.chain(length, ())))
                 continue
             cache.computed = min(cache.computed, length - LEAD)

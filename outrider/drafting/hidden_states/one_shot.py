@@ -174,8 +174,8 @@ class OneShotProposer(FeatureMethod):
             torch.tensor(tokens).to(device, non_blocking=True),
         )
 
-    def _first_of_use(self, state: FeatureSession) -> int:
-        return len(state.follower.tokens) - 2  # no later draft looks at those before
+    def _used(self, state: FeatureSession) -> None:
+        state.forget(len(state.follower.tokens) - 2)  # no later draft looks at them
 
 
 def _input(state: FeatureSession) -> DraftInput:

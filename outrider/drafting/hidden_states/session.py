@@ -16,7 +16,6 @@ from outrider.drafting.masks import DraftMask, DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DraftRound,
     Follower,
-    KeyedStates,
     Pace,
     ProposerTraits,
     SessionKey,
@@ -76,8 +75,8 @@ class FeatureSession:
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
         self._held = held
-        # Rows on the host, bfloat16 [n, width], the place of the first, and how many are held.
-        self._chunks: list[tuple[Tensor, int, int]] = []
+        # bfloat16 [n, width] on the host, one after the other; with n, which `len` takes long for.
+        self._chunks: list[tuple[Tensor, int]] = []
 
     @property
     def num_rows(self) -> int:
@@ -98,16 +97,14 @@ class FeatureSession:
     def num_held(self) -> int:
         return self.end - self.first
 
-    def add(self, start: int, rows: Tensor, place: int, count: int) -> bool:
-        """Append the new ones of `rows[place : place + count]` from position `start` on.
-
-        False for a gap. `rows` is kept alive meanwhile; see `own`.
-        """
+    def add(self, start: int, rows: Tensor, count: int) -> bool:
+        """Append the new part of `rows` [count, width] from position `start`; False for a gap."""
         known = self.end - start
         if known < 0:
             return False
         if known < count:
-            self._chunks.append((rows, place + known, count - known))
+            # A view would keep the repeated rows.
+            self._chunks.append((rows[known:].clone() if known else rows, count - known))
             self.end += count - known
             self._held.count += count - known
         return True
@@ -117,34 +114,29 @@ class FeatureSession:
         assert self.first <= start < end <= self.end
         parts: list[Tensor] = []
         first = self.first
-        for rows, place, count in self._chunks:
+        for rows, count in self._chunks:
             begin, stop = max(start - first, 0), min(end - first, count)
             if begin < stop:
-                parts.append(rows[place + begin : place + stop])
+                parts.append(rows[begin:stop])
             first += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forget(self, before: int) -> None:
         """Drop the rows of positions below `before`."""
-        if before >= self.end:  # as mostly
-            self._held.count -= self.end - self.first
-            self.first = self.end
-            self._chunks.clear()
         while self._chunks and self.first < before:
-            rows, place, count = self._chunks[0]
+            rows, count = self._chunks[0]
             dropped = min(count, before - self.first)
             if dropped == count:
                 del self._chunks[0]
-            else:
-                self._chunks[0] = rows, place + dropped, count - dropped
+            else:  # a view would keep the dropped rows
+                self._chunks[0] = rows[dropped:].clone(), count - dropped
             self.first += dropped
             self._held.count -= dropped
 
-    def own(self) -> None:
-        """Keep no rows alive but those that are held."""
-        for i, (rows, place, count) in enumerate(self._chunks):
-            if count < rows.shape[0]:  # without a call of Python, as `len` makes
-                self._chunks[i] = rows[place : place + count].clone(), 0, count
+    def skip(self, end: int) -> None:
+        """Note that rows up to position `end`, exclusive, were read elsewhere and do not come."""
+        self.forget(self.end)
+        self.first = self.end = end
 
     def drop(self) -> None:
         """Give up all that is held beside the text."""
@@ -175,7 +167,6 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         self._row_width, self._row_bytes = spec.width, spec.row_bytes
         self._max_held = max_feature_bytes // self._row_bytes
         self._held = HeldRows()
-        self._of_step: list[FeatureSession] = []  # that rows came of by the last `step_features`
 
     @property
     def projection(self) -> bytes:
@@ -183,37 +174,18 @@ class FeatureMethod(SessionMethod[FeatureSession]):
 
     def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
         state = self._sessions.get(session)
-        if state is None or state.follower.silent:
+        if state is None or state.follower.is_over:
             return
         count, odd = divmod(len(rows), self._row_bytes)
-        if odd or not state.add(start, self._unpack(rows), 0, count):
+        if odd or not state.add(start, self._unpack(rows), count):
             self._lose(session)
             return
         self._used(state)
-        self._bound([session])
-
-    def step_features(self, parts: Sequence[KeyedStates]) -> None:
-        for before in self._of_step:  # as a rule all of its rows were fed since
-            before.forget(self._first_of_use(before))
-            before.own()
-        self._of_step = fresh = list[FeatureSession]()
-        for keys, (*_, starts, counts, places, rows) in parts:
-            for key, start, count, place in zip(keys, starts, counts, places, strict=True):
-                state = None if key is None else self._sessions.get(key)
-                if state is None or state.follower.silent:
-                    continue
-                if state.add(start, rows, place, count):
-                    fresh.append(state)
-                else:
-                    self._lose(state.key)
-        self._bound([state.key for state in fresh])
-
-    def _bound(self, newest: Sequence[SessionKey]) -> None:
-        """Lose sessions if too many rows are held, those that rows came of now last."""
         while self._held.count > self._max_held:
             few = self._held.count / len(self._sessions) / 2
-            large = [key for key, each in self._sessions.items() if each.num_held > few]
-            self._lose(next((key for key in large if key not in newest), large[0]))
+            large = (key for key, each in self._sessions.items() if each.num_held > few)
+            others = (key for key in large if key != session)
+            self._lose(next(others, session))
 
     @property
     def holds_many(self) -> bool:
@@ -233,12 +205,6 @@ class FeatureMethod(SessionMethod[FeatureSession]):
 
     def _used(self, state: FeatureSession) -> None:
         """Forget rows of no more use, after rows came or were fed."""
-        state.forget(self._first_of_use(state))
-        state.own()
-
-    def _first_of_use(self, state: FeatureSession) -> int:  # noqa: ARG002
-        """Return the position from which on rows may still be read."""
-        return 0
 
     def _release(self, state: FeatureSession) -> None:
         """Give up what a session holds, also one that is silent."""

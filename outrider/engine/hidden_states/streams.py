@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -44,9 +44,9 @@ class _Stream:
 
         Rows of a sequence that wants no draft stay in the pool, where they cost nothing.
         """
-        if not self.seq.drafting.num_draft_tokens:
-            return 0
-        return max(0, self.seq.num_computed - self.sent)
+        seq = self.seq
+        due = seq.num_computed - self.sent if seq.drafting.num_draft_tokens else 0
+        return due if due > 0 else 0
 
 
 class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -67,24 +67,10 @@ class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
 class _Copy:
     """Rows of one `FeatureSpec`, on their way from the device."""
 
-    parts: list[_Part]
-    places: list[int]  # of each part's first row
+    parts: list[tuple[_Part, int]]  # and the place of their first row in `rows`
     on_device: Tensor  # bfloat16 [n, width]
     rows: Tensor  # the same on the host
     done: torch.cuda.Event | None
-
-    def states(self, numbers: Sequence[int], rows: Tensor) -> StepStates:
-        """Return the parts of these numbers, which lie in `rows`."""
-        parts = [self.parts[i] for i in numbers]
-        streams = [part.stream for part in parts]
-        return StepStates(
-            [stream.seq.session_id for stream in streams],
-            [stream.order.epoch for stream in streams],
-            [part.start for part in parts],
-            [part.num_rows for part in parts],
-            [self.places[i] for i in numbers],
-            rows,
-        )
 
 
 class HiddenStateStreams:
@@ -95,11 +81,12 @@ class HiddenStateStreams:
         self._pool = pool
         self._max_ahead_bytes = max_ahead_bytes
         self._ahead: dict[FeatureSpec, _Copy] = {}  # of the step in flight, or the last one
+        self._read: set[_Stream] = set()  # whose rows of that step need not be sent
         self._streams: dict[int, _Stream] = {}  # by session
         self._projections: dict[bytes, Tensor] = {}  # by SHA-256
         self._copies: list[_Copy] = []
         self._on_host: list[FeatureRows] | None = None  # that `take` gets; None: nothing came
-        self._colocated: list[StepStates] = []  # that `take_colocated` gets
+        self._colocated: list[FeatureRows] = []  # that `take_colocated` gets
         self._seconds = 0.0  # spent on them
         self.due = False
         """Rows may be due that need no further step."""
@@ -142,12 +129,13 @@ class HiddenStateStreams:
 
         Only rows of rounds are copied, which are few; `gather` copies all others.
         """
-        self._ahead = {}
+        self._ahead, self._read = {}, set()
         if not self._max_ahead_bytes or not self._streams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
         expected: dict[FeatureSpec, list[_Part]] = {}
-        for seq, tokens, *_ in step.rows:
+        for row in step.rows:
+            seq, tokens = row.seq, row.slice
             stream = self._streams.get(seq.session_id)
             if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
@@ -166,8 +154,22 @@ class HiddenStateStreams:
 
     def on_device(self, spec: FeatureSpec) -> StepStates | None:
         """Return what `read_ahead` reads of some spec; None if it reads none."""
-        copy = self._ahead.get(spec)
-        return None if copy is None else copy.states(range(len(copy.parts)), copy.on_device)
+        if (copy := self._ahead.get(spec)) is None:
+            return None
+        parts, places = zip(*copy.parts, strict=True)
+        return StepStates(
+            [part.stream.seq.session_id for part in parts],
+            [part.stream.order.epoch for part in parts],
+            [part.start for part in parts],
+            [part.num_rows for part in parts],
+            places,
+            copy.on_device,
+        )
+
+    def were_read(self, states: StepStates, numbers: Sequence[int]) -> None:
+        """Send nothing of these `on_device` states, unless their sessions ask for no draft."""
+        sessions = map(states.sessions.__getitem__, numbers)
+        self._read = {stream for each in sessions if (stream := self._streams.get(each))}
 
     def gather(self, sessions: Mapping[int, PagedRow]) -> None:
         """Begin to copy the rows that are due of living `sessions`; `take` comes next.
@@ -202,7 +204,7 @@ class HiddenStateStreams:
         seconds, self._seconds = self._seconds, 0.0
         return FeatureBatch(tuple(rows), seconds)
 
-    def take_colocated(self) -> list[StepStates]:
+    def take_colocated(self) -> list[FeatureRows]:
         """Wait as `take`, and return the rows of proposers on this thread, which it leaves."""
         self._finish_copies()
         rows, self._colocated = self._colocated, []
@@ -216,39 +218,24 @@ class HiddenStateStreams:
         rows = self._on_host = self._on_host or []
         for copy in copies:
             try:
-                rows += self._read(copy)
+                for stream, each in _on_host(copy):
+                    colocated = stream.seq.drafting.proposer.colocated
+                    (self._colocated if colocated else rows).append(each)
             except Exception:
-                self._give_up(copy.parts)
+                self._give_up([part for part, _ in copy.parts])
         self._seconds += time.perf_counter() - began
-
-    def _read(self, copy: _Copy) -> list[FeatureRows]:
-        """Wait for a copy; return the rows to send, and keep those of proposers on this thread."""
-        if copy.done is not None:
-            copy.done.synchronize()
-        numbers = range(len(copy.parts))
-        colocated = [part.stream.seq.drafting.proposer.colocated for part in copy.parts]
-        here, others = [*compress(numbers, colocated)], [i for i in numbers if not colocated[i]]
-        sent: list[FeatureRows] = []
-        if others:
-            data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
-            for i in others:
-                stream, start, count, of_prompt = copy.parts[i]
-                first, size, session_id = copy.places[i], stream.row_bytes, stream.seq.session_id
-                its_rows = data[first * size : (first + count) * size]
-                sent.append(FeatureRows(session_id, stream.order, start, its_rows, of_prompt))
-        if here:
-            self._colocated.append(copy.states(here, copy.rows))
-            for part in map(copy.parts.__getitem__, here):  # they are read at once
-                self.give_back(part.window, part.num_rows * part.stream.row_bytes)
-        return sent
 
     def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
+        read, self._read = self._read, set()
         for session_id, stream in list(self._streams.items()):
             if sessions.get(session_id) is not stream.seq:
                 del self._streams[session_id]
             elif due := stream.num_due:
-                waiting.append((due, stream))
+                if stream in read:
+                    stream.sent += due
+                else:
+                    waiting.append((due, stream))
         waiting.sort(key=itemgetter(0))  # rounds before prompts
         parts: dict[FeatureSpec, list[_Part]] = {}
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
@@ -270,11 +257,10 @@ class HiddenStateStreams:
 
     def _take_ahead(self, ahead: _Copy, parts: list[_Part]) -> list[_Part]:
         """Take the parts that were read ahead, and return the others."""
-        read = {part.stream: place for part, place in zip(ahead.parts, ahead.places, strict=True)}
-        taken = [part for part in parts if part.stream in read]
+        read = {part.stream: at for part, at in ahead.parts}
+        taken = [(part, read[part.stream]) for part in parts if part.stream in read]
         if taken:
-            places = [read[part.stream] for part in taken]
-            self._copies.append(replace(ahead, parts=taken, places=places))
+            self._copies.append(replace(ahead, parts=taken))
         return [part for part in parts if part.stream not in read]
 
     def _give_up(self, parts: Iterable[_Part]) -> None:
@@ -289,23 +275,38 @@ class HiddenStateStreams:
     @torch.inference_mode()
     def _copy(self, spec: FeatureSpec, parts: list[_Part]) -> _Copy:
         device = self._pool.rows.device
-        places = [*accumulate([part.num_rows for part in parts[:-1]], initial=0)]
+        ends = [*accumulate([part.num_rows for part in parts])]
+        placed = [*zip(parts, [0, *ends], strict=False)]
         slots = torch.tensor(
-            [slot for part in parts for slot in self._slots(part)],
+            self._slots(parts),
             dtype=torch.int64,
             pin_memory=device.type == "cuda",  # else a step in flight could be waited for
         )
         projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
         rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
         if device.type != "cuda":
-            return _Copy(parts, places, rows, rows, None)
+            return _Copy(placed, rows, rows, None)
         on_host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         on_host.copy_(rows, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return _Copy(parts, places, rows, on_host, done)
+        return _Copy(placed, rows, on_host, done)
 
-    def _slots(self, part: _Part) -> list[int]:
-        size, table = self._pool.page_size, part.stream.seq.block_table
-        positions = range(part.start, part.start + part.num_rows)
-        return [table[p // size] * size + p % size for p in positions]
+    def _slots(self, parts: Iterable[_Part]) -> list[int]:
+        size, slots = self._pool.page_size, list[int]()
+        for stream, start, num_rows, _ in parts:
+            table = stream.seq.block_table
+            slots += [table[p // size] * size + p % size for p in range(start, start + num_rows)]
+        return slots
+
+
+def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:
+    """Wait for a copy, and yield its rows."""
+    if copy.done is not None:
+        copy.done.synchronize()
+    data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
+    for part, at in copy.parts:
+        stream, size = part.stream, part.stream.row_bytes
+        its_rows = data[at * size : (at + part.num_rows) * size]
+        session_id = stream.seq.session_id
+        yield stream, FeatureRows(session_id, stream.order, part.start, its_rows, part.of_prompt)

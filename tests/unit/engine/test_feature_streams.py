@@ -308,6 +308,31 @@ def test_streams_read_rows_of_a_round_ahead(right: bool) -> None:
     assert done == ["read", "wait"] * 2
 
 
+def test_streams_send_no_rows_that_were_read_unless_no_draft_is_wanted() -> None:
+    """Those stay in the pool: the proposer does not hear of the text until it is asked again."""
+    model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
+    streams = HiddenStateStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
+    policy, order = Switched(3, max_wait_s=0.0), FeatureOrder(1, CAPTURED, FeatureWindow())
+    policy.on = True
+    engine = Engine(model, CONFIG, policy=policy, runner=Eager(model), features=streams)
+    engine.submit(request(1, max_tokens=20))
+    engine.set_drafting(1, DraftOffer("p", 3, features=order))
+    first = len(PROMPT)
+    [(start, rows)] = sent(engine.step())
+    assert (start, len(rows)) == (0, first * CAPTURED.row_bytes)
+    found: list[list[tuple[int, int]]] = []
+    for asks in (True, False, True, True):
+        engine.launch()
+        states = streams.on_device(CAPTURED)
+        if states is not None and len(found) < 2:
+            streams.were_read(states, [0])
+        policy.on = asks
+        engine.collect()
+        parts = sent(engine.finalize_step())
+        found.append([(at, len(rows) // CAPTURED.row_bytes) for at, rows in parts])
+    assert found == [[], [], [(first + 1, 2)], [(first + 3, 1)]]
+
+
 def _note(patch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
     method = getattr(owner, name)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
-from outrider.draft_port import StepStates
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.proposer import (
     NO_PACE,
@@ -162,37 +160,3 @@ def test_feature_method_over_max_sessions_loses_newcomers() -> None:
         _send(method, key, 0, 5)
     assert method.draft([2, 3]).lost == [3]
     assert method.num_sessions == 2
-
-
-def _step(method: Keeping, spans: dict[SessionKey | None, tuple[int, int]]) -> None:
-    """Send rows of several sessions as a step brings them: all in one tensor, after one row."""
-    starts, ends = zip(*spans.values(), strict=True)
-    counts = [end - start for start, end in spans.values()]
-    places = [*accumulate(counts[:-1], initial=1)]
-    rows = torch.cat([ROWS[:1], *(ROWS[start:end] for start, end in spans.values())])
-    states = StepStates([7] * len(ends), [1] * len(ends), starts, counts, places, rows)
-    method.step_features([([*spans], states)])
-
-
-def test_feature_method_with_rows_of_a_step_keeps_them_beside_others() -> None:
-    method = _method()
-    for key in (1, 2, 3):
-        method.open(key, SessionStart(range(15), GREEDY, 4, 20))
-    _send(method, 1, 0, 3)
-    _step(method, {1: (2, 6), None: (0, 4), 9: (0, 2), 2: (0, 5), 3: (1, 2)})
-    assert torch.equal(method.state(1).rows(1, 6), ROWS[1:6])
-    assert torch.equal(method.state(2).rows(0, 5), ROWS[:5])
-    assert method.draft([1, 2, 3]).lost == [3]  # with a gap
-
-
-def test_feature_method_keeps_rows_of_a_step_alive_until_others_come() -> None:
-    method = _method(max_rows=20)
-    for key in (1, 2):
-        method.open(key, SessionStart(range(15), GREEDY, 4, 20))
-    _step(method, {1: (0, 6), 2: (0, 6)})
-    _step(method, {2: (6, 7)})
-    rows = method.state(1).rows(0, 6)
-    assert torch.equal(rows, ROWS[:6])
-    assert rows.untyped_storage().nbytes() == 6 * WIDTH * 2
-    _step(method, {2: (7, 15)})
-    assert method.draft([]).lost == [1]
