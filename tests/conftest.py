@@ -39,8 +39,9 @@ def socket_folder() -> Iterator[Path]:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, but not among what was imported."""
+    """Collect garbage from now on, but not among what was imported, nor after every few objects."""
     gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 

@@ -350,8 +350,9 @@ BRANCHES = [(203, 0), (200, 12), (209, 12), (204, 12), (206, 12)]
         [BRANCHES[:1], BRANCHES, BRANCHES[:3] * 9, [(0, 0)]],
         [[(5, 0)] * 3, [(40, 0), (43, 2), (70, 2)], [(300, 0), (310, 3)]],
         [[(63, 0), (64, 3), (65, 3), (66, 4), (62, 3)]],
+        [[(20, 0), (21, 1), (22, 1)]] * 90,
     ],
-    ids=["one", "many", "short and apart", "at the end of a page"],
+    ids=["one", "many", "short and apart", "at the end of a page", "270 rows"],
 )
 @pytest.mark.parametrize("float8", [False, True])
 def test_attend_new_with_shared_prefix_equals_without(

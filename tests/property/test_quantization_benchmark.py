@@ -1,18 +1,19 @@
 """The scores of rounded models are those of plain forwards."""
 
 import math
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.quantization import agreement, continued, scores
 from outrider import LLM
-from outrider.models.resolve import resolve_model
+from tests.support.checkpoints.tiny_pair import save_pair
 
 
-def test_scores_are_those_of_plain_forwards_and_tell_rounding() -> None:
+def test_scores_are_those_of_plain_forwards_and_tell_rounding(tmp_path: Path) -> None:
     starts = [[i * k % 97 for i in range(1, 12 + k)] for k in (3, 5, 8)]
-    folder = resolve_model("embedded", "target")
+    folder, _ = save_pair(tmp_path, eps=0.15)
     with LLM(str(folder), dtype="float32", device="cpu", quantization="none") as plain:
         texts = continued(plain, starts, 6)
         found = scores(plain, texts, starts)

@@ -34,7 +34,7 @@ _TEMPERATURE, _, _, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)  # then top_
 _TOKENS = _KEYS + 2
 
 _MAX_COLUMNS = 4096  # sessions whose sampling columns are kept
-_SHARING_ROWS = 128  # branches from which on a common read of shared pages pays
+_SHARING_ROWS = 96  # branches from which on a common read of shared pages pays
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,9 @@ def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
     `alone`: every program has a multiprocessor to itself. `joined`: a tile has several rows.
     """
     if joined:
-        return _Tiling(128 if dim <= 64 else 64, 4, 2)
+        return _Tiling(64, 2 if dim <= 64 else 4, 2)
     if block_m > 16:
-        return _Tiling(32 if alone else 64, 4, 2)
+        return _Tiling(32 if alone else 64, 2 if block_m == 32 and not alone else 4, 2)
     if alone:
         return _Tiling(32, 8, 1)
     if dim <= 64:

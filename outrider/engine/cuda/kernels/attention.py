@@ -263,6 +263,23 @@ def _row_of_tile(
     return row, nth - first
 
 
+@triton.jit
+def _first_row_of_tile(nth, places_ptr, num_rows, ROWS: tl.constexpr):
+    """Return the first row of the nth tile of rows that share pages.
+
+    The row is `num_rows` at least if there are fewer tiles.
+    """
+    row = tl.full([], 0, tl.int32)
+    before = tl.full([], 0, tl.int32)  # tiles that begin before `some`
+    for some in range(0, num_rows, 256):
+        rows = some + tl.arange(0, 256)
+        places = tl.load(places_ptr + rows, mask=rows < num_rows, other=1)
+        begins = (places % ROWS == 0).to(tl.int32)
+        row += tl.sum((before + tl.cumsum(begins, axis=0) <= nth).to(tl.int32), axis=0)
+        before += tl.sum(begins, axis=0)
+    return row
+
+
 # Other numbers of rows, pages or splits need no compilation.
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "splits"])
 def paged_attention_kernel(
@@ -331,6 +348,9 @@ def paged_attention_kernel(
     if SHORT > 0:
         nth = tl.program_id(0)
         row, tile = _row_of_tile(nth, cu_seqlens_ptr, num_rows, GROUP, BLOCK_M, SHORT)
+    if ROWS > 1:  # programs without a tile are the last ones, and delay no others
+        row = _first_row_of_tile(row, places_ptr, num_rows, ROWS)
+    if SHORT > 0 or ROWS > 1:
         idle = row >= num_rows
         row = tl.minimum(row, num_rows - 1)
     start = tl.load(cu_seqlens_ptr + row)
@@ -339,7 +359,7 @@ def paged_attention_kernel(
     queries = query_len  # of the tile's rows
     if SHORT > 0:
         tile = tl.cdiv(query_len * GROUP, BLOCK_M) - 1 - tile
-    else:
+    elif ROWS == 1:
         idle = (query_len == 0) | (query_len * GROUP > BLOCK_M)
     if ROWS > 1:
         # The rows from here on that belong to one run of shared pages.
@@ -354,7 +374,6 @@ def paged_attention_kernel(
         own = tl.max(lengths, axis=0) - shared
         rows = tl.sum(joined.to(tl.int32), axis=0)
         queries = rows * query_len
-        idle = first_place % ROWS != 0  # the row is in another row's tile
 
     # Blocks of keys that some query of the tile sees, and this split's share of them.
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
