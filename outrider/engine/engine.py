@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from outrider.config import EngineConfig
@@ -293,11 +293,6 @@ class Engine:
         elif fate is not BlockFate.INVALID:
             self._tracker.blocks_arrived([(seq, block, fate, at)])
         return fate
-
-    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        """Take blocks that came together: see `post_block`."""
-        for block in blocks:
-            self.post_block(block)
 
     # For a proposer on the engine's thread.
 

@@ -43,18 +43,18 @@ class InFlight:
         if self.pending.verified is None:
             return None
         rows: list[VerifyingRow] = []
-        with_logits = (row for row in self.step.rows if row.slice.num_logits)
-        for place, row in enumerate(with_logits):
-            wanted = row.seq.drafting.num_draft_tokens
-            if wanted and row.seq.constraint is None:
-                parents, most = row.slice.parents, len(row.draft)
-                if self.step.device_trees is not None:
-                    most = min(most, self.step.device_trees.max_depth or most)
-                elif parents:
-                    most = 1 + max(depths(parents))
-                is_tree = bool(row.draft and (parents or self.step.device_trees))
-                session, length = row.seq.session_id, len(row.seq.token_ids)
-                rows.append(VerifyingRow(session, length, place, most, wanted, is_tree))
+        trees = self.step.device_trees
+        with_logits = [row for row in self.step.rows if row.slice.num_logits]
+        for place, (seq, part, draft, _, _) in enumerate(with_logits):
+            wanted = seq.drafting.num_draft_tokens
+            if wanted and seq.constraint is None:
+                most, is_tree = len(draft), bool(draft and (part.parents or trees))
+                if trees is not None:
+                    most = min(most, trees.max_depth or most)
+                elif part.parents:
+                    most = 1 + max(depths(part.parents))
+                length = len(seq.token_ids)
+                rows.append(VerifyingRow(seq.session_id, length, place, most, wanted, is_tree))
         return VerifyOutput(rows, self.pending.verified)
 
 

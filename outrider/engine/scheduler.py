@@ -402,13 +402,8 @@ class Scheduler(Queues):
             if not self._cover(seq, end + len(draft), rows):
                 return None
         num_logits, num_prompt_logits = len(draft) + 1 if end == length else 0, 0
-        if seq.num_uncomputed == 1:
-            row_slice = RowSlice(
-                (seq.token_ids[-1], *draft), start, seq.block_table, num_logits, parents
-            )
-            return ScheduledRow(seq, row_slice, draft, probs)
         token_ids = (*seq.token_ids[start:end], *draft)
         row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, parents)
-        if seq.wants_prompt_logits:
+        if seq.num_uncomputed > 1 and seq.wants_prompt_logits:
             num_prompt_logits = max(0, min(end, seq.num_prompt_tokens - 1) - start)
         return ScheduledRow(seq, row_slice, draft, probs, num_prompt_logits)

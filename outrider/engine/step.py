@@ -320,6 +320,8 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     max_len = max_nodes if max_nodes < max_depth else max_depth
     if draft.is_chain:
         path = draft.token_ids[node + 1 : node + 1 + max_len]
+        if seq.constraint is None and not (draft.probs or draft.confidences):
+            return ChosenDraft(path)
     else:
         one_path = seq.drafting.proposer.runs_ahead or seq.edits_logits
         if seq.coupled and not one_path:

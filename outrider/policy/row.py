@@ -66,17 +66,17 @@ class Awaited:
     commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=8))
 
 
+@dataclass(slots=True)
 class Measured:
     """The success of a row's drafts over its last rounds: texts change within sentences."""
 
-    def __init__(self) -> None:
-        self.accepted = Average()  # share of the draft tokens that were tried
-        self.levels = Average(mean=1.0)  # depth of a draft per token; 1 for a chain
-        self.free_hits = Average(mean=0.0)  # share of drafts there at no cost
-        self.free_after_miss = Average(mean=0.0)  # the same, where the draft before was not at hand
-        self.hit: bool | None = None  # the last round that wanted a draft had it at once
-        self.gain = 0.0  # tokens that the next draft is expected to bring
-        self.worth_waiting = True  # the proposer has drafts soon and often enough
+    accepted: Average = field(default_factory=Average)  # share of the draft tokens that were tried
+    levels: Average = field(default_factory=lambda: Average(mean=1.0))  # depth per token; chain: 1
+    free_hits: Average = field(default_factory=lambda: Average(mean=0.0))  # share at no cost
+    free_after_miss: Average = field(default_factory=lambda: Average(mean=0.0))  # after a miss
+    hit: bool | None = None  # the last round that wanted a draft had it at once
+    gain: float = 0.0  # tokens that the next draft is expected to bring
+    worth_waiting: bool = True  # the proposer has drafts soon and often enough
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence
-from outrider.engine.step import Step
+from outrider.engine.step import Step, StepResult
 from outrider.params import (
     Constraint,
     ConstraintKind,
@@ -29,7 +29,7 @@ from outrider.params import (
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, StepDone
 from outrider.policy.row import Drafting, Offered
-from outrider.rounds import BlockFate
+from outrider.rounds import BlockFate, chain_round
 from outrider.types import (
     Commit,
     FinishReason,
@@ -92,6 +92,30 @@ def test_plain_tokens_are_reported_as_many_at_a_time_as_asked_for() -> None:
     tokens = [token for commit in commits for token in commit.token_ids]
     assert tokens == Sequential(HashModel(32)).tokens(prompt, GREEDY, expected)
     assert commits[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("choices", "accepted", "node"),
+    [((7, 8, 9), 2, None), ((7, 5, 5), 1, None), ((5, 5, 5), 0, None), ((7, 5, 5), 0, 0)],
+    ids=["all accepted", "one rejected", "none accepted", "rejected, and drawn all the same"],
+)
+def test_chain_goes_on_only_where_the_committed_tokens_lie_on_it(
+    choices: TokenIds, accepted: int, node: int | None
+) -> None:
+    e, base_len = engine(), 4
+    submit(e, 1, 3, max_tokens=20)
+    e.set_drafting(1, DraftOffer("a", 2))
+    step(e)
+    e.post_block(PostedBlock(1, DraftTree.chain(base_len, (7, 8)), "a", 0, 0.0))
+    scheduled = e._scheduler.schedule(0.0)
+    assert scheduled is not None
+    result = StepResult([choices], [accepted], 0.0)
+    emitted = e._scheduler.commit(scheduled, result, 0.0, 0.0).emitted
+    assert [row.output for row in emitted] == [choices[: accepted + 1]]
+    assert emitted[0].round == chain_round(2, accepted)
+    seq = e._scheduler.by_session[1]
+    assert (None if seq.draft is None else seq.draft_node) == node
+    e.check_invariants()
 
 
 def test_tokens_without_drafts_of_a_colocated_proposer_are_reported_as_asked_for() -> None:
