@@ -31,9 +31,6 @@ class FeatureSpec:
     projection_dim: int = 0  # 0: no projection
     projection_sha256: bytes = b""  # of the bfloat16 matrix [projection_dim, captured_width]
 
-    def __hash__(self) -> int:  # of few fields, since each row of each step asks for it
-        return hash(self.layers)
-
     @property
     def captured_width(self) -> int:
         """Return the values of a row before the projection."""

@@ -129,11 +129,10 @@ class DraftModelProposer(SessionMethod[DraftState]):
         if self._async_drafts is None:
             return ()
         launched = [
-            (state, row.place, state.async_input(row.wanted))
+            (state, row.place, fed)
             for row in rows
             if (state := self._sessions.get(row.session)) is not None
-            and state.may_launch_after_verify(row)
-            and state.cover_async(self._pool, row.wanted, self._page_size)
+            and (fed := state.input_behind(row, self._pool, self._page_size)) is not None
         ]
         self._async_drafts.launch(launched, len(rows), verify_output)
         return ()

@@ -91,30 +91,25 @@ class DraftState(PageCache):
         """The session is drafted for round by round."""
         return self.follower.wanted > 0 and len(self.follower.tokens) - self.computed <= SHORT
 
-    def may_launch_after_verify(self, row: AsyncRow) -> bool:
-        """Return whether the next draft can be made behind the step that verifies `row`."""
-        tokens = self.follower.tokens
-        return (
-            bool(tokens)
-            and self.computed == len(tokens)
+    def input_behind(self, row: AsyncRow, pool: BlockPool, page_size: int) -> DraftInput | None:
+        """Return places for the two tokens at most that a step adds to text and guesses.
+
+        None if the next draft cannot be made behind the step that verifies `row`.
+        """
+        length, num_guesses, wanted = len(self.follower.tokens), len(self.ahead.guess), row.wanted
+        start = length + num_guesses
+        if (
+            self.computed == length > 0
             and self.mask is None
             and not self.samples
             and self.ahead.forks is None
             and not row.is_tree
-            and row.max_accepted <= len(self.ahead.guess) + 1
-        )
-
-    def cover_async(self, pool: BlockPool, wanted: int, page_size: int) -> bool:
-        """Take pages for what `async_input` feeds and drafts; False if too few are free."""
-        num_rows = len(self.follower.tokens) + len(self.ahead.guess) + 2 + wanted - 1
-        return self.cover(pool, num_rows, page_size)
-
-    def async_input(self, wanted: int) -> DraftInput:
-        """Return places for the two tokens at most that a step adds to text and guesses."""
-        num_guesses = len(self.ahead.guess)
-        start = len(self.follower.tokens) + num_guesses
-        rows = RowSlice((num_guesses, 0), start, self.block_table, 1)
-        return DraftInput(rows, wanted, self.follower.sampling)
+            and row.max_accepted <= num_guesses + 1
+            and self.cover(pool, start + 2 + wanted - 1, page_size)
+        ):
+            places = RowSlice((num_guesses, 0), start, self.block_table, 1)
+            return DraftInput(places, wanted, self.follower.sampling)
+        return None
 
     def continues(self, row: DraftInput) -> bool:
         """Return whether a draft that was launched for `row` continues the text."""

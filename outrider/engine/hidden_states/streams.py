@@ -63,14 +63,42 @@ class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
         return order.prompts if self.of_prompt else order.window
 
 
-@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Parts by spec, whose hash takes longer than all else; most have that of the one before."""
+
+    def __init__(self) -> None:
+        self.by_spec: dict[FeatureSpec, list[_Part]] = {}
+        self._last: FeatureSpec | None = None
+
+    def of(self, spec: FeatureSpec) -> list[_Part]:
+        if spec is not self._last:
+            self._last, self._parts = spec, self.by_spec.setdefault(spec, [])
+        return self._parts
+
+
+@dataclass(slots=True)
 class _Copy:
-    """Rows of one `FeatureSpec`, on their way from the device."""
+    """Rows of one `FeatureSpec`, which may be on their way from the device."""
 
     parts: list[tuple[_Part, int]]  # and the place of their first row in `rows`
     on_device: Tensor  # bfloat16 [n, width]
-    rows: Tensor  # the same on the host
-    done: torch.cuda.Event | None
+    rows: Tensor | None = None  # the same on the host
+    done: torch.cuda.Event | None = None
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """Enqueue the copy to the host, unless that was done."""
+        rows = self.on_device
+        if self.rows is not None:
+            return
+        if rows.device.type != "cuda":
+            self.rows = rows
+            return
+        on_host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        on_host.copy_(rows, non_blocking=True)
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.done.record()
+        self.rows = on_host
 
 
 class HiddenStateStreams:
@@ -127,27 +155,31 @@ class HiddenStateStreams:
     def read_ahead(self, step: Step) -> None:
         """Begin to copy the rows that the step in flight writes, accepted or not.
 
-        Only rows of rounds are copied, which are few; `gather` copies all others.
+        Only rows of rounds are copied, which are few; `gather` copies all others. Those of a
+        proposer on this thread stay on the device, as long as it does not ask for them.
         """
         self._ahead, self._read = {}, set()
         if not self._max_ahead_bytes or not self._streams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
-        expected: dict[FeatureSpec, list[_Part]] = {}
+        expected, travels = _Parts(), set[FeatureSpec]()
         for row in step.rows:
-            seq, tokens = row.seq, row.slice
+            seq, tokens, drafting = row.seq, row.slice, row.seq.drafting
             stream = self._streams.get(seq.session_id)
-            if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
+            if stream is None or stream.seq is not seq or not drafting.num_draft_tokens:
                 continue
             # The accepted nodes of a tree move to their place before this is read.
             count = tokens.start + len(tokens.token_ids) - stream.sent
             if 0 < count <= MAX_ROUND_ROWS:
-                part = _Part(stream, stream.sent, count)
-                expected.setdefault(stream.order.spec, []).append(part)
-        for spec, parts in expected.items():
+                expected.of(stream.order.spec).append(_Part(stream, stream.sent, count))
+                if not drafting.proposer.colocated:
+                    travels.add(stream.order.spec)
+        for spec, parts in expected.by_spec.items():
             if sum([part.num_rows for part in parts]) * row_bytes <= self._max_ahead_bytes:
                 try:
-                    self._ahead[spec] = self._copy(spec, parts)
+                    self._ahead[spec] = copy = self._copy(spec, parts)
+                    if spec in travels:
+                        copy.begin()
                 except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
         self._seconds += time.perf_counter() - began
@@ -181,11 +213,13 @@ class HiddenStateStreams:
         if not self._streams:
             return
         began = time.perf_counter()
-        for spec, parts in self._choose(sessions).items():
+        for spec, parts in self._choose(sessions).by_spec.items():
             missing = self._take_ahead(ahead[spec], parts) if spec in ahead else parts
             try:
                 if missing:
-                    self._copies.append(self._copy(spec, missing))
+                    copy = self._copy(spec, missing)
+                    copy.begin()
+                    self._copies.append(copy)
             except Exception:
                 self._give_up(missing)
         self._seconds += time.perf_counter() - began
@@ -225,7 +259,7 @@ class HiddenStateStreams:
                 self._give_up([part for part, _ in copy.parts])
         self._seconds += time.perf_counter() - began
 
-    def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
+    def _choose(self, sessions: Mapping[int, PagedRow]) -> _Parts:
         waiting: list[tuple[int, _Stream]] = []
         read, self._read = self._read, set()
         for session_id, stream in list(self._streams.items()):
@@ -237,7 +271,7 @@ class HiddenStateStreams:
                 else:
                     waiting.append((due, stream))
         waiting.sort(key=itemgetter(0))  # rounds before prompts
-        parts: dict[FeatureSpec, list[_Part]] = {}
+        parts = _Parts()
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
         for due, stream in waiting:
             order, row_bytes = stream.order, stream.row_bytes
@@ -249,8 +283,7 @@ class HiddenStateStreams:
             left -= count
             self.due = self.due or count < wanted
             if count:
-                part = _Part(stream, stream.sent, count, of_prompt)
-                parts.setdefault(order.spec, []).append(part)
+                parts.of(order.spec).append(_Part(stream, stream.sent, count, of_prompt))
                 window.on_the_way += count * row_bytes
                 stream.sent += count
         return parts
@@ -260,6 +293,10 @@ class HiddenStateStreams:
         read = {part.stream: at for part, at in ahead.parts}
         taken = [(part, read[part.stream]) for part in parts if part.stream in read]
         if taken:
+            try:
+                ahead.begin()
+            except Exception:  # `gather` reports what lasts
+                return parts
             self._copies.append(replace(ahead, parts=taken))
         return [part for part in parts if part.stream not in read]
 
@@ -284,13 +321,7 @@ class HiddenStateStreams:
         )
         projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
         rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
-        if device.type != "cuda":
-            return _Copy(placed, rows, rows, None)
-        on_host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        on_host.copy_(rows, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return _Copy(placed, rows, on_host, done)
+        return _Copy(placed, rows)
 
     def _slots(self, parts: Iterable[_Part]) -> list[int]:
         size, slots = self._pool.page_size, list[int]()
@@ -304,6 +335,7 @@ def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:
     """Wait for a copy, and yield its rows."""
     if copy.done is not None:
         copy.done.synchronize()
+    assert copy.rows is not None
     data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
     for part, at in copy.parts:
         stream, size = part.stream, part.stream.row_bytes
