@@ -28,7 +28,7 @@ test-fast: $(STAMP) ## unit and contract tests, under 3 minutes
 check: $(STAMP) ## lint, format, types, imports, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 	PYTHON=$(CURDIR)/$(BIN)/python BUF=$(CURDIR)/$(BIN)/buf protos/check.sh
 

@@ -188,7 +188,7 @@ def check(schedule: Schedule) -> None:
     assert (snapshot.running, snapshot.free_pages) == (0, NUM_PAGES)
 
 
-@settings(max_examples=300, **quietly)
+@settings(max_examples=150, **quietly)
 @given(**schedules)
 def test_draft_ahead_under_any_schedule_keeps_the_targets_text(**schedule: Any) -> None:
     check(Schedule(**schedule))

@@ -361,7 +361,7 @@ scenarios: Any = {
 
 
 @pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
-@settings(max_examples=300, **quietly)
+@settings(max_examples=200, **quietly)
 @given(**scenarios)
 def test_engine_under_any_schedule_equals_sequential_decoding(**scenario: Any) -> None:
     check(**scenario)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -43,16 +44,22 @@ SAMPLED = SamplingParams(temperature=1.0, top_k=20, seed=9)
 Head = RecurrentHead | BlockHead
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a head of every kind."""
+    folder = tmp_path_factory.mktemp("files")
+    made.save_target(folder / "target")
+    made.save_head(folder / "eagle", made.eagle_tensors(), made.LLAMA)
+    made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
+    made.save_head(folder / "dflash", blocks.dflash_tensors(), blocks.DFLASH)
+    made.save_head(folder / "dspark", blocks.dspark_tensors(), blocks.DSPARK)
+    rnn = blocks.dspark_tensors(markov="rnn")
+    made.save_head(folder / "dspark-rnn", rnn, blocks.DSPARK_RNN)
+    made.save_head(folder / "peagle", blocks.peagle_tensors(), blocks.PEAGLE)
+    return folder
+
+
 def _load(kind: str, folder: Path) -> Head:
-    if not folder.exists():
-        made.save_target(folder / "target")
-        made.save_head(folder / "eagle", made.eagle_tensors(), made.LLAMA)
-        made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
-        made.save_head(folder / "dflash", blocks.dflash_tensors(), blocks.DFLASH)
-        made.save_head(folder / "dspark", blocks.dspark_tensors(), blocks.DSPARK)
-        rnn = blocks.dspark_tensors(markov="rnn")
-        made.save_head(folder / "dspark-rnn", rnn, blocks.DSPARK_RNN)
-        made.save_head(folder / "peagle", blocks.peagle_tensors(), blocks.PEAGLE)
     kind, _, padded = kind.partition(" ")
     loaders: dict[str, Callable[..., Head]] = {
         **{"eagle": load_eagle, "eagle3": load_eagle3, "peagle": load_peagle},
@@ -84,12 +91,15 @@ def _proposer(
     return CachedHeadProposer(drafter, method="eagle3", name="tiny")
 
 
+_row = cache(partial(made.features, 1))
+
+
 def _rows(tokens: Sequence[int], start: int, end: int, width: int) -> bytes:
     """States of a text: row p is a function of its first p + 1 tokens."""
     made_up: list[Tensor] = []
     for position in range(start, end):
         seed = hash(tuple(tokens[: position + 1]))
-        made_up.append(made.features(1, width, seed % 2**31))
+        made_up.append(_row(width, seed % 2**31))
     return made.as_bytes(torch.cat(made_up)) if made_up else b""
 
 
@@ -128,12 +138,12 @@ def _alone(head: Head, session: _Session, wanted: int, tree_width: int) -> Draft
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tree_width: int, seed: int
+    files: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tree_width: int, seed: int
 ) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(cached_proposer, "_PART", 5)  # prompts here are short
     # A module keeps keys and values in one place: whoever drafts beside it needs another.
-    head, fresh_head = _load(kind, tmp_path / "files"), _load(kind, tmp_path / "files")
+    head, fresh_head = _load(kind, files), _load(kind, files)
     width = head.features.width
     proposer = _proposer(head, num_pages=40, prefill_budget=7, tree_width=tree_width)
     sessions: dict[int, _Session] = {}
@@ -185,9 +195,9 @@ def test_recurrent_proposer_after_any_history_drafts_as_from_a_fresh_start(
 
 
 def test_recurrent_proposer_in_spare_time_feeds_sessions_without_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, fresh_head = (_load("eagle3", tmp_path / "files") for _ in range(2))
+    head, fresh_head = (_load("eagle3", files) for _ in range(2))
     proposer = _proposer(head, 60, prefill_budget=16)
     monkeypatch.setattr(proposer, "_max_held", 80)  # rows
     sessions = {key: _Session([key + i % 7 for i in range(30)], GREEDY) for key in range(1, 5)}
@@ -204,8 +214,8 @@ def test_recurrent_proposer_in_spare_time_feeds_sessions_without_drafts(
         assert tree == _alone(fresh_head, sessions[key], len(tree.token_ids), 4)
 
 
-def test_recurrent_proposer_with_gap_or_wrong_row_size_loses_the_session(tmp_path: Path) -> None:
-    head = _load("eagle", tmp_path / "files")
+def test_recurrent_proposer_with_gap_or_wrong_row_size_loses_the_session(files: Path) -> None:
+    head = _load("eagle", files)
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     width = head.features.width
@@ -222,9 +232,9 @@ def test_recurrent_proposer_with_gap_or_wrong_row_size_loses_the_session(tmp_pat
 
 
 def test_recurrent_proposer_after_failure_reports_lost_sessions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = _load("eagle", tmp_path / "files")
+    head = _load("eagle", files)
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     width = head.features.width
@@ -244,8 +254,8 @@ def _fail(*_: object) -> Tensor:
     raise RuntimeError("out of memory")
 
 
-def test_recurrent_proposer_without_all_rows_has_no_draft_yet(tmp_path: Path) -> None:
-    head = _load("eagle3", tmp_path / "files")
+def test_recurrent_proposer_without_all_rows_has_no_draft_yet(files: Path) -> None:
+    head = _load("eagle3", files)
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     proposer.open(1, SessionStart(tokens, GREEDY, 3, 50))
@@ -263,9 +273,9 @@ def test_recurrent_proposer_without_all_rows_has_no_draft_yet(tmp_path: Path) ->
 
 
 def test_recurrent_proposer_without_room_for_a_whole_prompt_loses_its_session(
-    tmp_path: Path,
+    files: Path,
 ) -> None:
-    head = _load("eagle3", tmp_path / "files")
+    head = _load("eagle3", files)
     proposer = _proposer(head, 40, prefill_budget=16)  # pages of 4 tokens
     texts = {key: [key + i % 7 for i in range(length)] for key, length in enumerate((64, 100, 80))}
     for key, text in texts.items():
@@ -285,16 +295,16 @@ def test_recurrent_proposer_without_room_for_a_whole_prompt_loses_its_session(
         proposer.check_invariants()
 
 
-def test_recurrent_proposer_with_text_of_one_token_drafts_nothing(tmp_path: Path) -> None:
-    head = _load("eagle3", tmp_path / "files")
+def test_recurrent_proposer_with_text_of_one_token_drafts_nothing(files: Path) -> None:
+    head = _load("eagle3", files)
     proposer = _proposer(head, 32, 100)
     proposer.open(1, SessionStart([5], GREEDY, 3, 50))
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dspark-rnn", "peagle"])
-def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path, kind: str) -> None:
-    head = _load(kind, tmp_path / "files")
+def test_recurrent_proposer_under_rejection_sends_distributions(files: Path, kind: str) -> None:
+    head = _load(kind, files)
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     for key, sampling in ((1, SAMPLED), (2, GREEDY)):
@@ -310,8 +320,8 @@ def test_recurrent_proposer_under_rejection_sends_distributions(tmp_path: Path, 
     assert trees[2].probs == ()
 
 
-def test_recurrent_proposer_with_known_prompt_computes_only_the_rest(tmp_path: Path) -> None:
-    head = _load("eagle3", tmp_path / "files")
+def test_recurrent_proposer_with_known_prompt_computes_only_the_rest(files: Path) -> None:
+    head = _load("eagle3", files)
     proposer = _proposer(head, 32, prefill_budget=8)
     tokens = list(range(1, 40))
     num_rounds: list[int] = []

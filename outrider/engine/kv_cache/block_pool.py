@@ -126,14 +126,12 @@ class BlockPool:
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the counts agree with the sequences' block tables."""
-        uses = [0] * len(self._refs)
+        uses, free = [0] * len(self._refs), {*self._blank, *self._cached}
         for table in block_tables:
             for page in table:
                 uses[page] += 1
         assert self._refs == uses, "references that no block table explains"
-        free = {*self._blank, *self._cached}
-        assert len(free) == self.num_free, "a page is free twice"
-        assert len(free) == uses.count(0)
+        assert len(free) == self.num_free == uses.count(0), "a page is free twice, or lost"
         assert not any(map(uses.__getitem__, free)), "a free page is used"
         assert self._page_of == {key: page for page, key in self._hash_of.items()}
         assert self._cached.keys() <= self._hash_of.keys()
