@@ -122,7 +122,7 @@ class DraftState(PageCache):
 
     def take_async(self, pool: BlockPool, chain: list[int]) -> DraftTree:
         """Return the draft of a loop that has fed the text."""
-        self.give_up_guesses(pool)
+        self.ahead.drop(pool)
         self.computed = length = len(self.follower.tokens)
         self.ahead.guess, self.patient = chain[:-1], False
         return self.push(DraftTree.chain(length, chain))
