@@ -32,8 +32,8 @@ from outrider.types import (
     StepTimings,
 )
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
-from outrider.vllm.branch_table import BranchTable
-from outrider.vllm.branches import Branches
+from outrider.vllm.ahead.branch_table import BranchTable
+from outrider.vllm.ahead.branches import Branches
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox

@@ -24,8 +24,8 @@ from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter, versions
-from outrider.vllm.ahead import StepsAhead
-from outrider.vllm.branch_table import BranchTable
+from outrider.vllm.ahead.branch_table import BranchTable
+from outrider.vllm.ahead.steps import StepsAhead
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.draft_server import DraftServer, ServerOptions
 from outrider.vllm.hidden_states.capture import Capture, hand_out_layers, states_of
@@ -160,7 +160,7 @@ class RemoteProposer:
                 drafts = [[]] * len(names)
         return adapter.shared_drafts(drafts, len(names), self._served.num_speculative_tokens)
 
-    # For steps that are scheduled ahead: see `outrider.vllm.ahead.DraftSide`.
+    # For steps that are scheduled ahead: see `outrider.vllm.ahead.steps.DraftSide`.
 
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         if not self._alone:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from outrider.vllm.adapter import StepOutput, StepPlan
-from outrider.vllm.ahead import DraftSide, Known, StepsAhead
-from outrider.vllm.branch_table import BranchTable
+from outrider.vllm.ahead.branch_table import BranchTable
+from outrider.vllm.ahead.steps import DraftSide, Known, StepsAhead
 from tests.support.services.vllm_steps import K, new_request, truth
 
 

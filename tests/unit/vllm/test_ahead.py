@@ -149,7 +149,7 @@ def test_step_of_nothing_tells_what_was_emitted() -> None:
 def test_grammar_that_is_not_asked_about_drafts_gets_none(
     asks: bool, drafted: int, runner: AheadRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.vllm.ahead.draft_token_ids", lambda *given: given)
+    monkeypatch.setattr("outrider.vllm.ahead.steps.draft_token_ids", lambda *given: given)
     runner.run("a", new="a")
     runner.run("a", has=True, asks=asks)
     draft = [truth("a", 4 + i) for i in range(drafted)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
-from outrider.vllm.branch_table import BranchTable, as_outcomes
+from outrider.vllm.ahead.branch_table import BranchTable, as_outcomes
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 
 from outrider.draft_tree import DraftTree
 from outrider.policy.draft_times import DraftTimes
-from outrider.vllm.branch_table import BranchTable
+from outrider.vllm.ahead.branch_table import BranchTable
 from tests.support.services.vllm_runner import AheadRunner
 from tests.support.services.vllm_steps import K, VllmSteps, truth
 

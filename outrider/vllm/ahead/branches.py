@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from outrider.vllm.branch_table import BranchTable
+from outrider.vllm.ahead.branch_table import BranchTable
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.waiting import Lockstep
 

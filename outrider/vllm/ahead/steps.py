@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
-from outrider.vllm.branch_table import BranchTable, as_outcomes
+from outrider.vllm.ahead.branch_table import BranchTable, as_outcomes
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token

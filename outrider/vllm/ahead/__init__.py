@@ -1,0 +1,1 @@
+"""Drafts of vLLM's steps that are scheduled before the one before has ended."""
