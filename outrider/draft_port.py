@@ -221,7 +221,10 @@ class ThreadHiddenStates(Protocol):
         ...
 
     def were_read(self, states: StepStates, numbers: Sequence[int]) -> None:
-        """Send nothing of these `on_device` states, unless their sessions ask for no draft."""
+        """Count these `on_device` states as sent.
+
+        Those of a session that asks for no draft when the step ends stay due.
+        """
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """Return `size` bytes to a window."""

@@ -24,7 +24,9 @@ USEFUL = BlockFate.USEFUL  # Python 3.11 takes longer to find a member than to c
 
 
 CountedRound = tuple[int, int, str, str, int]
-"""Tokens drafted and, after trimming, accepted; proposer, method and `context_class` of a draft."""
+"""Tokens drafted and, after trimming, accepted; proposer, method and `context_class` of a draft.
+
+One key serves a request's account, which needs no proposer, and the step's."""
 
 
 @dataclass(slots=True)

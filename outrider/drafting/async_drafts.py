@@ -38,7 +38,7 @@ class AsyncRow(NamedTuple):
     max_accepted: int  # tokens of the session's latest draft
     wanted: int  # draft tokens after it, at least 1
     is_tree: bool = False  # that draft
-    states: int | None = None  # its number in the `StepStates`, for methods that read them
+    number: int | None = None  # its place in the `StepStates`, for methods that read them
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class AsyncDrafts(Generic[S, D]):
         rows: Sequence[tuple[S, int, DraftInput]],
         num_verified: int,
         verify_output: Tensor,
-        states: StatesBehind | None = None,
+        behind: StatesBehind | None = None,
     ) -> bool:
         """Enqueue drafts of sessions, each with its place in a step of `num_verified` rows.
 
@@ -107,7 +107,7 @@ class AsyncDrafts(Generic[S, D]):
         if not 0 < num_verified <= 2 * len(rows):
             return False
         output = select_rows(verify_output, [place for _, place, _ in rows])
-        loop = self._drafter.launch_after_verify([row for *_, row in rows], output, states)
+        loop = self._drafter.launch_after_verify([row for *_, row in rows], output, behind)
         if loop is not None:
             placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
             self._launched = _Launched(loop, placed)
@@ -121,7 +121,7 @@ class AsyncDrafts(Generic[S, D]):
         launched = self._launched
         if launched is None or (nodes := launched.loop.nodes) is None:
             return None
-        places, most = self._places(states), nodes.tokens.shape[1]
+        places, most = self._places(launched, states), nodes.tokens.shape[1]
         if len(places) < len(states) and any(
             each.follower.wanted and not gets_none(each) for each in states if each not in places
         ):
@@ -132,20 +132,19 @@ class AsyncDrafts(Generic[S, D]):
 
     def take(self, states: Sequence[S]) -> dict[S, D]:
         """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""
-        launched = self._launched
+        launched, self._launched = self._launched, None
         if launched is None:
             return {}
         wanted = [row.wanted for _, row in launched.rows.values()]
-        most, places = max(wanted), self._places(states)
+        most, places = max(wanted), self._places(launched, states)
         for state, place in places.items():
             wanted[place] = min(most, state.follower.wanted)
-        self._launched = None
         drafts = launched.loop.wait(wanted)
         return {state: drafts[place] for state, place in places.items()}
 
-    def _places(self, states: Sequence[S]) -> dict[S, int]:
+    def _places(self, launched: _Launched[D], states: Sequence[S]) -> dict[S, int]:
         """Return the places of drafts that are wanted and fit the commits since."""
-        rows, fits = {} if self._launched is None else self._launched.rows, self._fits
+        rows, fits = launched.rows, self._fits
         return {
             state: found[0]
             for state in states

@@ -183,8 +183,9 @@ class FeatureProposer(Proposer, Protocol):
         """Take states of the positions start, start + 1, ...: bfloat16 [n, features.width].
 
         They come in order from position 0, each before or with the `commit` of the token that was
-        drawn from it. Repeats and overlaps are harmless. A gap, or rows of another size, lose the
-        session. An unknown session is ignored.
+        drawn from it, but for those that `launch_after_verify` said it read. Repeats and overlaps
+        are harmless. A gap, or rows of another size, lose the session. An unknown session, and one
+        that gets no more drafts, is ignored.
         """
 
 

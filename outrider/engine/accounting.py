@@ -60,7 +60,7 @@ class Committed:
 
     step: Step
     plain: PlainRows
-    emitted: tuple[Emitted, ...]  # of the other rows
+    emitted: tuple[Emitted, ...]  # of the other rows, those with chains first
     failures: tuple[Failure, ...]  # of requests whose constraint leads nowhere
     num_running: int  # rows that were admitted
     temperature: float  # their mean

@@ -14,7 +14,7 @@ from outrider.counts import StepCounts, context_class
 from outrider.policy.base import Policy, Row
 from outrider.rounds import CountedRound, Counters, Round
 
-NO_DRAFT: Final[CountedRound] = (0, 0, "", "", 0)
+UNDRAFTED_KEY: Final[CountedRound] = (0, 0, "", "", 0)
 
 
 RoundDone = tuple[Counters, Round, int, tuple[str, str], int, bool]
@@ -99,7 +99,7 @@ class DraftAccount:
             if num_output:
                 if accepted > num_output:
                     accepted = num_output
-                key = NO_DRAFT
+                key = UNDRAFTED_KEY
                 if drafted:
                     key = (drafted, accepted, proposer_id, method, context_class(base_len))
                 counters.rounds[key] += 1

@@ -420,7 +420,7 @@ def launch(proposer: CachedHeadProposer, start: int, end: int) -> bool:
     """Launch behind a step in which two of three tokens are accepted; return whether it could."""
     columns = (1, 2), (1, 1), [start] * 2, [end - start] * 2, (3, 3)  # both read the same
     behind = StepStates(*columns, states(proposer, start - 3, end))
-    rows = [AsyncRow(key, key - 1, 3, K, states=key - 1) for key in (1, 2)]
+    rows = [AsyncRow(key, key - 1, 3, K, number=key - 1) for key in (1, 2)]
     verify_output = torch.tensor([[2, 4, 1, 0, 3]] * 2, dtype=torch.int32)
     proposer.launch_after_verify(rows, verify_output, behind)
     proposer.check_invariants()

@@ -146,6 +146,7 @@ class CachedHeadProposer(FeatureMethod):
             self._async_drafts.launch((), len(rows), verify_output)
             return ()
         most, chain = max([row.wanted for row in rows], default=0), self._tree_width == 1
+        # Most rows of a round want the same.
         num_fed = cache(lambda wanted: self._drafter.num_fed(wanted, most, chain=chain))
         launched: list[tuple[FeatureSession, int, DraftInput]] = []
         numbers: list[int] = []
@@ -259,7 +260,8 @@ class CachedHeadProposer(FeatureMethod):
         for state in asked:
             cache, length = state.cache, state.follower.length
             wanted = state.follower.wanted
-            if wanted == 0 or length < LEAD or state.first > length - LEAD:  # it has the draft
+            read = state.first > length - LEAD  # on the device: the draft was made of these states
+            if wanted == 0 or length < LEAD or read:
                 done.drafts.append((state.key, DraftTree.chain(length, ())))
                 continue
             cache.computed = min(cache.computed, length - LEAD)

@@ -73,7 +73,7 @@ class FeatureSession:
         self.cache = PageCache(LEAD - 1)  # empty of methods without one
         self.patient = True  # its first draft may be left out, until there was one
         self.first = 0  # position of the first row that is held
-        self.end = 0  # the position after the last row that came
+        self.end = 0  # the position after the last row that came or was read elsewhere
         self._held = held
         # bfloat16 [n, width] on the host, one after the other; with n, which `len` takes long for.
         self._chunks: list[tuple[Tensor, int]] = []

@@ -36,7 +36,7 @@ class _Stream:
     seq: PagedRow
     order: FeatureOrder
     row_bytes: int
-    sent: int = 0  # rows
+    passed: int = 0  # rows that were sent, or that a loop has read on the device
 
     @property
     def num_due(self) -> int:
@@ -45,7 +45,7 @@ class _Stream:
         Rows of a sequence that wants no draft stay in the pool, where they cost nothing.
         """
         seq = self.seq
-        due = seq.num_computed - self.sent if seq.drafting.num_draft_tokens else 0
+        due = seq.num_computed - self.passed if seq.drafting.num_draft_tokens else 0
         return due if due > 0 else 0
 
 
@@ -69,6 +69,7 @@ class _Parts:
     def __init__(self) -> None:
         self.by_spec: dict[FeatureSpec, list[_Part]] = {}
         self._last: FeatureSpec | None = None
+        self._parts: list[_Part] = []
 
     def of(self, spec: FeatureSpec) -> list[_Part]:
         if spec is not self._last:
@@ -155,30 +156,28 @@ class HiddenStateStreams:
     def read_ahead(self, step: Step) -> None:
         """Begin to copy the rows that the step in flight writes, accepted or not.
 
-        Only rows of rounds are copied, which are few; `gather` copies all others. Those of a
-        proposer on this thread stay on the device, as long as it does not ask for them.
+        Only rows of rounds are copied, which are few; `gather` copies all others. It also copies
+        those of a proposer on this thread, unless `were_read` says that a loop has read them.
         """
         self._ahead, self._read = {}, set()
         if not self._max_ahead_bytes or not self._streams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
-        expected, travels = _Parts(), set[FeatureSpec]()
+        expected = _Parts()
         for row in step.rows:
-            seq, tokens, drafting = row.seq, row.slice, row.seq.drafting
+            seq, tokens = row.seq, row.slice
             stream = self._streams.get(seq.session_id)
-            if stream is None or stream.seq is not seq or not drafting.num_draft_tokens:
+            if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
             # The accepted nodes of a tree move to their place before this is read.
-            count = tokens.start + len(tokens.token_ids) - stream.sent
+            count = tokens.start + len(tokens.token_ids) - stream.passed
             if 0 < count <= MAX_ROUND_ROWS:
-                expected.of(stream.order.spec).append(_Part(stream, stream.sent, count))
-                if not drafting.proposer.colocated:
-                    travels.add(stream.order.spec)
+                expected.of(stream.order.spec).append(_Part(stream, stream.passed, count))
         for spec, parts in expected.by_spec.items():
             if sum([part.num_rows for part in parts]) * row_bytes <= self._max_ahead_bytes:
                 try:
                     self._ahead[spec] = copy = self._copy(spec, parts)
-                    if spec in travels:
+                    if not all(part.stream.seq.drafting.proposer.colocated for part in parts):
                         copy.begin()
                 except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
@@ -199,9 +198,12 @@ class HiddenStateStreams:
         )
 
     def were_read(self, states: StepStates, numbers: Sequence[int]) -> None:
-        """Send nothing of these `on_device` states, unless their sessions ask for no draft."""
+        """Count these `on_device` states as sent.
+
+        Those of a session that asks for no draft when the step ends stay due.
+        """
         sessions = map(states.sessions.__getitem__, numbers)
-        self._read = {stream for each in sessions if (stream := self._streams.get(each))}
+        self._read |= {stream for each in sessions if (stream := self._streams.get(each))}
 
     def gather(self, sessions: Mapping[int, PagedRow]) -> None:
         """Begin to copy the rows that are due of living `sessions`; `take` comes next.
@@ -267,7 +269,8 @@ class HiddenStateStreams:
                 del self._streams[session_id]
             elif due := stream.num_due:
                 if stream in read:
-                    stream.sent += due
+                    stream.passed += due
+                    self._on_host = self._on_host or []  # `take` tells the time it took
                 else:
                     waiting.append((due, stream))
         waiting.sort(key=itemgetter(0))  # rounds before prompts
@@ -283,9 +286,9 @@ class HiddenStateStreams:
             left -= count
             self.due = self.due or count < wanted
             if count:
-                parts.of(order.spec).append(_Part(stream, stream.sent, count, of_prompt))
+                parts.of(order.spec).append(_Part(stream, stream.passed, count, of_prompt))
                 window.on_the_way += count * row_bytes
-                stream.sent += count
+                stream.passed += count
         return parts
 
     def _take_ahead(self, ahead: _Copy, parts: list[_Part]) -> list[_Part]:

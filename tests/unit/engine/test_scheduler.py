@@ -118,6 +118,22 @@ def test_chain_goes_on_only_where_the_committed_tokens_lie_on_it(
     e.check_invariants()
 
 
+def test_tree_that_a_chain_replaces_in_flight_counts_as_the_tree() -> None:
+    e, base_len = engine(), 4
+    submit(e, 1, 3, max_tokens=20)
+    e.set_drafting(1, DraftOffer("a", 2))
+    step(e)
+    tree, chain = DraftTree(base_len, (7, 8), (-1, -1)), DraftTree.chain(base_len, (7, 8))
+    e.post_block(PostedBlock(1, tree, "a", 0, 0.0))
+    scheduled = e._scheduler.schedule(0.0)
+    assert scheduled is not None
+    e.post_block(PostedBlock(1, chain, "a", 0, 0.0))
+    result = StepResult([(8, 5, 0)], [1], 0.0)
+    [row] = e._scheduler.commit(scheduled, result, 0.0, 0.0).emitted
+    assert row.output == (8, 5)
+    assert (row.round.depth, row.round.rejected, row.round.last) == (1, False, 1)
+
+
 def test_tokens_without_drafts_of_a_colocated_proposer_are_reported_as_asked_for() -> None:
     e = engine()
     request = Request(1, (1, 2, 3), GREEDY, StopParams(max_tokens=20), stream_interval=6)

@@ -69,7 +69,8 @@ def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
     if joined:
         return _Tiling(64, 2 if dim <= 64 else 4, 2)
     if block_m > 16:
-        return _Tiling(32 if alone else 64, 2 if block_m == 32 and not alone else 4, 2)
+        few_warps = block_m == 32 and dim <= 128 and not alone
+        return _Tiling(32 if alone else 64, 2 if few_warps else 4, 2)
     if alone:
         return _Tiling(32, 8, 1)
     if dim <= 64:
