@@ -23,7 +23,7 @@ test: check $(K8S_STAMP) ## every check, then every test
 	$(BIN)/pytest -n 2
 
 test-fast: $(STAMP) ## unit and contract tests, under 3 minutes
-	$(BIN)/pytest -n 2 tests/contract tests/unit
+	$(BIN)/pytest -n 4 tests/contract tests/unit
 
 check: $(STAMP) ## lint, format, types, imports, protos
 	$(BIN)/ruff check .
