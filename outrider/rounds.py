@@ -34,9 +34,9 @@ class Counters:
     """The sums behind `RequestStats`, in seconds where that has milliseconds."""
 
     iter_count: int = 0
-    rounds: Counter[CountedRound] = field(default_factory=Counter)
-    """Rounds that emitted something."""
-    undrafted: int = 0  # further rounds without a draft
+    drafted_rounds: Counter[CountedRound] = field(default_factory=Counter)
+    """Rounds that verified a draft and emitted something."""
+    undrafted: int = 0  # other rounds that emitted something
     fates: Counter[str] = field(default_factory=Counter)  # rounds by `DRAFT_FATES`
     waits: int = 0
     wait_s: float = 0.0

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts, StepStates
 from outrider.drafting.drafters import AsyncDrafter, AsyncLoop, DraftInput, StatesBehind
-from outrider.drafting.proposer import ProposerTraits, SessionKey
+from outrider.drafting.proposer import SessionKey
 from outrider.drafting.sessions import FollowedSession
 from outrider.engine.graphs.staging import select_rows
 
@@ -44,8 +44,6 @@ class AsyncRow(NamedTuple):
 @runtime_checkable
 class AsyncProposer(Protocol):
     """A method that drafts behind a step."""
-
-    traits: ProposerTraits
 
     def launch_after_verify(
         self, rows: Sequence[AsyncRow], verify_output: Tensor, states: StepStates | None = None

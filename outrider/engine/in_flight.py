@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.draft_port import DeviceDrafts, VerifyingRow, VerifyOutput
-from outrider.draft_tree import DraftTree, chain_parents, depths
+from outrider.draft_tree import DraftTree, depths
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
@@ -151,7 +151,7 @@ def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None
     trees = drafts.nodes.parents is not None
     for session, num_tokens in drafts.lengths.items():
         seq, n = sequences[session], min(num_tokens, MAX_TREE_NODES) if trees else num_tokens
-        seq.take_block(DraftTree(len(seq.token_ids), (0,) * n, chain_parents(n)))
+        seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * n))
 
 
 def clear_places(drafts: DeviceDrafts, step: Step) -> None:

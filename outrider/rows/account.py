@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from typing import Final
 
 from outrider.counts import StepCounts, context_class
 from outrider.policy.base import Policy, Row
 from outrider.rounds import CountedRound, Counters, Round
-
-UNDRAFTED_KEY: Final[CountedRound] = (0, 0, "", "", 0)
-
 
 RoundDone = tuple[Counters, Round, int, tuple[str, str], int, bool]
 """A row's round: its output tokens, after trimming; proposer and method; committed tokens before
@@ -95,26 +91,24 @@ class DraftAccount:
         """Count rounds in their rows' accounts and in the step's; the step took `verified_s`."""
         counts, counted = self.counts, list[CountedRound]()
         for counters, round_, num_output, (proposer_id, method), base_len, first in rows:
-            drafted, accepted = round_.drafted, round_.accepted
-            if num_output:
-                if accepted > num_output:
-                    accepted = num_output
-                key = UNDRAFTED_KEY
-                if drafted:
-                    key = (drafted, accepted, proposer_id, method, context_class(base_len))
-                counters.rounds[key] += 1
-                if drafted or not first:
-                    counted.append(key)
+            if num_output and round_.drafted:
+                accepted = min(round_.accepted, num_output)
+                key = round_.drafted, accepted, proposer_id, method, context_class(base_len)
+                counters.drafted_rounds[key] += 1
+                counted.append(key)
+            elif num_output:
+                counters.undrafted += 1
+                if not first:
+                    counts.rounds[0, 0] += 1
             if not first:
                 counters.score_s += verified_s
                 counts.score_s += verified_s
         for (drafted, accepted, proposer_id, _, context), number in Counter(counted).items():
             counts.rounds[drafted, accepted] += number
-            if drafted:
-                counts.drafted_by[proposer_id] += drafted * number
-                counts.accepted_by[proposer_id] += accepted * number
-                counts.drafts_by_context[context] += number
-                counts.accepted_by_context[context] += accepted * number
+            counts.drafted_by[proposer_id] += drafted * number
+            counts.accepted_by[proposer_id] += accepted * number
+            counts.drafts_by_context[context] += number
+            counts.accepted_by_context[context] += accepted * number
 
     def step(self, tokens: int, num_rows: int, way: str, *, decoded: bool) -> None:
         """Count a step's output, and where it only decoded, the time it takes without drafts."""

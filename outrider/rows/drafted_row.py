@@ -112,14 +112,13 @@ class DraftedRow:
         rounds: Counter[tuple[int, int]] = Counter({(0, 0): c.undrafted} if c.undrafted else {})
         by_method: dict[str, list[int]] = {}
         drafts_by_context, accepted_by_context = Counter[int](), Counter[int]()
-        for (drafted, accepted, _, method, context), number in c.rounds.items():
+        for (drafted, accepted, _, method, context), number in c.drafted_rounds.items():
             rounds[drafted, accepted] += number
-            if drafted:
-                drafts_by_context[context] += number
-                accepted_by_context[context] += accepted * number
-                of_method = by_method.setdefault(method, [0, 0])
-                of_method[0] += drafted * number
-                of_method[1] += accepted * number
+            drafts_by_context[context] += number
+            accepted_by_context[context] += accepted * number
+            of_method = by_method.setdefault(method, [0, 0])
+            of_method[0] += drafted * number
+            of_method[1] += accepted * number
         by_method.pop("", None)  # a draft whose method is unknown
         sums = sum_rounds(rounds)
         return RequestStats(

@@ -288,7 +288,7 @@ class InProcessProposer:
         verify_output, proposer = engine.verify_output, self._proposer
         if verify_output is None or not isinstance(proposer, AsyncProposer):
             return
-        states, spec = None, proposer.traits.features
+        states, spec = None, self._proposer.traits.features
         if spec is not None and engine.features is not None:
             states = engine.features.on_device(spec)
         numbers: dict[tuple[int, int], int] = {}

@@ -63,20 +63,6 @@ class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
         return order.prompts if self.of_prompt else order.window
 
 
-class _Parts:
-    """Parts by spec, whose hash takes longer than all else; most have that of the one before."""
-
-    def __init__(self) -> None:
-        self.by_spec: dict[FeatureSpec, list[_Part]] = {}
-        self._last: FeatureSpec | None = None
-        self._parts: list[_Part] = []
-
-    def of(self, spec: FeatureSpec) -> list[_Part]:
-        if spec is not self._last:
-            self._last, self._parts = spec, self.by_spec.setdefault(spec, [])
-        return self._parts
-
-
 @dataclass(slots=True)
 class _Copy:
     """Rows of one `FeatureSpec`, which may be on their way from the device."""
@@ -163,7 +149,7 @@ class HiddenStateStreams:
         if not self._max_ahead_bytes or not self._streams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
-        expected = _Parts()
+        expected: dict[FeatureSpec, list[_Part]] = {}
         for row in step.rows:
             seq, tokens = row.seq, row.slice
             stream = self._streams.get(seq.session_id)
@@ -172,8 +158,9 @@ class HiddenStateStreams:
             # The accepted nodes of a tree move to their place before this is read.
             count = tokens.start + len(tokens.token_ids) - stream.passed
             if 0 < count <= MAX_ROUND_ROWS:
-                expected.of(stream.order.spec).append(_Part(stream, stream.passed, count))
-        for spec, parts in expected.by_spec.items():
+                part = _Part(stream, stream.passed, count)
+                expected.setdefault(stream.order.spec, []).append(part)
+        for spec, parts in expected.items():
             if sum([part.num_rows for part in parts]) * row_bytes <= self._max_ahead_bytes:
                 try:
                     self._ahead[spec] = copy = self._copy(spec, parts)
@@ -215,7 +202,7 @@ class HiddenStateStreams:
         if not self._streams:
             return
         began = time.perf_counter()
-        for spec, parts in self._choose(sessions).by_spec.items():
+        for spec, parts in self._choose(sessions).items():
             missing = self._take_ahead(ahead[spec], parts) if spec in ahead else parts
             try:
                 if missing:
@@ -261,7 +248,7 @@ class HiddenStateStreams:
                 self._give_up([part for part, _ in copy.parts])
         self._seconds += time.perf_counter() - began
 
-    def _choose(self, sessions: Mapping[int, PagedRow]) -> _Parts:
+    def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
         read, self._read = self._read, set()
         for session_id, stream in list(self._streams.items()):
@@ -274,7 +261,7 @@ class HiddenStateStreams:
                 else:
                     waiting.append((due, stream))
         waiting.sort(key=itemgetter(0))  # rounds before prompts
-        parts = _Parts()
+        parts: dict[FeatureSpec, list[_Part]] = {}
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
         for due, stream in waiting:
             order, row_bytes = stream.order, stream.row_bytes
@@ -286,7 +273,8 @@ class HiddenStateStreams:
             left -= count
             self.due = self.due or count < wanted
             if count:
-                parts.of(order.spec).append(_Part(stream, stream.passed, count, of_prompt))
+                part = _Part(stream, stream.passed, count, of_prompt)
+                parts.setdefault(order.spec, []).append(part)
                 window.on_the_way += count * row_bytes
                 stream.passed += count
         return parts
