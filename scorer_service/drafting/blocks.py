@@ -35,7 +35,7 @@ class BlockReceiver:
         self._max_nodes = registry.limits.max_block_tokens
 
     def receive(self, proposer: AttachedProposer, blocks: Collection[draft_pb2.Block]) -> None:
-        """Post good blocks, drop stale ones, and drop and count bad ones.
+        """Post good blocks, and drop and count stale and bad ones.
 
         Several bad blocks detach the proposer.
         """
