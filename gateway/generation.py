@@ -17,7 +17,7 @@ from gateway.config import GeneratorConfig
 from gateway.intake import GenerationRequest, Intake, ModelLimits
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
-from gateway.replay import Replayer
+from gateway.resume import Resumer
 from gateway.routing.rounds import Round, TakeRound
 from gateway.routing.scorers import ScorerPool
 from gateway.thinking_budget import within_budget
@@ -199,7 +199,7 @@ class Generator(RequestMaker):
         held_s = config.hold_timeout_s
         self._metrics.hold.set(held_s or 0)
         self._hold_timeout_s = config.resume_timeout_s if held_s is None else held_s
-        self._replayer = Replayer(
+        self._resumer = Resumer(
             pool,
             telemetry,
             config.resume_timeout_s,
@@ -239,10 +239,10 @@ class Generator(RequestMaker):
             ) as span,
         ):
             take = _take_rounds(request, writer, direct)
-            rounds = self._replayer.stream(request, account, span, deadline, take)
+            rounds = self._resumer.stream(request, account, span, deadline, take)
             if request.thinking is not None:
                 rounds = within_budget(
-                    lambda part: self._replayer.stream(part, account, span, deadline),
+                    lambda part: self._resumer.stream(part, account, span, deadline),
                     *(request, request.thinking),
                     *(account, self.tokenizer.token_bytes),
                 )

@@ -25,7 +25,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.decode_buckets import make_buckets
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.runner import Pending
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch, verify_rows
 from outrider.engine.step import Step, StepResult
 from outrider.models.tokenizer import Tokenizer

@@ -61,7 +61,9 @@ PASSED: Final = (
     PassedFlag("draft", "suffix-decoding-min-token-prob", float, "suffix (0.1)"),
     PassedFlag("draft", "suffix-decoding-max-cached-requests", flag_types.whole_number, "suffix"),
     PassedFlag("draft", "tree-width", flag_types.positive, "of a head's draft tree; 1: chains"),
-    PassedFlag("draft", "draft-quantization", str, "of its weights: int8, none, fp8 (GPU)", "quantization"),
+    PassedFlag(
+        "draft", "draft-quantization", str, "of its weights: int8, none, fp8 (GPU)", "quantization"
+    ),
     PassedFlag("draft", "draft-max-model-len", flag_types.positive, "its context", "max-model-len"),
     PassedFlag("draft", "draft-kv-cache-memory", flag_types.positive, "MiB", "kv-cache-memory"),
 )

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.engine.sampling.coupled import (
-    SamplingBatch,
-    gumbel_noise,
-    process_logits,
-    sample,
-    token_noise,
-)
+from outrider.engine.sampling.noise import gumbel_noise, token_noise
+from outrider.engine.sampling.sample import SamplingBatch, process_logits, sample
 
 _FEW = 256
 MAX_DRAWN_FROM = 64

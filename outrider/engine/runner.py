@@ -13,7 +13,6 @@ from torch import Tensor
 from outrider.draft_tree import depths
 from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.events import elapsed_seconds, make_events
-from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
 from outrider.engine.sampling.logprobs import (
     RowLogprobs,
@@ -22,6 +21,8 @@ from outrider.engine.sampling.logprobs import (
     split_rows,
     to_token_logprobs,
 )
+from outrider.engine.sampling.noise import Lane
+from outrider.engine.sampling.sample import Sample, SamplingBatch, sample
 from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import RuledRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows

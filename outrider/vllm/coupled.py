@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.sampling import coupled
+from outrider.engine.sampling.noise import keys_of_seed
+from outrider.engine.sampling.sample import Sample, SamplingBatch, sample
 from outrider.params import VerificationRule
 from outrider.vllm import adapter
 from outrider.vllm.min_tokens import Held, let_bonus_end, set_held
@@ -111,7 +112,7 @@ class Chooser:
             return torch.from_numpy(values).to(device=device, dtype=dtype, non_blocking=True)
 
         greedy = temperature == 0.0
-        sampling = coupled.SamplingBatch(
+        sampling = SamplingBatch(
             temperature=column(temperature, torch.float32),
             top_k=column(top_k, torch.int64),
             top_p=column(top_p, torch.float32),
@@ -132,13 +133,13 @@ class Chooser:
                 self._keys.clear()
             params = self._runner.requests[name].sampling_params
             seed = adapter.seed_of(name, params.seed, self._default_seed)
-            self._keys[name] = key = np.array(coupled.keys_of_seed(seed))
+            self._keys[name] = key = np.array(keys_of_seed(seed))
         return key
 
 
-def _sample(device_type: str) -> coupled.Sample:
+def _sample(device_type: str) -> Sample:
     if device_type == "cuda":
-        from outrider.engine.cuda.sampling import sample
+        from outrider.engine.cuda.sampling import sample as fused
 
-        return sample
-    return coupled.sample
+        return fused
+    return sample

@@ -30,7 +30,7 @@ from outrider.drafting.likeliest import BiasedLogits, top_candidates  # noqa: E4
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
 from outrider.engine.model.paged_model import PagedModel  # noqa: E402
-from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
+from outrider.engine.sampling.sample import SamplingBatch  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from tests.support.models.clear_llama import clear_llama  # noqa: E402
 

@@ -12,7 +12,8 @@ from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.cuda.sampling import sample as sample_on_device
 from outrider.engine.kv_cache.pools import PageMajorPool
 from outrider.engine.layers.ops import TorchOps
-from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
+from outrider.engine.sampling.noise import gumbel_noise
+from outrider.engine.sampling.sample import SamplingBatch, process_logits, sample
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sampling.verify import choose_and_verify as torch_choose_and_verify
 from outrider.params import SamplingParams

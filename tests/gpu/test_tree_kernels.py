@@ -14,7 +14,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 from outrider.draft_tree import depths  # noqa: E402
 from outrider.engine.cuda import trees as kernels  # noqa: E402
 from outrider.engine.graphs import tree_inputs  # noqa: E402
-from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
+from outrider.engine.sampling.sample import SamplingBatch  # noqa: E402
 from outrider.engine.sampling.verify import VerifyBatch  # noqa: E402
 from outrider.engine.tree_mask import TreeMask, lineages  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402

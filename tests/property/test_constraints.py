@@ -22,7 +22,7 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.sampling.constraint import ConstraintCompiler
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.params import (
     REQUEST_RULES,
     Constraint,

@@ -21,7 +21,8 @@ from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits
 from outrider.drafting.sessions import IDLE_S
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, process_logits, sample
+from outrider.engine.sampling.noise import Lane
+from outrider.engine.sampling.sample import SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.models.hash_model import HashModel

@@ -20,13 +20,8 @@ from outrider.drafting.likeliest import draw_of_likeliest
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.sampling.constraint import ConstraintCompiler
-from outrider.engine.sampling.coupled import (
-    Lane,
-    SamplingBatch,
-    process_logits,
-    seed_keys,
-    uniforms,
-)
+from outrider.engine.sampling.noise import Lane, seed_keys, uniforms
+from outrider.engine.sampling.sample import SamplingBatch, process_logits
 from outrider.params import (
     REQUEST_RULES,
     Constraint,

@@ -13,7 +13,7 @@ from outrider.drafting.cpu.llama_kernels import biased_chains, rounded_chains
 from outrider.engine.cpu.int8 import rounded
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.layers.linear import Linear
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.sample import SamplingBatch
 
 _LAYOUT = "24q"
 

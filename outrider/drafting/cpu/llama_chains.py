@@ -20,7 +20,7 @@ from outrider.engine.kv_cache.pools import HeadMajorPool, KVPools
 from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.model.llama import FusedLlama
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.sampling.coupled import seed_keys
+from outrider.engine.sampling.noise import seed_keys
 
 _MAX_WEIGHTS = 64_000_000
 

@@ -43,7 +43,7 @@ class Fed(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Sampling parameters by row, as in `engine.sampling.SamplingBatch`."""
+    """Sampling parameters by row, as in `engine.sampling.sample.SamplingBatch`."""
 
     temperature: Floats  # [num_rows]; 0: greedy
     top_k: Ints
@@ -388,7 +388,7 @@ def _silu_mul(gate_up: Floats, out: Floats) -> None:
 
 @compiled
 def draw(logits: Floats, draws: Draws, row: int, position: int) -> tuple[int, float]:
-    """Return the token that `sampling.coupled.sample` draws, and its gap to the runner-up.
+    """Return the token that `engine.sampling.sample.sample` draws, and its gap to the runner-up.
 
     It is the same token up to the last bits of logarithms.
 

@@ -37,7 +37,7 @@ from outrider.engine.batch import Model, RowSlice
 from outrider.engine.graphs.capture import CapturableModel
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.staging import PageLayout
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.sample import SamplingBatch
 
 
 class BranchingModel(Model, Protocol):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from outrider.drafting.drafters import DraftInput
 from outrider.engine.batch import PackedBatch, pack
-from outrider.engine.sampling.coupled import Lane, SamplingBatch
+from outrider.engine.sampling.noise import Lane
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.tree_mask import TreeMask
 
 

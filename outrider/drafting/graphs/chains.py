@@ -14,7 +14,8 @@ from outrider.drafting.drafters import Chain, DraftInput, FedRows, Forks
 from outrider.drafting.graphs.batches import DraftForward, LoopBatches, eager_batches
 from outrider.drafting.likeliest import draw_of_likeliest, possible, top_candidates
 from outrider.engine.batch import PackedBatch, pack
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
+from outrider.engine.sampling.noise import Lane
+from outrider.engine.sampling.sample import SamplingBatch, sample
 
 Forward = Callable[[PackedBatch], Tensor]
 Draw = Callable[[Tensor, SamplingBatch | None], tuple[Tensor, ...]]

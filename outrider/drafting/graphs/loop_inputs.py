@@ -24,7 +24,8 @@ from outrider.drafting.drafters import FedRows, StatesBehind
 from outrider.drafting.graphs.batches import LoopBatches, row_starts
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.staging import PageLayout, Staging
-from outrider.engine.sampling.coupled import SamplingBatch, keys_of_seed
+from outrider.engine.sampling.noise import keys_of_seed
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.shared_prefix import SharedPrefix
 from outrider.params import SamplingParams
 

@@ -35,7 +35,7 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Precompile, Work
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 
 Draft = TypeVar("Draft")
 Likeliest = Callable[[Tensor | BiasedLogits, SamplingBatch, int, int], tuple[Tensor, Tensor]]

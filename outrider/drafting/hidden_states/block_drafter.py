@@ -28,7 +28,7 @@ from outrider.drafting.hidden_states.trees import Guess, TargetDraws, nodes_on_d
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.sampling.coupled import Lane
+from outrider.engine.sampling.noise import Lane
 
 if TYPE_CHECKING:
     from outrider.drafting.hidden_states.recorded_blocks import RecordedBlocks

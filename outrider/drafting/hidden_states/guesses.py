@@ -12,7 +12,8 @@ from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.likeliest import draw_of_likeliest, possible
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
+from outrider.engine.sampling.noise import Lane
+from outrider.engine.sampling.sample import SamplingBatch, sample
 
 
 def guess_chains(

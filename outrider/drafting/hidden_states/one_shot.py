@@ -38,7 +38,7 @@ from outrider.drafting.proposer import (
 )
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.staging import PageLayout
-from outrider.engine.sampling.coupled import Lane
+from outrider.engine.sampling.noise import Lane
 
 _MAX_MODEL_LEN = 2**20
 """Longest session by default. The head itself sees one state, however long the text is."""

@@ -24,7 +24,7 @@ from outrider.drafting.graphs.beams import Beam
 from outrider.drafting.graphs.loops import DraftSampler
 from outrider.drafting.hidden_states.earlier_text import EarlierText
 from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, dense, likeliest
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.params import SamplingParams
 
 Nodes = tuple[list[int], list[int], list[float]]

@@ -14,7 +14,7 @@ from outrider.engine.cuda.kernels.sampling import (
     top_row_kernel,
 )
 from outrider.engine.cuda.kernels.topk_topp import choose_row_kernel, verify_row_kernel
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch
 
 _BLOCK = 1024  # tokens per program, so that one row fills a GPU
@@ -27,7 +27,7 @@ _LANES, _ROW_WARPS = 8192, 16  # of the program of a row
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample a token per row as `outrider.engine.sampling.coupled.sample` does: int64 [n].
+    """Sample a token per row as `outrider.engine.sampling.sample.sample` does: int64 [n].
 
     logits [n, vocab] in any dtype. Only the tensors of `batch` are read, so that a CUDA graph can
     capture it. Of equal scores the lowest token wins. Noise may differ from a CPU's in the last bit

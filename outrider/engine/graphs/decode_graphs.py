@@ -26,7 +26,7 @@ from outrider.engine.graphs.decode_inputs import DecodeInputs
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.graphs.tree_inputs import BY_TORCH, TreeWork
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
-from outrider.engine.sampling.coupled import Sample, sample
+from outrider.engine.sampling.sample import Sample, sample
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 from outrider.engine.step import Step, StepResult
 from outrider.engine.tree_mask import MAX_TREE_NODES

@@ -26,7 +26,8 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.decode_buckets import Bucket
 from outrider.engine.graphs.staging import PageLayout, Staging, select_rows
 from outrider.engine.graphs.tree_inputs import TreeViews
-from outrider.engine.sampling.coupled import SamplingBatch, keys_of_seed
+from outrider.engine.sampling.noise import keys_of_seed
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import DrawnTokens, FilledIn, ScheduledRow, Step, fill_in_drafts

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import MAX_EDITED
-from outrider.engine.sampling.coupled import Sample, SamplingBatch, sample
+from outrider.engine.sampling.sample import Sample, SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.sampling.coupled import Lane, lane_keys, seed_keys, uniforms
+from outrider.engine.sampling.noise import Lane, lane_keys, seed_keys, uniforms
 from outrider.engine.sampling.verification_rules import RuledRow
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 

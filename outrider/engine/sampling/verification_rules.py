@@ -26,14 +26,8 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
 from outrider.engine.batch import grouped
-from outrider.engine.sampling.coupled import (
-    Lane,
-    SamplingBatch,
-    gumbel_noise,
-    process_logits,
-    seed_keys,
-    uniforms,
-)
+from outrider.engine.sampling.noise import Lane, gumbel_noise, seed_keys, uniforms
+from outrider.engine.sampling.sample import SamplingBatch, process_logits
 from outrider.params import SamplingParams, TokenIds, Verification, VerificationRule
 
 _MAX_PROBS = 2**22  # held at once: 8 bytes each, and several times over

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.params import SamplingParams
 from outrider.types import FinishReason, Request
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from benchmarks.inflate import Inflation, ShapeError
 from benchmarks.lib import prompts
 from benchmarks.lib.records import TokenIds, first_divergence
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams
 

@@ -32,7 +32,8 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
+from outrider.engine.sampling.noise import gumbel_noise
+from outrider.engine.sampling.sample import SamplingBatch, process_logits, sample
 from outrider.params import SamplingParams
 from tests.support.models.hash_model import HashModel
 from tests.support.models.recordable import (

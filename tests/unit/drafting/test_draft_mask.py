@@ -15,7 +15,8 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.masks import DraftMask, DraftMasks
 from outrider.drafting.proposer import Pace, ProposerLimits, SessionStart
 from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
+from outrider.engine.sampling.noise import Lane
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.params import (
     Constraint,
     ConstraintKind,

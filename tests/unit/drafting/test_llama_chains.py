@@ -39,7 +39,8 @@ from outrider.engine.layers.linear import PackedLinear
 from outrider.engine.model.llama import FusedLlama
 from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.sampling.coupled import SamplingBatch, sample, seed_keys
+from outrider.engine.sampling.noise import seed_keys
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -24,7 +24,7 @@ from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.runner import Pending, Runner
-from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.synthetic import forced_choices
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence

@@ -26,7 +26,7 @@ from outrider.engine.cpu import int8
 from outrider.engine.cpu.ops import NumbaOps
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.models.facts import drafting_method
 from outrider.models.modules import resolve_module

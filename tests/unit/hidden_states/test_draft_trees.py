@@ -20,7 +20,7 @@ from outrider.drafting.hidden_states.trees import (
     best_products,
     nodes_on_device,
 )
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.sampling.constraint import ConstraintCompiler
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, gumbel_noise
+from outrider.engine.sampling.noise import Lane, gumbel_noise
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.errors import ConfigError
 from outrider.params import Constraint, ConstraintKind, SamplingParams, VerificationRule
 from tests.support.checkpoints.one_shot_checkpoints import (

@@ -15,7 +15,7 @@ from outrider.engine.model.memory_budget import (
     largest_steps,
 )
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
 

@@ -14,16 +14,8 @@ from torch import Tensor
 from outrider.draft_tree import DraftProbs
 from outrider.engine.batch import grouped
 from outrider.engine.sampling import verification_rules as rules
-from outrider.engine.sampling.coupled import (
-    Lane,
-    SamplingBatch,
-    gumbel_noise,
-    process_logits,
-    sample,
-    seed_keys,
-    token_noise,
-    uniforms,
-)
+from outrider.engine.sampling.noise import Lane, gumbel_noise, seed_keys, token_noise, uniforms
+from outrider.engine.sampling.sample import SamplingBatch, process_logits, sample
 from outrider.engine.sampling.verification_rules import RuledRow
 from outrider.engine.sampling.verify import verify_rows
 from outrider.params import (

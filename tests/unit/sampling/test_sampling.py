@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.engine.sampling.coupled import (
-    Lane,
-    SamplingBatch,
-    gumbel_noise,
-    process_logits,
-    sample,
-    seed_keys,
-    token_noise,
-    uniforms,
-)
+from outrider.engine.sampling.noise import Lane, gumbel_noise, seed_keys, token_noise, uniforms
+from outrider.engine.sampling.sample import SamplingBatch, process_logits, sample
 from outrider.errors import InvalidRequestError
 from outrider.params import SamplingParams
 

@@ -14,7 +14,8 @@ from outrider.config import EngineConfig, acceptance_rates, check_acceptance_rat
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.sampling.coupled import Lane, SamplingBatch, lane_keys, seed_keys
+from outrider.engine.sampling.noise import Lane, lane_keys, seed_keys
+from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.synthetic import force, forced_choices, num_forced
 from outrider.engine.sampling.verify import VerifyBatch, choose_and_verify, verify_rows
 from outrider.errors import ConfigError, InvalidRequestError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.sampling.coupled import SamplingBatch, sample
+from outrider.engine.sampling.sample import SamplingBatch, sample
 from outrider.params import SamplingParams, VerificationRule
 from outrider.vllm.coupled import couple
 

@@ -1,6 +1,6 @@
 """The noise of coupled sampling, and scores of noise and logits.
 
-The hash computes the integers of `engine.sampling.coupled`; uint32 products wrap as its masks do.
+The hash computes the integers of `engine.sampling.noise`; uint32 products wrap as its masks do.
 """
 
 import triton

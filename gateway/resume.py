@@ -36,7 +36,7 @@ _FULL_RETRY_S = 0.1
 _log = logging.getLogger(__name__)
 
 
-class Replayer:
+class Resumer:
     """Streams requests from the pool's scorers; `on_retry` is told when one is moved."""
 
     def __init__(
