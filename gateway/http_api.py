@@ -31,12 +31,12 @@ from gateway.openai.parse import parse
 from gateway.openai.rendering import Choices, Rendering
 from gateway.openai.requests import ChatRequest, CompletionRequest
 from gateway.openai.requests import Request as OpenAIRequest
-from gateway.openai.server import ServerRoutes, not_served, served
 from gateway.openai.tokens import TokenRoutes
 from gateway.openai.translation import named, read, renamed
 from gateway.playground import playground
 from gateway.responses_api.rendering import ResponseRendering
 from gateway.responses_api.requests import ALLOWED, NAMES, ResponseRequest
+from gateway.server_routes import ServerRoutes, not_served, served
 from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.rpc.exposition import encode
 
