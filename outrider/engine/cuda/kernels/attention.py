@@ -335,7 +335,16 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to the keys of one split, for one tile of queries and one key head."""
+    """Attend to the keys of one split, for one tile of queries and one key head.
+
+    It is launched in four ways:
+
+        rows                                    | SHORT | ROWS | NEW    | SPLIT
+        each has one tile                       | 0     | 1    | either | if programs are few
+        some share pages, and so a tile         | 0     | > 1  | either | if programs are few
+        prompts, each with tiles of its own     | > 0   | 1    | no     | no
+        short ones beside prompts, which idle   | 0     | 1    | no     | no
+    """
     if not SPLIT:
         splits = 1
     split = tl.full([], 0, tl.int32)
