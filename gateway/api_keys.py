@@ -18,7 +18,7 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None) -> ApiKeys:
-        """Keys from a file; empty lines and lines that begin with # are left out.
+        """Read keys from a file, without empty lines and lines that begin with #.
 
         Raises `ConfigError` for a file that cannot be read or holds no key: it must never open
         the door.

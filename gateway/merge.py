@@ -14,7 +14,7 @@ _QUEUED = 16
 async def merged(
     streams: Iterable[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all streams with their stream's index, as they come; all are closed at the end.
+    """Yield items of all streams with their stream's index, as they come; close all at the end.
 
     The first error of any stream ends it and is raised.
     """

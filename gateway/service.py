@@ -145,7 +145,7 @@ class Gateway:
         return vllm
 
     async def stop(self) -> None:
-        """Streams under way get the grace to end; then they are ended with an error.
+        """Give streams under way the grace to end, and then end them with an error.
 
         No connection is taken meanwhile, so that clients who come back find another gateway; the
         metrics port goes on to the end.
@@ -210,5 +210,5 @@ def _tokenizer(model: str | None) -> Tokenizer:
 class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process, not to this server."""
+        """Catch no signals: they belong to the process, not to this server."""
         yield

@@ -167,7 +167,7 @@ def _comparison(with_drafts: Run, without: Run) -> Table:
 
 
 def verdict(console: Console, with_drafts: Run, without: Run, *, exact: bool) -> int:
-    """Says what came out; returns 1 if texts differ that must not."""
+    """Say what came out, and return 1 if texts differ that must not."""
     same = with_drafts.text == without.text
     if not same and exact:
         console.print("The texts differ: that is a bug.", style="bold red")

@@ -16,7 +16,7 @@ from outrider.v1 import common_pb2, generation_pb2
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Streams the completion to stdout; everything else goes to stderr."""
+    """Stream the completion to stdout; everything else goes to stderr."""
     if args.prompt == "-":
         if sys.stdin.isatty():
             raise ConfigError("no prompt: give one as an argument or on stdin.")

@@ -128,7 +128,7 @@ class ServiceProcess:
         return pipe
 
     def terminate(self) -> None:
-        """Asks the child to stop."""
+        """Ask the child to stop."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:

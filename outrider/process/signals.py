@@ -9,7 +9,7 @@ from outrider.errors import say
 
 
 def end_at_sigterm() -> None:
-    """Lets SIGTERM end this process at once, with exit code 143.
+    """Let SIGTERM end this process at once, with exit code 143.
 
     It does so anyway, except in the first process of a container, which gets no signal that it has
     no handler for: a pod that was deleted while its modules were imported went on to serve, until

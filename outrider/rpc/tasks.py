@@ -26,7 +26,7 @@ async def first_of(*work: Coroutine[Any, Any, object]) -> None:
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order, or the first error as soon as there is one; none runs on after that."""
+    """Return results in order, or raise the first error at once; none runs on after that."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

@@ -199,7 +199,7 @@ def configure(service_name: str, *, exporter: SpanExporter | None = None) -> Tel
 
 
 def inject(span: trace.Span) -> tuple[tuple[str, str], ...]:
-    """GRPC metadata that makes the callee's span a child of `span`."""
+    """Return gRPC metadata that makes the callee's span a child of `span`."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, trace.set_span_in_context(span, Context()))
     return tuple(carrier.items())

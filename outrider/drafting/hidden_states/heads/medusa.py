@@ -144,7 +144,7 @@ def read_medusa(folder: Path, setup: HeadSetup) -> MedusaHead:
         return weight, place.put(checkpoint.tensor(f"{name}.bias", size))
 
     def lm_head(stored: Tensor, name: str) -> Tensor:
-        """Rows for the known tokens; a file may hold them for all."""
+        """Return the rows of the known tokens, of which a file may hold all."""
         if token_map is not None and len(stored) != len(token_map):
             stored = stored[token_map] if len(stored) == target.vocab_size else stored
         rows = target.vocab_size if token_map is None else len(token_map)
