@@ -20,8 +20,8 @@ from outrider.v1 import draft_pb2
 from proposer_service.config import LinkConfig
 from proposer_service.connection import Connection
 from proposer_service.cycle import Attach, Batch, Detach, SendMessage
+from proposer_service.drafting_thread import DraftingThread
 from proposer_service.routes import LinkId
-from proposer_service.worker import DraftWorker
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 _QUEUE_FULL_WAIT_S: Final = 0.002
@@ -30,11 +30,11 @@ _STATUS_TIMEOUT_S: Final = 1.0  # where the stream is dead, too
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """A stream after Welcome, and the worker that drafts for it."""
+    """A stream after Welcome, and the thread that drafts for it."""
 
     call: Call
     link: LinkId
-    worker: DraftWorker
+    thread: DraftingThread
     config: LinkConfig
     max_block_tokens: int
 
@@ -55,14 +55,14 @@ class Conversation(ABC):
         return len(self._open)
 
     async def run(self) -> None:
-        """Draft for the scorer until it or the worker ends the conversation.
+        """Draft for the scorer until it or the thread ends the conversation.
 
         Raises the error that it ended with, if any.
         """
         try:
-            await first_of(self._run(), self._until_worker_ends())
+            await first_of(self._run(), self._until_thread_ends())
         finally:
-            self._stream.worker.put(Detach(self._stream.link))
+            self._stream.thread.put(Detach(self._stream.link))
             self._ended.set()
 
     async def until_unused(self) -> None:
@@ -72,7 +72,7 @@ class Conversation(ABC):
     async def say_goodbye(self) -> None:
         """Return when every session was closed and the scorer has ended the stream."""
         goodbye = draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())
-        self._stream.worker.put(SendMessage(self._stream.link, goodbye))
+        self._stream.thread.put(SendMessage(self._stream.link, goodbye))
         await self.until_unused()
         await self._done_writing()
         await self._ended.wait()
@@ -89,8 +89,8 @@ class Conversation(ABC):
         else:
             self._all_closed.set()
 
-    async def _until_worker_ends(self) -> None:
-        await self._stream.worker.ended.wait()
+    async def _until_thread_ends(self) -> None:
+        await self._stream.thread.ended.wait()
         raise UnavailableError("the proposer stops")
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Streamed(Conversation):
             loop.call_soon_threadsafe(self._put, messages)
 
         stream = self._stream
-        stream.worker.put(Attach(stream.link, send, stream.max_block_tokens))
+        stream.thread.put(Attach(stream.link, send, stream.max_block_tokens))
         await first_of(self._read_all(), self._write_all())
 
     async def _done_writing(self) -> None:
@@ -132,11 +132,11 @@ class Streamed(Conversation):
             if message.HasField("sessions"):
                 self._note(message.sessions)
                 # A full queue holds back the reader, and gRPC's flow control the scorer.
-                while stream.worker.is_full:  # noqa: ASYNC110
+                while stream.thread.is_full:  # noqa: ASYNC110
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
                 size = sum(len(each.rows) for each in message.sessions.features)
                 batch = Batch(stream.link, message.sessions, time.perf_counter(), size)
-                stream.worker.put(batch)
+                stream.thread.put(batch)
 
     async def _write_all(self) -> None:
         """Write what is put until cancelled. Raises for a scorer that does not read."""
@@ -175,7 +175,7 @@ class Direct(Conversation):
     async def _run(self) -> None:
         stream, connection = self._stream, self._connection
         attach = Attach(stream.link, connection.send, stream.max_block_tokens, connection)
-        stream.worker.put(attach)
+        stream.thread.put(attach)
         status = asyncio.ensure_future(self._call.read())
         try:
             await asyncio.wait((status, self._failed), return_when=asyncio.FIRST_COMPLETED)

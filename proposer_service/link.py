@@ -33,8 +33,8 @@ from outrider.rpc.versions import PROTOCOL_VERSION, agreed_version
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.conversation import Call, Conversation, Direct, Streamed, Welcomed, write
+from proposer_service.drafting_thread import DraftingThread
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.worker import DraftWorker
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ScorerLink:
         self,
         target: Target,
         hello: Callable[[], draft_pb2.Hello],
-        worker: DraftWorker,
+        thread: DraftingThread,
         config: LinkConfig,
         metrics: ProposerMetrics,
         tls: TlsFiles | None = None,
@@ -62,7 +62,7 @@ class ScorerLink:
         self.target = target
         self._tls = tls
         self._hello = hello
-        self._worker = worker
+        self._thread = thread
         self._config = config
         self._metrics = metrics
         self._conversation: Conversation | None = None
@@ -163,7 +163,7 @@ class ScorerLink:
                 used = draft_pb2.DataConnected(used=frames is not None)
                 await self._send(call, draft_pb2.DraftRequest(data_connected=used))
             if welcome.wants_projection:
-                matrix = self._worker.projection
+                matrix = self._thread.projection
                 for start in range(0, len(matrix), _CHUNK_BYTES):
                     data = matrix[start : start + _CHUNK_BYTES]
                     chunk = draft_pb2.ProjectionChunk(offset=start, data=data)
@@ -172,7 +172,7 @@ class ScorerLink:
                 return
             cleanup.pop_all()
         link, most = next(_link_ids), welcome.max_block_tokens
-        stream = Welcomed(call, link, self._worker, self._config, most)
+        stream = Welcomed(call, link, self._thread, self._config, most)
         await self._serve(Streamed(stream) if frames is None else Direct(stream, frames))
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:

@@ -24,9 +24,9 @@ from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
 from proposer_service.config import ProposerConfig
+from proposer_service.drafting_thread import DraftingThread, MethodInfo
 from proposer_service.link import ScorerLink, ScorerLinks
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.worker import DraftWorker, MethodInfo
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME: Final = "outrider.v1.ProposerService"
@@ -56,7 +56,7 @@ class ProposerService:
         # Larger at each start of the process and at each dial.
         self._incarnation = time.time_ns() // 1000
         self._method: MethodInfo | None = None
-        self._worker: DraftWorker | None = None
+        self._thread: DraftingThread | None = None
         self._server: GrpcServer | None = None
         self._links: ScorerLinks | None = None
         self._dialling: asyncio.Task[None] | None = None
@@ -66,16 +66,16 @@ class ProposerService:
         """Bind, build the method, and dial. Scorers that are away are dialled again."""
         config = self._config
         loop = asyncio.get_running_loop()
-        worker = DraftWorker(partial(self._build, config), loop, self._metrics, self._telemetry)
+        thread = DraftingThread(partial(self._build, config), loop, self._metrics, self._telemetry)
         deployment = config.deployment
         self._links = ScorerLinks(
             Targets(config.scorers, config.dns_refresh_s),
             lambda target: ScorerLink(
-                target, self._next_hello, worker, config.link, self._metrics, deployment.tls
+                target, self._next_hello, thread, config.link, self._metrics, deployment.tls
             ),
             deployment.drain_grace_s,
         )
-        servicer = ProposerServicer(worker, self._hello, self._links)
+        servicer = ProposerServicer(thread, self._hello, self._links)
         self._servicer = servicer
         self._server = GrpcServer(
             join_address(config.host, config.port),
@@ -91,8 +91,8 @@ class ProposerService:
         # Unique among the proposers of a host, and stable where the port is given.
         methods = "-".join(method.name for method in config.methods)
         self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{methods}-{port}"
-        self._worker = worker
-        self._method = await worker.start(config.start_timeout_s)
+        self._thread = thread
+        self._method = await thread.start(config.start_timeout_s)
         servicer.ready = True
         self._metrics.session_limit.set(self._method.traits.max_sessions)
         await self._server.set_serving(True)
@@ -113,13 +113,13 @@ class ProposerService:
         ending = [asyncio.to_thread(self._telemetry.shutdown)]
         if self._server is not None:
             ending.append(self._server.stop(_SERVER_GRACE_S))
-        if self._worker is not None:
-            ending.append(self._worker.stop(_STOP_TIMEOUT_S))
+        if self._thread is not None:
+            ending.append(self._thread.stop(_STOP_TIMEOUT_S))
         await asyncio.gather(*ending)
 
     async def wait_failed(self) -> None:
-        assert self._worker is not None
-        await self._worker.until_ended()
+        assert self._thread is not None
+        await self._thread.until_ended()
 
     def _next_hello(self) -> draft_pb2.Hello:
         self._incarnation += 1
@@ -142,10 +142,10 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
     """Answers UNAVAILABLE until it is `ready`."""
 
     def __init__(
-        self, worker: DraftWorker, hello: Callable[[], draft_pb2.Hello], links: ScorerLinks
+        self, thread: DraftingThread, hello: Callable[[], draft_pb2.Hello], links: ScorerLinks
     ) -> None:
         self.ready = False
-        self._worker = worker
+        self._thread = thread
         self._hello = hello
         self._links = links
 
@@ -160,7 +160,7 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
         hello = self._hello()
         return proposer_pb2.GetProposerInfoResponse(
             **{name: getattr(hello, name) for name in _TOLD},
-            sessions=self._worker.num_sessions,
+            sessions=self._thread.num_sessions,
             scorers=self._links.status(),
         )
 

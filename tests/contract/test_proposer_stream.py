@@ -806,7 +806,7 @@ async def test_proposer_stream_with_malformed_batches_goes_on(
                         break
                 stream.send(closes=[close(session)])
         await drained(stream)
-        assert service._worker is not None
-        assert not service._worker.ended.is_set()
+        assert service._thread is not None
+        assert not service._thread.ended.is_set()
     proposer.check_invariants()
     assert proposer.num_sessions == 0

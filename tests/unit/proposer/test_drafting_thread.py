@@ -19,13 +19,15 @@ from outrider.process import watchdog
 from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2
 from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessage
+from proposer_service.drafting_thread import DraftingThread
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.worker import DraftWorker
 from tests.support.services.draft_scorer import close, commit, open_
 from tests.support.simulators.methods import draft_model
 
 
-def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_thread_that_outlives_its_loop_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     go_on = threading.Event()
@@ -36,13 +38,13 @@ def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.Mo
 
     async def give_up() -> threading.Thread:
         telemetry = configure("outrider-proposer")
-        worker = DraftWorker(
+        thread = DraftingThread(
             build, asyncio.get_running_loop(), ProposerMetrics(telemetry.registry), telemetry
         )
         with pytest.raises(DeadlineError):
-            await worker.start(0.01)
-        await worker.stop(0.01)
-        return worker._thread
+            await thread.start(0.01)
+        await thread.stop(0.01)
+        return thread._thread
 
     thread = asyncio.run(give_up())
     go_on.set()
@@ -51,7 +53,7 @@ def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.Mo
     assert not failed
 
 
-async def test_draft_worker_that_drafts_ahead_for_long_does_not_hang(
+async def test_drafting_thread_that_drafts_ahead_for_long_does_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
@@ -65,16 +67,16 @@ async def test_draft_worker_that_drafts_ahead_for_long_does_not_hang(
     monkeypatch.setattr(Cycle, "ahead", ahead)
     telemetry = configure("outrider-proposer")
     metrics = ProposerMetrics(telemetry.registry)
-    worker = DraftWorker(
+    thread = DraftingThread(
         lambda: (NgramProposer(), ""), asyncio.get_running_loop(), metrics, telemetry
     )
-    await worker.start(10)
-    worker.put(SendMessage(1, draft_pb2.DraftRequest()))  # of no link: it only wakes the thread
+    await thread.start(10)
+    thread.put(SendMessage(1, draft_pb2.DraftRequest()))  # of no link: it only wakes the thread
     assert await asyncio.to_thread(began.wait, 10)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(worker.until_ended(), 0.5)
-    await worker.stop(10)
-    await worker.until_ended()
+        await asyncio.wait_for(thread.until_ended(), 0.5)
+    await thread.stop(10)
+    await thread.until_ended()
 
 
 class Watched(NgramProposer):
@@ -89,7 +91,7 @@ class Watched(NgramProposer):
         return super().ahead(sessions, pace)
 
 
-def test_draft_worker_gives_spare_time_to_any_method() -> None:
+def test_drafting_thread_gives_spare_time_to_any_method() -> None:
     alone, joined = Watched(), Watched()
     telemetry = configure("outrider-proposer")
     for method in (alone, HybridProposer([joined, SuffixProposer()])):
@@ -98,7 +100,7 @@ def test_draft_worker_gives_spare_time_to_any_method() -> None:
     assert alone.calls == joined.calls == [[]]
 
 
-def test_draft_worker_counts_the_rows_of_loops() -> None:
+def test_drafting_thread_counts_the_rows_of_loops() -> None:
     method, clock = draft_model(max_branches=2)
     metrics = ProposerMetrics(registry := CollectorRegistry(), "a")
     cycle = Cycle(method, metrics, configure("outrider-proposer"), clock)
@@ -122,7 +124,7 @@ def test_draft_worker_counts_the_rows_of_loops() -> None:
     }
 
 
-def test_draft_worker_measures_its_time_beside_loops() -> None:
+def test_drafting_thread_measures_its_time_beside_loops() -> None:
     method, clock = draft_model(max_branches=2)
     cycle = Cycle(
         method, ProposerMetrics(CollectorRegistry()), configure("outrider-proposer"), clock
@@ -156,7 +158,7 @@ ENDS: dict[str, tuple[Callable[[Cycle], object], int]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_draft_worker_remembers_a_continued_response_once_it_is_whole(what: str) -> None:
+def test_drafting_thread_remembers_a_continued_response_once_it_is_whole(what: str) -> None:
     end, link = ENDS[what]
     suffix = SuffixProposer()
     telemetry = configure("outrider-proposer")

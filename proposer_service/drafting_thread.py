@@ -41,7 +41,7 @@ class MethodInfo:
     projection: bytes = b""  # the matrix of `traits.features.projection_sha256`
 
 
-class DraftWorker:
+class DraftingThread:
     """Owns the method and its thread. Public methods are called from the event loop.
 
     `build` runs on the thread.
