@@ -33,7 +33,7 @@ class LlamaChains:
     def __init__(self, weights: Weights, pools: KVPools) -> None:
         self._weights = weights
         self._page_size = pools.page_size
-        self._pools = tuple(_by_page(pools, layer) for layer in range(len(weights.qkv)))
+        self._pools = _by_page(pools)
 
     @staticmethod
     def of(model: PagedModel) -> LlamaChains | None:
@@ -105,11 +105,11 @@ def can_run(network: FusedLlama, max_model_len: int) -> bool:
     )
 
 
-def _by_page(pools: KVPools, layer: int) -> Floats:
-    """Return the layer's own memory: [2 * kv_heads, num_pages, page_size, dim], keys first."""
-    pool = pools.layer(layer)
-    assert isinstance(pool, HeadMajorPool), "this runs on CPU"
-    assert pool.joint is not None, "keys and values of a Llama are equally wide"
-    shape = (2 * pool.shape[0], pools.num_pages, pools.page_size, -1)
-    array: Floats = pool.joint.view(shape).numpy()
+def _by_page(pools: KVPools) -> Floats:
+    """Return the memory: [layers, 2 * kv_heads, num_pages, page_size, dim], keys first."""
+    assert isinstance(pools.layer(0), HeadMajorPool), "this runs on CPU"
+    assert pools.joint is not None, "the layers of a Llama share one tensor"
+    num_layers, _, _, _, dim = pools.joint.shape
+    shape = (num_layers, -1, pools.num_pages, pools.page_size, dim)
+    array: Floats = pools.joint.view(shape).numpy()
     return array

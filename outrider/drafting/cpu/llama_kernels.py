@@ -62,7 +62,7 @@ def compiled(function: _Kernel) -> _Kernel:
 @compiled
 def draft(
     weights: Weights,
-    pools: tuple[Floats, ...],  # by layer: [2 * kv_heads, num_pages, page_size, dim], keys first
+    pools: Floats,  # [layers, 2 * kv_heads, num_pages, page_size, dim], keys first
     fed: Fed,
     wanted: Ints,  # [num_rows], largest first, at least 1
     draws: Draws,
@@ -222,9 +222,9 @@ def _bias_typed(before: Any, product: Any, scales: Any, added: Any) -> Any:  # n
 
 
 @compiled
-def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
+def _forward(weights: Weights, pools: Floats, fed: Fed) -> Floats:
     """Write keys and values; return normed last hidden states [num_tokens, hidden]."""
-    kv_heads, page_size, dim = pools[0].shape[0] // 2, pools[0].shape[2], pools[0].shape[3]
+    kv_heads, page_size, dim = pools.shape[1] // 2, pools.shape[3], pools.shape[4]
     num_tokens, width = len(fed.tokens), weights.o.shape[2]
     num_group = width // dim // kv_heads  # query heads that share a key head
     x = np.empty((num_tokens, len(weights.norm)), np.float32)

@@ -183,7 +183,7 @@ class KVPools:
         self._kind = PageMajorPool if self._page_major else HeadMajorPool
         self._num_layers = num_layers
         self._float8 = float8
-        self._joint: Tensor | None = None  # [num_layers, ...]
+        self.joint: Tensor | None = None  # [num_layers, 2, ...]; None: the layers have their own
         self._joint_scales: Tensor | None = None  # [num_layers, ...]
         self._layers: dict[int, LayerPool] = {}
         self.features = (
@@ -210,7 +210,7 @@ class KVPools:
 
     def resize(self, num_pages: int) -> None:
         """Give every layer `num_pages` pages of zeros in place of its own."""
-        self._joint = self._joint_scales = None
+        self.joint = self._joint_scales = None
         for pool in self._layers.values():
             pool.resize(0)  # frees the old pages before the new ones are allocated
         if self.features is not None:
@@ -241,11 +241,11 @@ class KVPools:
     def _tensors(self) -> Iterator[tuple[Tensor, int]]:
         """Yield each tensor, and the product of its dimensions before the pages."""
         before = 0 if self._page_major else 1
-        if self._joint is not None:
-            yield self._joint, self._joint.shape[: 2 + before].numel()
+        if self.joint is not None:
+            yield self.joint, self.joint.shape[: 2 + before].numel()
         if self._joint_scales is not None:
             yield self._joint_scales, self._joint_scales.shape[: 1 + before].numel()
-        for pool in () if self._joint is not None else self._layers.values():
+        for pool in () if self.joint is not None else self._layers.values():
             for part in (pool.keys, pool.values, pool.scales):
                 if part is not None:
                     yield part, part.shape[:before].numel()
@@ -259,14 +259,14 @@ class KVPools:
             return None, None
         heads, key_dim, value_dim = shape
         assert key_dim == value_dim
-        if self._joint is None:
+        if self.joint is None:
             size = self._kind.layout(self.num_pages, self.page_size, heads)
             make = partial(zeros, self._num_layers, device=self._device)
             stored = fp8.NUMBERS if self._float8 else self._dtype
-            self._joint = make(2, *size, key_dim, dtype=stored)
+            self.joint = make(2, *size, key_dim, dtype=stored)
             self._joint_scales = make(*size, 2, dtype=fp8.SCALES) if self._float8 else None
         scales = self._joint_scales
-        return self._joint[layer_idx], None if scales is None else scales[layer_idx]
+        return self.joint[layer_idx], None if scales is None else scales[layer_idx]
 
     @property
     def bytes_per_page(self) -> int:

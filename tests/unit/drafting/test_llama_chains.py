@@ -234,6 +234,19 @@ def test_build_proposer_on_cpu_compiles_all_kernels() -> None:
     assert [list(kernel.signatures) for kernel in kernels] == before
 
 
+def test_kernels_are_compiled_once_for_any_number_of_layers(tmp_path: Path) -> None:
+    signatures = []
+    for num_layers in (2, 3):
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": num_layers}))
+        save(model, tmp_path / str(num_layers), torch.float32)
+        paged, chains = load(tmp_path / str(num_layers))
+        rows = [DraftInput(RowSlice([5, 6, 7], 0, [0], 1), 4, GREEDY)]
+        expected = [chain for chain, _ in draft_chains(paged, rows)]
+        assert [chain for chain, _ in chains.draft(rows)] == expected
+        signatures.append(list(llama_kernels.draft.signatures))
+    assert signatures[0] == signatures[1]
+
+
 def test_compiled_without_a_cache_folder_compiles() -> None:
     names: dict[str, Callable[[int], int]] = {}
     exec("def twice(x):\n    return 2 * x", names)  # no file, so no folder beside it
