@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints.tiny_pair import save_pair
 from tests.support.services.up import EVERY_ROUND, Up, running
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Target and draft that differ often enough for every kind of token to occur."""
+    # Here, since xdist's controller also reads this file, and needs no torch.
+    from tests.support.checkpoints.tiny_pair import save_pair
+
     return save_pair(tmp_path_factory.mktemp("pair"), eps=0.15)
 
 
