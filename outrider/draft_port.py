@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
@@ -41,16 +41,15 @@ class DraftOffer:
     """The first draft was requested already; otherwise the next commit requests it."""
     features: FeatureOrder | None = None
     """Hidden states that the proposer is to be sent, from the first position on."""
+    reported_to: bool = field(init=False)
+    """The proposer hears of every round by the step's events."""
+    hears_early: bool = field(init=False)
+    """The proposer can draft on tokens alone, before the step is counted."""
 
-    @property
-    def reported_to(self) -> bool:
-        """Return whether the proposer hears of every round by the step's events."""
-        return self.proposer_id is not None and not self.colocated
-
-    @property
-    def hears_early(self) -> bool:
-        """Return whether the proposer can draft on tokens alone, before the step is counted."""
-        return self.reported_to and self.features is None
+    def __post_init__(self) -> None:
+        reported_to = self.proposer_id is not None and not self.colocated
+        object.__setattr__(self, "reported_to", reported_to)
+        object.__setattr__(self, "hears_early", reported_to and self.features is None)
 
 
 NO_DRAFTS: Final = DraftOffer(None, 0)

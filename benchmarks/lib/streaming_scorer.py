@@ -27,7 +27,7 @@ from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.runner import Pending
 from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch, verify_rows
-from outrider.engine.step import Step, StepResult
+from outrider.engine.step import RowSlots, Step, StepResult
 from outrider.models.tokenizer import Tokenizer
 from scorer_service import core
 from scorer_service.__main__ import main as serve
@@ -120,6 +120,10 @@ class _Paced:
     @property
     def verified(self) -> Tensor | None:
         return self.pending.verified
+
+    @property
+    def slots(self) -> RowSlots | None:
+        return self.pending.slots
 
     def wait(self) -> StepResult:
         time.sleep(max(0.0, self.ends_at - time.perf_counter()))

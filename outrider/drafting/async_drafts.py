@@ -83,6 +83,7 @@ class AsyncDrafts(Generic[S, D]):
         self._drafter = drafter
         self._fits = fits
         self._launched: _Launched[D] | None = None
+        self._on_device: dict[S, int] | None = None  # what `on_device` found, which `take` returns
 
     @property
     def in_flight(self) -> bool:
@@ -124,19 +125,28 @@ class AsyncDrafts(Generic[S, D]):
             each.follower.wanted and not gets_none(each) for each in states if each not in places
         ):
             return None
-        lengths = {state.key: min(most, state.follower.wanted) for state in places}
-        by_key = {state.key: place for state, place in places.items()}
-        return DeviceDrafts(nodes, by_key, lengths) if places else None
+        self._on_device = places
+        keys = [state.key for state in places]
+        wanted = [state.follower.wanted for state in places]
+        lengths = [n if n < most else most for n in wanted]
+        by_key = dict(zip(keys, places.values(), strict=True))
+        return DeviceDrafts(nodes, by_key, dict(zip(keys, lengths, strict=True))) if keys else None
 
     def take(self, states: Sequence[S]) -> dict[S, D]:
         """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""
         launched, self._launched = self._launched, None
+        found, self._on_device = self._on_device, None
         if launched is None:
             return {}
         wanted = [row.wanted for _, row in launched.rows.values()]
-        most, places = max(wanted), self._places(launched, states)
+        most = max(wanted)
+        if found is None:
+            places = self._places(launched, states)
+        else:
+            places = {state: found[state] for state in states if state in found}
         for state, place in places.items():
-            wanted[place] = min(most, state.follower.wanted)
+            number = state.follower.wanted
+            wanted[place] = number if number < most else most
         drafts = launched.loop.wait(wanted)
         return {state: drafts[place] for state, place in places.items()}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from outrider.draft_port import EarlyTokens, GrownText, NewTokens
 from outrider.engine.sampling.logprobs import to_prompt_logprobs
@@ -54,6 +54,9 @@ class PlainRows(NamedTuple):
         )
 
 
+NO_PLAIN_ROWS: Final = PlainRows((), (), ())
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """Result of a step over all rows."""
@@ -91,7 +94,7 @@ class Committed:
         heard = [
             NewTokens(seq.session_id, row.base_len, row.output)
             for row in self.emitted
-            if row.finish_reason is None and _hears_early(seq := row.seq)
+            if _hears_early(seq := row.seq) and row.finish_reason is None
         ]
         heard += [
             NewTokens(seq.session_id, base_len, (token,))
@@ -145,7 +148,8 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
 
 def _hears_early(seq: Sequence) -> bool:
     """Return whether a proposer drafts for the next round, and may hear of tokens first."""
-    return seq.drafting.num_draft_tokens > 0 and seq.drafting.proposer.hears_early
+    d = seq.drafting
+    return d.offered.proposer.hears_early and d.num_draft_tokens > 0
 
 
 def _due(seq: Sequence) -> bool:
@@ -168,9 +172,10 @@ def _waits(row: Emitted) -> bool:
 
     Never those of a row whose proposer must hear of each round by these reports.
     """
-    seq, length = row.seq, row.base_len + len(row.output)
-    if row.finish_reason or seq.drafting.proposer.reported_to or row.round.drafted:
+    seq = row.seq
+    if row.round.drafted or row.finish_reason or seq.drafting.proposer.reported_to:
         return False
+    length = row.base_len + len(row.output)
     return length - seq.num_reported < seq.report_interval and row.base_len > seq.num_prompt_tokens
 
 

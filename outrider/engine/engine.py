@@ -131,7 +131,7 @@ class Engine:
                 self._tracker.measure_no_delay(row.seq for row in step.rows if row.draft)
         self._in_flight = self._launch(step, began)
         if self.features is not None:
-            self.features.read_ahead(step)
+            self.features.read_ahead(step, self._in_flight.pending.slots)
         return True
 
     def launch_ahead(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.draft_port import DeviceDrafts, VerifyingRow, VerifyOutput
-from outrider.draft_tree import DraftTree, depths
+from outrider.draft_tree import DraftTree, chain_parents, depths
 from outrider.engine.runner import Pending
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
@@ -148,14 +148,19 @@ def hold_places(drafts: DeviceDrafts, sequences: Mapping[int, Sequence]) -> None
     The device replaces it. No path of a tree of n nodes is longer than a chain of n. A tree has no
     more nodes than a mask has bits.
     """
-    trees = drafts.nodes.parents is not None
+    longest = max(drafts.lengths.values())
+    if drafts.nodes.parents is not None:
+        longest = min(longest, MAX_TREE_NODES)
+    chains = [((0,) * n, chain_parents(n)) for n in range(longest + 1)]
     for session, num_tokens in drafts.lengths.items():
-        seq, n = sequences[session], min(num_tokens, MAX_TREE_NODES) if trees else num_tokens
-        seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * n))
+        seq = sequences[session]
+        tokens, parents = chains[num_tokens if num_tokens < longest else longest]
+        seq.hold_place(DraftTree(len(seq.token_ids), tokens, parents))
 
 
 def clear_places(drafts: DeviceDrafts, step: Step) -> None:
     """Take from the rows of a step what they held: a tree may be posted with fewer nodes."""
-    for row in step.others:
-        if row.draft and row.seq.session_id in drafts.lengths:
-            row.seq.draft = None
+    held = drafts.lengths
+    for seq, _, draft, _, _ in step.others:
+        if draft and seq.session_id in held:
+            seq.draft = None

@@ -26,7 +26,14 @@ from outrider.engine.sampling.sample import Sample, SamplingBatch, sample
 from outrider.engine.sampling.synthetic import force_rows
 from outrider.engine.sampling.verification_rules import RuledRow, apply_rules
 from outrider.engine.sampling.verify import padded, verify_rows
-from outrider.engine.step import FilledIn, ScheduledRow, Step, StepResult, fill_in_drafts
+from outrider.engine.step import (
+    FilledIn,
+    RowSlots,
+    ScheduledRow,
+    Step,
+    StepResult,
+    fill_in_drafts,
+)
 from outrider.engine.tree_walk import path_order, per_row, walk_trees
 from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs
@@ -41,6 +48,10 @@ class Pending(Protocol):
     @property
     def verified(self) -> Tensor | None:
         """`Verified.tokens` for work that is enqueued behind the step; None without a device."""
+
+    @property
+    def slots(self) -> RowSlots | None:
+        """The slots that the step writes, until the next launch; None if they are not at hand."""
 
     def wait(self) -> StepResult:
         """Block until the step's one small copy has reached the host. Called once.
@@ -67,6 +78,10 @@ class FailedLaunch:
 
     @property
     def verified(self) -> None:
+        return None
+
+    @property
+    def slots(self) -> None:
         return None
 
     def wait(self) -> StepResult:
@@ -251,6 +266,8 @@ class EagerStep:
 
     Its trees are read from the device at once.
     """
+
+    slots: RowSlots | None = None
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self._runner = runner

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from outrider.draft_tree import chain_parents
-from outrider.engine.accounting import Committed, Emitted, PlainRows
+from outrider.engine.accounting import NO_PLAIN_ROWS, Committed, Emitted, PlainRows
 from outrider.engine.batch import RowSlice
 from outrider.engine.queues import Queues
 from outrider.engine.sampling.logprobs import narrow
@@ -167,10 +167,13 @@ class Scheduler(Queues):
         num_running = max(1, len(self.running))
         may_draft, drafting = self.tracker.may_draft, self._drafting
         temperatures = [seq.temperature for seq in self.running] if may_draft else []
-        tokens = [choices[0] if choices else 0 for choices in result.choices]
-        rows = PlainRows(step.seqs, step.plain_lens, tokens)
-        rest = self._grow(rows, drafting=drafting)
-        plain = rows.without(rest)
+        rest: Rows[int] = range(step.num_rows)
+        plain = NO_PLAIN_ROWS
+        if not step.all_drafted:
+            tokens = [choices[0] if choices else 0 for choices in result.choices]
+            rows = PlainRows(step.seqs, step.plain_lens, tokens)
+            rest = self._grow(rows, drafting=drafting)
+            plain = rows.without(rest)
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         for i in self._commit_chains(step, result, rest, now, drafting, emitted):

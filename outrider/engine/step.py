@@ -142,6 +142,13 @@ class FilledIn(NamedTuple):
     to: Tensor  # [n]
 
 
+class RowSlots(NamedTuple):
+    """Slots of some rows' tokens, on the device."""
+
+    slots: Tensor  # int64 [any]: of each row one after the other
+    firsts: Rows[int]  # the place of each row's first
+
+
 def fill_in_drafts(late: DeviceDrafts, rows: Rows[ScheduledRow], *parts: FilledIn) -> None:
     """Enqueue the copy of drafts on the device. What is there of rows without such stays."""
     steps = np.arange(late.nodes.tokens.shape[1])
@@ -237,6 +244,11 @@ class Step:
     def has_drafts(self) -> bool:
         """Tell whether some row has a draft to verify."""
         return any(row.draft for row in self.others)
+
+    @property
+    def all_drafted(self) -> bool:
+        """Tell whether each row has a draft to verify."""
+        return not self.singles.seqs and all([row.draft for row in self.others])
 
     @property
     def has_prompts(self) -> bool:

@@ -86,6 +86,11 @@ class DraftedRow:
         self.draft_method = method
         return USEFUL
 
+    def hold_place(self, block: DraftTree) -> None:
+        """Keep a block of the whole text that stands for one to come."""
+        self.draft, self.draft_node, self.draft_base = block, -1, block.base_len
+        self.draft_method = ""
+
     def walk(self, base_len: int, emitted: TokenIds, drafted: int) -> bool:
         """Walk the draft by committed tokens; True if a guess for the next round was wrong.
 

@@ -6,6 +6,7 @@ decision.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
@@ -125,7 +126,11 @@ class DraftTracker:
             elif base_len == length:  # an empty block
                 awaited.no_guess_at = length
                 d.breaker.deadline_misses = 0
-            commit = _answered(awaited, base_len)
+            commits = awaited.commits
+            if commits and commits[0].length == base_len:  # as mostly
+                commit = commits.popleft()
+            else:
+                commit = _answered(commits, base_len)
             # No proposer drafted for longer than it was asked; without a commit, since its last
             # block. A guess may come before the commit that it meets.
             since = awaited.last_block_at if commit is None else commit.at
@@ -382,12 +387,10 @@ def _is_awaited(row: Row) -> bool:
     return d.waits and d.awaited.no_guess_at != len(row.token_ids)
 
 
-def _answered(awaited: Awaited, base_len: int) -> PastCommit | None:
+def _answered(commits: deque[PastCommit], base_len: int) -> PastCommit | None:
     """Return the commit that a block from `base_len` on answers, if any."""
-    if awaited.commits and awaited.commits[0].length == base_len:
-        return awaited.commits.popleft()
-    for i, commit in enumerate(awaited.commits):
+    for i, commit in enumerate(commits):
         if commit.length == base_len:
-            del awaited.commits[i]  # a second block for the same commit measures nothing
+            del commits[i]  # a second block for the same commit measures nothing
             return commit
     return None

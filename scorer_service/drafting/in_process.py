@@ -273,14 +273,16 @@ class InProcessProposer:
 
         False if there are none, or the step cannot.
         """
-        proposer, wanting = self._proposer, self._queue.wanting
+        proposer, wanting, sessions = self._proposer, self._queue.wanting, self._sessions
         if not wanting or not isinstance(proposer, AsyncProposer):
             return False
         drafts = proposer.device_drafts([*wanting])
         if drafts is None:
             return False
-        places = {self._sessions[key].id: place for key, place in drafts.places.items()}
-        lengths = {self._sessions[key].id: length for key, length in drafts.lengths.items()}
+        places, lengths = (
+            {sessions[key].id: number for key, number in each.items()}
+            for each in (drafts.places, drafts.lengths)
+        )
         return engine.schedule_with_device_drafts(DeviceDrafts(drafts.nodes, places, lengths))
 
     def _launch_after_verify(self, engine: ColocatedEngine) -> None:
@@ -291,16 +293,20 @@ class InProcessProposer:
         states, spec = None, self._proposer.traits.features
         if spec is not None and engine.features is not None:
             states = engine.features.on_device(spec)
-        numbers: dict[tuple[int, int], int] = {}
+        numbers: dict[int, int] = {}
+        epochs: Sequence[int] = ()
         if states is not None:
-            pairs = zip(states.sessions, states.epochs, strict=True)
-            numbers = {pair: i for i, pair in enumerate(pairs)}
+            epochs = states.epochs
+            numbers = {session_id: i for i, session_id in enumerate(states.sessions)}
         rows: list[AsyncRow] = []
+        by_id = self._by_id
         for session_id, length, place, max_accepted, wanted, is_tree in verify_output.rows:
-            session = self._by_id.get(session_id)
+            session = by_id.get(session_id)
             if session is None or session.told < length:
                 continue  # the method is behind the text
-            number = numbers.get((session_id, session.epoch))
+            number = numbers.get(session_id)
+            if number is not None and epochs[number] != session.epoch:
+                number = None
             rows.append(AsyncRow(session.key, place, max_accepted, wanted, is_tree, number))
         read = proposer.launch_after_verify(rows, verify_output.tokens, states)
         if read and states is not None and engine.features is not None:

@@ -125,11 +125,13 @@ class CachedHeadProposer(FeatureMethod):
         states = self._asked(sessions)
         guesses = self._async_drafts.take(states)
         for state, guess in guesses.items():
-            length = len(state.follower.tokens)
+            tokens = state.follower.tokens
+            length = len(tokens)
             done.drafts.append((state.key, guess.tree(length)))
             state.patient = False
             state.skip(length - 1)  # the loop read its rows on the device
-            self._fed(state, length - 1)
+            state.cache.computed = length - 1
+            state.cache.publish(self._pool, tokens, self._page_size)
         others = [state for state in states if state not in guesses]
         rows = self._plan(others, done, beside_drafts=bool(guesses))
         if rows:

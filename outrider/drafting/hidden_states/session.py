@@ -135,7 +135,8 @@ class FeatureSession:
 
     def skip(self, end: int) -> None:
         """Note that rows up to position `end`, exclusive, were read elsewhere and do not come."""
-        self.forget(self.end)
+        if self._chunks:
+            self.forget(self.end)
         self.first = self.end = end
 
     def drop(self) -> None:

@@ -28,7 +28,7 @@ from outrider.engine.graphs.tree_inputs import BY_TORCH, TreeWork
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
 from outrider.engine.sampling.sample import Sample, sample
 from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
-from outrider.engine.step import Step, StepResult
+from outrider.engine.step import RowSlots, Step, StepResult
 from outrider.engine.tree_mask import MAX_TREE_NODES
 
 
@@ -122,7 +122,8 @@ class DecodeGraphs:
         if logprobs is not None:
             logprobs = logprobs.to("cpu", non_blocking=True)  # pinned
         place.events[2].record()
-        return _InFlight(step, verified, on_host, logprobs, place.events)
+        slots = RowSlots(captured.inputs[0].slot_mapping, self._inputs.row_starts(bucket))
+        return _InFlight(step, verified, on_host, logprobs, place.events, slots)
 
     def trial_times(self) -> list[tuple[int, int, float]]:
         """Return (rows, tokens, seconds) of every bucket over no context, as a first estimate."""
@@ -205,6 +206,7 @@ class _InFlight:
     on_host: NDArray[np.int32]  # [at least rows, 1 + query_len], once the end is reached
     logprobs: Tensor | None  # as `Verified.logprobs`, then
     events: Sequence[Event]
+    slots: RowSlots
 
     def wait(self) -> StepResult:
         forward_s, verify_s = elapsed_seconds(self.events)

@@ -279,8 +279,10 @@ class DecodeInputs:
         else:
             drawn.fill_in(input_ids, self._views[bucket].cu_seqlens[:num_rows])
 
-    def row_starts(self, bucket: Bucket) -> list[int]:
+    def row_starts(self, bucket: Bucket) -> Rows[int]:
         """Return where the rows of the bucket's last step begin among its tokens."""
+        if bucket.full:
+            return range(0, bucket.tokens, bucket.query_len)
         starts: list[int] = self._views[bucket].cu_seqlens[:-1].tolist()
         return starts
 

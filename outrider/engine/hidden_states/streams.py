@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.draft_port import StepStates
 from outrider.engine.hidden_states.paged_row import PagedRow
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
-from outrider.engine.step import Step
+from outrider.engine.step import RowSlots, Step
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 
 log = logging.getLogger(__name__)
@@ -37,16 +37,6 @@ class _Stream:
     order: FeatureOrder
     row_bytes: int
     passed: int = 0  # rows that were sent, or that a loop has read on the device
-
-    @property
-    def num_due(self) -> int:
-        """Return the number of rows to send.
-
-        Rows of a sequence that wants no draft stay in the pool, where they cost nothing.
-        """
-        seq = self.seq
-        due = seq.num_computed - self.passed if seq.drafting.num_draft_tokens else 0
-        return due if due > 0 else 0
 
 
 class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -67,7 +57,8 @@ class _Part(NamedTuple):  # made in a third of a frozen dataclass's time
 class _Copy:
     """Rows of one `FeatureSpec`, which may be on their way from the device."""
 
-    parts: list[tuple[_Part, int]]  # and the place of their first row in `rows`
+    parts: Sequence[_Part]
+    places: Sequence[int]  # of each one's first row in `rows`
     on_device: Tensor  # bfloat16 [n, width]
     rows: Tensor | None = None  # the same on the host
     done: torch.cuda.Event | None = None
@@ -139,10 +130,10 @@ class HiddenStateStreams:
         """Forget a matrix that nobody uses."""
         self._projections.pop(sha256, None)
 
-    def read_ahead(self, step: Step) -> None:
+    def read_ahead(self, step: Step, slots: RowSlots | None = None) -> None:
         """Begin to copy the rows that the step in flight writes, accepted or not.
 
-        Only rows of rounds are copied, which are few; `gather` copies all others. It also copies
+        The step's `slots` spare most steps a list of their own. Only rows of rounds are copied, which are few; `gather` copies all others. It also copies
         those of a proposer on this thread, unless `were_read` says that a loop has read them.
         """
         self._ahead, self._read = {}, set()
@@ -150,21 +141,29 @@ class HiddenStateStreams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
         expected: dict[FeatureSpec, list[_Part]] = {}
-        for row in step.rows:
-            seq, tokens = row.seq, row.slice
-            stream = self._streams.get(seq.session_id)
+        firsts: list[int] = []  # of the parts, among the step's slots
+        streams, places = self._streams, repeat(0) if slots is None else slots.firsts
+        for (seq, tokens, *_), first in zip(step.rows, places, strict=False):
+            stream = streams.get(seq.session_id)
             if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
             # The accepted nodes of a tree move to their place before this is read.
-            count = tokens.start + len(tokens.token_ids) - stream.passed
+            passed, start = stream.passed, tokens.start
+            count = start + len(tokens.token_ids) - passed
             if 0 < count <= MAX_ROUND_ROWS:
-                part = _Part(stream, stream.passed, count)
-                expected.setdefault(stream.order.spec, []).append(part)
+                if passed != start:  # it is read from another slot on
+                    slots = None
+                expected.setdefault(stream.order.spec, []).append(_Part(stream, passed, count))
+                firsts.append(first)
         for spec, parts in expected.items():
-            if sum([part.num_rows for part in parts]) * row_bytes <= self._max_ahead_bytes:
+            num_rows = sum([part.num_rows for part in parts])
+            if num_rows * row_bytes <= self._max_ahead_bytes:
+                at = None
+                if slots is not None and len(expected) == 1 and len(slots.slots) <= 2 * num_rows:
+                    at = RowSlots(slots.slots, firsts)
                 try:
-                    self._ahead[spec] = copy = self._copy(spec, parts)
-                    if not all(part.stream.seq.drafting.proposer.colocated for part in parts):
+                    self._ahead[spec] = copy = self._copy(spec, parts, at or self._slots(parts))
+                    if not all([p.stream.seq.drafting.proposer.colocated for p in parts]):
                         copy.begin()
                 except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
@@ -174,13 +173,13 @@ class HiddenStateStreams:
         """Return what `read_ahead` reads of some spec; None if it reads none."""
         if (copy := self._ahead.get(spec)) is None:
             return None
-        parts, places = zip(*copy.parts, strict=True)
+        streams, starts, counts, _ = zip(*copy.parts, strict=True)
         return StepStates(
-            [part.stream.seq.session_id for part in parts],
-            [part.stream.order.epoch for part in parts],
-            [part.start for part in parts],
-            [part.num_rows for part in parts],
-            places,
+            [stream.seq.session_id for stream in streams],
+            [stream.order.epoch for stream in streams],
+            starts,
+            counts,
+            copy.places,
             copy.on_device,
         )
 
@@ -206,7 +205,7 @@ class HiddenStateStreams:
             missing = self._take_ahead(ahead[spec], parts) if spec in ahead else parts
             try:
                 if missing:
-                    copy = self._copy(spec, missing)
+                    copy = self._copy(spec, missing, self._slots(missing))
                     copy.begin()
                     self._copies.append(copy)
             except Exception:
@@ -245,21 +244,27 @@ class HiddenStateStreams:
                     colocated = stream.seq.drafting.proposer.colocated
                     (self._colocated if colocated else rows).append(each)
             except Exception:
-                self._give_up([part for part, _ in copy.parts])
+                self._give_up(copy.parts)
         self._seconds += time.perf_counter() - began
 
     def _choose(self, sessions: Mapping[int, PagedRow]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
         read, self._read = self._read, set()
         for session_id, stream in list(self._streams.items()):
-            if sessions.get(session_id) is not stream.seq:
+            seq = stream.seq
+            if sessions.get(session_id) is not seq:
                 del self._streams[session_id]
-            elif due := stream.num_due:
-                if stream in read:
-                    stream.passed += due
-                    self._on_host = self._on_host or []  # `take` tells the time it took
-                else:
-                    waiting.append((due, stream))
+                continue
+            due = seq.num_computed - stream.passed
+            # Those of one that wants no draft stay in the pool, where they cost nothing.
+            if due <= 0 or not seq.drafting.num_draft_tokens:
+                continue
+            if stream in read:
+                stream.passed += due
+            else:
+                waiting.append((due, stream))
+        if read:
+            self._on_host = self._on_host or []  # `take` tells the time it took
         waiting.sort(key=itemgetter(0))  # rounds before prompts
         parts: dict[FeatureSpec, list[_Part]] = {}
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
@@ -281,14 +286,16 @@ class HiddenStateStreams:
 
     def _take_ahead(self, ahead: _Copy, parts: list[_Part]) -> list[_Part]:
         """Take the parts that were read ahead, and return the others."""
-        read = {part.stream: at for part, at in ahead.parts}
-        taken = [(part, read[part.stream]) for part in parts if part.stream in read]
+        streams = [part.stream for part in ahead.parts]
+        read = dict(zip(streams, ahead.places, strict=True))
+        taken = [part for part in parts if part.stream in read]
         if taken:
             try:
                 ahead.begin()
             except Exception:  # `gather` reports what lasts
                 return parts
-            self._copies.append(replace(ahead, parts=taken))
+            places = [read[part.stream] for part in taken]
+            self._copies.append(replace(ahead, parts=taken, places=places))
         return [part for part in parts if part.stream not in read]
 
     def _give_up(self, parts: Iterable[_Part]) -> None:
@@ -301,25 +308,22 @@ class HiddenStateStreams:
                 del self._streams[session_id]
 
     @torch.inference_mode()
-    def _copy(self, spec: FeatureSpec, parts: list[_Part]) -> _Copy:
-        device = self._pool.rows.device
-        ends = [*accumulate([part.num_rows for part in parts])]
-        placed = [*zip(parts, [0, *ends], strict=False)]
-        slots = torch.tensor(
-            self._slots(parts),
-            dtype=torch.int64,
-            pin_memory=device.type == "cuda",  # else a step in flight could be waited for
-        )
+    def _copy(self, spec: FeatureSpec, parts: Sequence[_Part], at: RowSlots) -> _Copy:
         projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
-        rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
-        return _Copy(placed, rows)
+        return _Copy(parts, at.firsts, self._pool.read(at.slots, spec, projection))
 
-    def _slots(self, parts: Iterable[_Part]) -> list[int]:
-        size, slots = self._pool.page_size, list[int]()
+    def _slots(self, parts: Sequence[_Part]) -> RowSlots:
+        size, device, slots = self._pool.page_size, self._pool.rows.device, list[int]()
         for stream, start, num_rows, _ in parts:
             table = stream.seq.block_table
             slots += [table[p // size] * size + p % size for p in range(start, start + num_rows)]
-        return slots
+        on_host = torch.tensor(
+            slots,
+            dtype=torch.int64,
+            pin_memory=device.type == "cuda",  # else a step in flight could be waited for
+        )
+        firsts = [*accumulate([part.num_rows for part in parts], initial=0)]
+        return RowSlots(on_host.to(device, non_blocking=True), firsts[:-1])
 
 
 def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:
@@ -328,7 +332,7 @@ def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:
         copy.done.synchronize()
     assert copy.rows is not None
     data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
-    for part, at in copy.parts:
+    for part, at in zip(copy.parts, copy.places, strict=True):
         stream, size = part.stream, part.stream.row_bytes
         its_rows = data[at * size : (at + part.num_rows) * size]
         session_id = stream.seq.session_id

@@ -18,6 +18,8 @@ class AtOnce(Runner):
 class _Ran:
     """A step that ran; whether it failed is told as late as a device does."""
 
+    slots = None
+
     def __init__(self, pending: Pending) -> None:
         self._outcome: StepResult | RuntimeError
         try:

@@ -33,7 +33,7 @@ class Done:
 
     result: StepResult
 
-    verified = None
+    verified = slots = None
 
     def wait(self) -> StepResult:
         return self.result

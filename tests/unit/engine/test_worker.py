@@ -97,7 +97,7 @@ class Recorder(AtOnce):
         pending, diary = launch(step), self.diary
 
         class Waiting:
-            verified = pending.verified
+            verified, slots = pending.verified, pending.slots
 
             def wait(self) -> StepResult:
                 diary.append("wait")
