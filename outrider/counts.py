@@ -28,7 +28,7 @@ class Admission(NamedTuple):
 
 def context_class(length: int) -> int:
     """Return 0 for a context below 1024 tokens, and one more for every fourfold length."""
-    return max(0, (length.bit_length() - 9) // 2)
+    return (length.bit_length() - 9) // 2 if length >= 1024 else 0
 
 
 def context_class_from(index: int) -> int:

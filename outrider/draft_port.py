@@ -127,13 +127,12 @@ class ColocatingEngine(DraftingEngine, Protocol):
         """
 
 
-class GrownText(NamedTuple):
-    """A session that a step committed tokens to, and that asks for a draft or has ended."""
+GrownText = tuple[int, Sequence[int], int, bool]
+"""A session that a step committed tokens to, and that asks for a draft or has ended.
 
-    session_id: int
-    text: Sequence[int]  # all committed tokens, and the engine's own: it grows
-    num_draft_tokens: int  # that the next round asks for
-    finished: bool
+Its committed tokens are the engine's own list, which grows. Then come how many draft tokens the
+next round asks for, and whether it has ended.
+"""
 
 
 class NewTokens(NamedTuple):
@@ -175,15 +174,12 @@ class DeviceDrafts(NamedTuple):
     lengths: Mapping[int, int]  # draft tokens by session
 
 
-class VerifyingRow(NamedTuple):
-    """A row of the step in flight whose next draft may be launched behind the step."""
+VerifyingRow = tuple[int, int, int, int, int, bool]
+"""A row of the step in flight whose next draft may be launched behind the step.
 
-    session_id: int
-    length: int  # committed tokens
-    place: int  # row of `VerifyOutput.tokens`
-    max_accepted: int  # draft tokens
-    num_draft_tokens: int  # that the next round asks for
-    is_tree: bool
+Its session and committed tokens; the row of `VerifyOutput.tokens`; draft tokens that may be
+accepted; those that the next round asks for; whether the draft is a tree.
+"""
 
 
 class VerifyOutput(NamedTuple):

@@ -78,10 +78,10 @@ class Committed:
         """
         rows = [(row.seq, row.finish_reason is not None) for row in self.emitted]
         if not drafting:
-            return [GrownText(seq.session_id, seq.token_ids, 0, True) for seq, end in rows if end]
+            return [(seq.session_id, seq.token_ids, 0, True) for seq, end in rows if end]
         rows += [(seq, False) for seq in self.plain.seqs]
         return [
-            GrownText(seq.session_id, seq.token_ids, asked, end)
+            (seq.session_id, seq.token_ids, asked, end)
             for seq, end in rows
             if (asked := seq.drafting.num_draft_tokens) or end
         ]
@@ -117,7 +117,7 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[tuple[Co
     )
     plain = committed.plain
     tracker.account.undrafted_rounds([seq.counters for seq in plain.seqs], seconds)
-    told = [_finalize_row(tracker, row) for row in emitted if not _waits(row)]
+    told = [_finalize_row(tracker, row) for row in emitted if row.round.drafted or not _waits(row)]
     held = [i for i, seq in enumerate(plain.seqs) if seq.report_interval > 1]
     told += [_held_back(seq) for seq in map(plain.seqs.__getitem__, held) if _due(seq)]
     grown = plain.without(held)
@@ -168,41 +168,42 @@ def _held_back(seq: Sequence) -> Commit:
 
 
 def _waits(row: Emitted) -> bool:
-    """Return whether a row's tokens are reported later, with others that follow.
+    """Return whether plain tokens are reported later, with others that follow.
 
     Never those of a row whose proposer must hear of each round by these reports.
     """
     seq = row.seq
-    if row.round.drafted or row.finish_reason or seq.drafting.proposer.reported_to:
+    if row.finish_reason or seq.drafting.proposer.reported_to:
         return False
     length = row.base_len + len(row.output)
     return length - seq.num_reported < seq.report_interval and row.base_len > seq.num_prompt_tokens
 
 
 def _finalize_row(tracker: DraftTracker, row: Emitted) -> Commit:
-    seq, output, round_ = row.seq, row.output, row.round
-    first = row.base_len == seq.num_prompt_tokens
-    base_len, kinds = row.base_len, token_kinds(round_.tried, round_.accepted, len(output))
+    seq, base_len, output, round_, _, finish_reason, logprobs, draft = row
+    request, first = seq.request, base_len == seq.num_prompt_tokens
+    kinds = token_kinds(round_.tried, round_.accepted, len(output))
     if seq.report_interval > 1 and (waited := base_len - seq.num_reported) > 0:
-        base_len, kinds = seq.num_reported, PLAIN * waited + kinds
-        output = (*seq.token_ids[base_len : row.base_len], *output)
+        kinds = PLAIN * waited + kinds
+        output = (*seq.token_ids[seq.num_reported : base_len], *output)
+        base_len = seq.num_reported
     seq.num_reported = base_len + len(output)
-    if row.finish_reason:
+    if finish_reason:
         tracker.learn([seq])  # from others when they go on
     prompt_logprobs = None
-    if first and seq.request.prompt_logprobs is not None:
-        prompt_logprobs = to_prompt_logprobs(seq.prompt_logprobs, seq.request.prompt_logprobs)
+    if first and request.prompt_logprobs is not None:
+        prompt_logprobs = to_prompt_logprobs(seq.prompt_logprobs, request.prompt_logprobs)
         seq.prompt_logprobs = []
     return Commit(  # by position: that is much faster
         seq.session_id,
         base_len,
         output,
         kinds,
-        0 if row.finish_reason else seq.drafting.num_draft_tokens,
-        row.finish_reason,
-        seq.stats() if row.finish_reason or seq.request.running_stats else None,
-        row.logprobs[: len(output)],
+        0 if finish_reason else seq.drafting.num_draft_tokens,
+        finish_reason,
+        seq.stats() if finish_reason or request.running_stats else None,
+        logprobs[: len(output)],
         seq.stop_token_id,
         prompt_logprobs,
-        row.draft,
+        draft,
     )

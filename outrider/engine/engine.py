@@ -349,7 +349,7 @@ class Engine:
             self._clock.count_drafting(seconds)
             return
         self._count_blocks()
-        self._in_flight.count_drafting(seconds)
+        self._in_flight.draft_s += seconds
 
     # For observers.
 

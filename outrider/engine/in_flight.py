@@ -26,16 +26,13 @@ class InFlight:
     timings: StepTimings  # as far as they are known
     behind: bool = False  # it was launched while another step was in flight
     set_aside: tuple[int, ...] | None = None  # None: the policy does not know of the launch
+    draft_s: float = 0.0  # that the engine's thread spent on drafts meanwhile
 
     def seconds(self, result: StepResult, now: float) -> float:
         """Return how long the step took until `now`, when its `result` came."""
         if self.behind or self.step.device_drafts is not None:
             return result.forward_s + result.verify_s  # the device came to it after its launch
         return now - self.scheduled
-
-    def count_drafting(self, seconds: float) -> None:
-        """Count time that the engine's thread spent on drafts meanwhile."""
-        self.timings = replace(self.timings, draft_ms=self.timings.draft_ms + seconds * 1e3)
 
     @property
     def verify_output(self) -> VerifyOutput | None:
@@ -54,7 +51,7 @@ class InFlight:
                 elif part.parents:
                     most = 1 + max(depths(part.parents))
                 length = len(seq.token_ids)
-                rows.append(VerifyingRow(seq.session_id, length, place, most, wanted, is_tree))
+                rows.append((seq.session_id, length, place, most, wanted, is_tree))
         return VerifyOutput(rows, self.pending.verified)
 
 
@@ -72,6 +69,7 @@ class CollectedStep(NamedTuple):
             forward_ms=self.result.forward_s * 1e3,
             verify_ms=self.result.verify_s * 1e3,
             commit_ms=self.commit_s * 1e3,
+            draft_ms=self.flight.timings.draft_ms + self.flight.draft_s * 1e3,
         )
 
 

@@ -60,9 +60,10 @@ class Queues:
         """Offer pages that this step filled with committed tokens to other sequences."""
         page_size = self.config.page_size
         full = min(seq.num_computed, len(seq.token_ids)) // page_size
-        hashes = seq.hashes(full, page_size)
-        for i in range(seq.num_published, full):
-            self.pool.publish(seq.block_table[i], hashes[i])
+        if self.config.enable_prefix_caching:
+            hashes = seq.hashes(full, page_size)
+            for i in range(seq.num_published, full):
+                self.pool.publish(seq.block_table[i], hashes[i])
         seq.num_published = full
 
     def _admit(self) -> None:

@@ -403,9 +403,13 @@ class Scheduler(Queues):
         With the `chosen` draft, if any, these are all that the text and the draft have.
         """
         length, page_size = len(seq.token_ids), self.config.page_size
+        draft, parents, probs, _ = chosen
+        if seq.num_uncomputed == 1 and length + len(draft) <= len(seq.block_table) * page_size:
+            token_ids = (seq.token_ids[-1], *draft)  # as mostly
+            part = RowSlice(token_ids, length - 1, seq.block_table, len(token_ids), parents)
+            return ScheduledRow(seq, part, draft, probs)
         start = length - seq.num_uncomputed
         end = length if length - start <= left else start + left
-        draft, parents, probs, _ = chosen
         if end + len(draft) > len(seq.block_table) * page_size:
             if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
                 draft, parents, probs, _ = NO_DRAFT  # no draft is worth another row's pages

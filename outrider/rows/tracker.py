@@ -127,8 +127,8 @@ class DraftTracker:
                 awaited.no_guess_at = length
                 d.breaker.deadline_misses = 0
             commits = awaited.commits
-            if commits and commits[0].length == base_len:  # as mostly
-                commit = commits.popleft()
+            if commits and commits[-1].length == base_len:  # as mostly, behind unanswered ones
+                commit = commits.pop()
             else:
                 commit = _answered(commits, base_len)
             # No proposer drafted for longer than it was asked; without a commit, since its last
@@ -168,20 +168,21 @@ class DraftTracker:
         waiting: list[R] = []
         may_wait, drafting = self.policy.may_wait, self.policy.drafting
         for row in rows:
-            if rests(row, drafting=drafting):
-                if row.drafting.offered.limit:
-                    row.drafting.round.looked_at = now
-                ready.append(row)
-                continue
-            current = row.drafting.round
-            lacks_draft = row.draft is None and _is_awaited(row)
+            current, lacks_draft = row.drafting.round, False
+            if row.draft is None:
+                if rests(row, drafting=drafting):
+                    if row.drafting.offered.limit:
+                        current.looked_at = now
+                    ready.append(row)
+                    continue
+                lacks_draft = _is_awaited(row)
             if current.looked_at is None:
                 current.looked_at, current.at_hand = now, row.draft is not None
                 patient = lacks_draft and not self._is_set_aside(row.drafting)
                 patience_s = self.policy.patience_s(row) if patient else 0.0
                 current.deadline = current.committed_at + patience_s if lacks_draft else now
-            if not may_wait:
-                current.deadline = min(current.deadline, current.committed_at)  # nothing is missed
+            if not may_wait and current.committed_at < current.deadline:
+                current.deadline = current.committed_at  # nothing is missed
             (waiting if lacks_draft and now < current.deadline else ready).append(row)
         return self.policy.choose_rows(ready, waiting, num_prefilling, now)
 

@@ -93,6 +93,7 @@ class InProcessProposer:
             self._proposer, self._tokenizer_hash = self._build()
         torch.set_num_threads(threads)  # the engine's
         self._queue = DraftQueue(self._proposer)
+        self._behind = self._proposer if isinstance(self._proposer, AsyncProposer) else None
         traits = self._proposer.traits
         self._methods = traits.methods or (traits.method,)
         self._copies = not COPYING_METHODS.isdisjoint(self._methods)
@@ -273,8 +274,8 @@ class InProcessProposer:
 
         False if there are none, or the step cannot.
         """
-        proposer, wanting, sessions = self._proposer, self._queue.wanting, self._sessions
-        if not wanting or not isinstance(proposer, AsyncProposer):
+        proposer, wanting, sessions = self._behind, self._queue.wanting, self._sessions
+        if not wanting or proposer is None:
             return False
         drafts = proposer.device_drafts([*wanting])
         if drafts is None:
@@ -287,8 +288,8 @@ class InProcessProposer:
 
     def _launch_after_verify(self, engine: ColocatedEngine) -> None:
         """Launch the drafts that the step in flight will ask for behind it on the device."""
-        verify_output, proposer = engine.verify_output, self._proposer
-        if verify_output is None or not isinstance(proposer, AsyncProposer):
+        proposer = self._behind
+        if proposer is None or (verify_output := engine.verify_output) is None:
             return
         states, spec = None, self._proposer.traits.features
         if spec is not None and engine.features is not None:

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_port import DeviceNodes
-from outrider.draft_tree import DraftProbs
+from outrider.draft_tree import DraftProbs, chain_parents
 from outrider.drafting.drafters import DraftInput, features_on
 from outrider.drafting.graphs.chains import chain_loop, draft_chains, feed, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import read_chains
 from outrider.drafting.hidden_states.cached_drafter import CachedDrafter
 from outrider.drafting.hidden_states.forward import LEAD, HeadForward
 from outrider.drafting.hidden_states.grow_trees import (
@@ -81,4 +80,5 @@ class RecurrentDrafter(CachedDrafter):
     def _read(self, output: NDArray[np.int32], wanted: Sequence[int]) -> list[Guess]:
         if self.limits.tree_width > 1:
             return read_trees(output, wanted)
-        return [Guess.chain(*chain) for chain in read_chains(output, wanted)]
+        chains = zip(output.tolist(), wanted, strict=True)
+        return [Guess(tokens[:n], chain_parents(n)) for tokens, n in chains]

@@ -24,11 +24,14 @@ def extend_hashes(
 
     Row p of a page depends on the tokens up to p + `lead`.
     """
-    root = page_hash(ROOT_HASH, token_ids[:lead]) if lead else ROOT_HASH
+    if hashes:
+        parent = hashes[-1]
+    else:
+        parent = page_hash(ROOT_HASH, token_ids[:lead]) if lead else ROOT_HASH
     for i in range(len(hashes), num_pages):
         start = i * page_size + lead
-        page = token_ids[start : start + page_size]
-        hashes.append(page_hash(hashes[-1] if hashes else root, page))
+        parent = page_hash(parent, token_ids[start : start + page_size])
+        hashes.append(parent)
 
 
 class BlockPool:
