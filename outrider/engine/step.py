@@ -248,7 +248,7 @@ class Step:
     @property
     def all_drafted(self) -> bool:
         """Tell whether each row has a draft to verify."""
-        return not self.singles.seqs and all([row.draft for row in self.others])
+        return not self.singles.seqs and all(row.draft for row in self.others)
 
     @property
     def has_prompts(self) -> bool:

@@ -126,11 +126,7 @@ class DraftTracker:
             elif base_len == length:  # an empty block
                 awaited.no_guess_at = length
                 d.breaker.deadline_misses = 0
-            commits = awaited.commits
-            if commits and commits[-1].length == base_len:  # as mostly, behind unanswered ones
-                commit = commits.pop()
-            else:
-                commit = _answered(commits, base_len)
+            commit = _answered(awaited.commits, base_len)
             # No proposer drafted for longer than it was asked; without a commit, since its last
             # block. A guess may come before the commit that it meets.
             since = awaited.last_block_at if commit is None else commit.at
@@ -390,6 +386,8 @@ def _is_awaited(row: Row) -> bool:
 
 def _answered(commits: deque[PastCommit], base_len: int) -> PastCommit | None:
     """Return the commit that a block from `base_len` on answers, if any."""
+    if commits and commits[-1].length == base_len:  # as most do: nobody answered those before
+        return commits.pop()
     for i, commit in enumerate(commits):
         if commit.length == base_len:
             del commits[i]  # a second block for the same commit measures nothing

@@ -208,7 +208,7 @@ class LoopInputs:
         count, most = len(slices), max([len(row.token_ids) for row in slices])
         rows = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)[:count]
         accepted = verify_output[:count, 0]
-        if not any([row.token_ids[0] for row in slices]):  # without guesses it takes fewer launches
+        if not any(row.token_ids[0] for row in slices):  # without guesses it takes fewer launches
             tokens = verify_output[:count, 1 : 1 + most]
             behind = self._numbers[: tokens.shape[1]] > accepted[:, None]
             rows[:, _TOKENS : _TOKENS + tokens.shape[1]] = tokens.masked_fill(behind, 0)

@@ -133,17 +133,17 @@ class HiddenStateStreams:
     def read_ahead(self, step: Step, slots: RowSlots | None = None) -> None:
         """Begin to copy the rows that the step in flight writes, accepted or not.
 
-        The step's `slots` spare most steps a list of their own. Only rows of rounds are copied, which are few; `gather` copies all others. It also copies
-        those of a proposer on this thread, unless `were_read` says that a loop has read them.
+        The step's `slots` spare most steps a list of their own. Only rows of rounds are copied,
+        which are few; `gather` copies all others. It also copies those of a proposer on this
+        thread, unless `were_read` says that a loop has read them.
         """
         self._ahead, self._read = {}, set()
         if not self._max_ahead_bytes or not self._streams:
             return
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
-        expected: dict[FeatureSpec, list[_Part]] = {}
-        firsts: list[int] = []  # of the parts, among the step's slots
+        expected: dict[FeatureSpec, list[tuple[_Part, int]]] = {}  # and their places in `slots`
         streams, places = self._streams, repeat(0) if slots is None else slots.firsts
-        for (seq, tokens, *_), first in zip(step.rows, places, strict=False):
+        for (seq, tokens, _, _, _), first in zip(step.rows, places, strict=False):
             stream = streams.get(seq.session_id)
             if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
@@ -153,17 +153,19 @@ class HiddenStateStreams:
             if 0 < count <= MAX_ROUND_ROWS:
                 if passed != start:  # it is read from another slot on
                     slots = None
-                expected.setdefault(stream.order.spec, []).append(_Part(stream, passed, count))
-                firsts.append(first)
-        for spec, parts in expected.items():
-            num_rows = sum([part.num_rows for part in parts])
+                placed = _Part(stream, passed, count), first
+                expected.setdefault(stream.order.spec, []).append(placed)
+        for spec, pairs in expected.items():
+            parts, firsts = zip(*pairs, strict=True)
+            num_rows, at = sum([part.num_rows for part in parts]), None
             if num_rows * row_bytes <= self._max_ahead_bytes:
-                at = None
-                if slots is not None and len(expected) == 1 and len(slots.slots) <= 2 * num_rows:
+                stay = all(part.stream.seq.drafting.proposer.colocated for part in parts)
+                # Of other rows no more is read than of these, and none is copied to the host.
+                if stay and slots is not None and len(slots.slots) <= 2 * num_rows:
                     at = RowSlots(slots.slots, firsts)
                 try:
                     self._ahead[spec] = copy = self._copy(spec, parts, at or self._slots(parts))
-                    if not all([p.stream.seq.drafting.proposer.colocated for p in parts]):
+                    if not stay:
                         copy.begin()
                 except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
@@ -254,15 +256,13 @@ class HiddenStateStreams:
             seq = stream.seq
             if sessions.get(session_id) is not seq:
                 del self._streams[session_id]
-                continue
-            due = seq.num_computed - stream.passed
-            # Those of one that wants no draft stay in the pool, where they cost nothing.
-            if due <= 0 or not seq.drafting.num_draft_tokens:
-                continue
-            if stream in read:
-                stream.passed += due
-            else:
-                waiting.append((due, stream))
+            elif not seq.drafting.num_draft_tokens:
+                continue  # its rows stay in the pool, where they cost nothing
+            elif (due := seq.num_computed - stream.passed) > 0:
+                if stream in read:
+                    stream.passed += due
+                else:
+                    waiting.append((due, stream))
         if read:
             self._on_host = self._on_host or []  # `take` tells the time it took
         waiting.sort(key=itemgetter(0))  # rounds before prompts

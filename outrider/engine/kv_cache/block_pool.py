@@ -24,10 +24,9 @@ def extend_hashes(
 
     Row p of a page depends on the tokens up to p + `lead`.
     """
-    if hashes:
-        parent = hashes[-1]
-    else:
-        parent = page_hash(ROOT_HASH, token_ids[:lead]) if lead else ROOT_HASH
+    parent = hashes[-1] if hashes else ROOT_HASH
+    if lead and not hashes:
+        parent = page_hash(ROOT_HASH, token_ids[:lead])
     for i in range(len(hashes), num_pages):
         start = i * page_size + lead
         parent = page_hash(parent, token_ids[start : start + page_size])
