@@ -348,7 +348,10 @@ class DraftTracker:
 
     def learn(self, rows: Rows[Row]) -> None:
         """Take in what rows' rounds showed since they were last learned."""
-        rounds = [(row.drafting, row.drafting.unlearned) for row in rows]
+        self._learn([row.drafting for row in rows])
+
+    def _learn(self, rows: Rows[Drafting]) -> None:
+        rounds = [(d, d.unlearned) for d in rows]
         self.policy.measured.acceptance.observe(rounds)
         for _, unlearned in rounds:
             unlearned.clear()
@@ -360,12 +363,11 @@ class DraftTracker:
         it. Several rounds take the host little longer than one, so they are taken together, unless
         the policy would choose by other rules by now, or a row has another drafter.
         """
-        rows = [row for row in rows if row.drafting.unlearned or row.drafting.stance is None]
-        drafting, stance = [row.drafting for row in rows], self.policy.stance
+        drafting = [d for row in rows if (d := row.drafting).unlearned or d.stance is None]
         rounds = [len(d.unlearned) for d in drafting]
         enough = sum(rounds) >= ROUNDS_AT_ONCE and max(rounds) >= OF_A_ROW
-        if enough or any(d.stance != stance for d in drafting):
-            self.learn(rows)
+        if enough or [d.stance for d in drafting].count(self.policy.stance) < len(drafting):
+            self._learn(drafting)
             self._choose_counts(drafting)
 
     def _choose_counts(self, rows: Rows[Drafting]) -> None:
