@@ -58,7 +58,7 @@ class AdaptivePolicy(Policy):
     def choose_counts(self, rows: Rows[Drafting]) -> list[int]:
         limits = np.array([d.offered.max_draft_tokens for d in rows])
         depth = int(limits.max())
-        if not (depth and self.may_wait):  # of drafts one token tells that they come
+        if not (depth and self.may_wait):  # one token shows that drafts come
             return [min(limit, int(self.drafting)) for limit in limits.tolist()]
         survivals = self.measured.acceptance.survivals(rows, depth)
         survivals *= np.arange(depth) < limits[:, None]  # [rows, depth]

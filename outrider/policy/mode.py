@@ -18,7 +18,7 @@ WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 FEWEST_STEPS, MOST_STEPS = 16, 128  # of a trial: fewer rows need more steps to compare
 SETTLING_ROUNDS = 8  # of each row at most after a change: drafts and delays are of before
 MOST_LOST = 0.002  # of the time, by trials: of a steady load more of them tell nothing
-STAYS = 0.75  # times what begins a size or a kind: some fewer rows and cooler texts do not end it
+STAYS = 0.75  # times what begins a size or a kind; it takes more to end it
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: a trial costs less
 
 

@@ -42,9 +42,9 @@ class Waiting:
     def patience_s(self, row: Row, num_running: int, *, unknown: bool) -> float:
         """Return how long after its last commit a row waits for its draft at most.
 
-        That is until most drafts have come, and no longer than waiting pays. All rounds together
-        wait for a session's first block about as long as the prompt took. While it is `unknown`
-        what drafts take, a row waits longer: one that is too late says little.
+        That is until most drafts have come, and no longer than it pays (noted as `worth_waiting`).
+        All rounds together wait for a session's first block about as long as the prompt took. While
+        it is `unknown` what drafts take, a row waits longer: one that is too late says little.
         """
         d = row.drafting
         step_s = self._steps.round_s(d.num_draft_tokens)

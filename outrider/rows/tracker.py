@@ -1,7 +1,7 @@
 """Track rows' drafts, from a proposer's attachment to the step that verifies a draft.
 
-The only writer of `Drafting`, with the measurements that it feeds. It asks the policy for every
-decision.
+It writes `Drafting`, in which the policy keeps answers of its own, and feeds the measurements. It
+asks the policy for every decision.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class DraftTracker:
                     d.measured.worth_waiting = True
                 alone, seconds = d.offered.proposer.colocated or self._launched_at < since, passed_s
                 began, ended = awaited.in_vain
-                if began == since:  # afterwards draft and step went on at half their speed
+                if began == since:  # afterwards draft and step each went at half its speed
                     alone, seconds = True, (ended - began + passed_s) / 2
                 times.observe(at, seconds, draft_s, num_tokens, alone=alone)
             if at > awaited.last_block_at:
@@ -273,7 +273,7 @@ class DraftTracker:
     def _count_hit(self, row: Row, *, wanted: bool) -> None:
         """Count whether a round that `wanted` a draft had it at once."""
         d, measured = row.drafting, row.drafting.measured
-        # What is left of a late draft is no hit: only a proposer that runs ahead means it so.
+        # What is left of a late draft is a hit only of a proposer that runs ahead: it means it so.
         hit = d.round.at_hand and (d.runs_ahead or row.draft_base == len(row.token_ids))
         before, measured.hit = measured.hit, hit if wanted else None
         if not wanted:
@@ -359,9 +359,9 @@ class DraftTracker:
     def _learn_and_choose(self, rows: Rows[Row]) -> None:
         """Learn from rows, and choose how many tokens they draft in the round after the next.
 
-        That is when they go into a step. Earlier the device or the proposer would have to wait for
-        it. Several rounds take the host little longer than one, so they are taken together, unless
-        the policy would choose by other rules by now, or a row has another drafter.
+        That is when they go into a step: before it the device or the proposer would wait for this.
+        Several rounds take the host little longer than one, so they are taken together, unless the
+        policy would choose by other rules by now, or a row has another drafter.
         """
         drafting = [d for row in rows if (d := row.drafting).unlearned or d.stance is None]
         rounds = [len(d.unlearned) for d in drafting]
