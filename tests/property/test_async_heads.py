@@ -313,12 +313,14 @@ def test_states_that_loops_read_behind_a_step_do_not_travel(
     """Nor is a text lost whose last states the module does not hear of, as it grew too long."""
     counts: Counter[str] = Counter()
     counted(monkeypatch, counts, CachedHeadProposer, "features")
+    counted(monkeypatch, counts, HiddenStateStreams, "_slots")
     monkeypatch.setattr(Runner, "launch", enqueued)
     requests = draw_requests(VOCAB)
     num_steps, texts = run(requests, module(folder, method, 1, longest))
     assert texts == run(requests, None)[1]
     if longest is None:
         assert counts["features"] < num_steps / 2, "of newcomers"
+        assert counts["_slots"] < num_steps / 2, "of others a step's own slots are read"
 
 
 def test_longest_draft_of_a_batch_is_posted_first(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.kv_cache.block_pool import ROOT_HASH, BlockPool, page_hash
+from outrider.engine.kv_cache.block_pool import ROOT_HASH, BlockPool, extend_hashes, page_hash
 
 
 def chain(*pages: tuple[int, ...]) -> list[bytes]:
@@ -17,6 +17,18 @@ def chain(*pages: tuple[int, ...]) -> list[bytes]:
 def test_page_hash_with_other_tokens_before_differs() -> None:
     assert chain((1, 2), (3, 4))[1] != chain((1, 9), (3, 4))[1]
     assert chain((1, 2), (3, 4)) == chain((1, 2), (3, 4))
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_hashes_that_grow_page_by_page_are_those_of_the_whole_text(lead: int) -> None:
+    text = [5, 3, 8, 1, 9, 2, 7]
+    whole, grown, other = list[bytes](), list[bytes](), list[bytes]()
+    extend_hashes(whole, text, 3, 2, lead)
+    for num_pages in (0, 1, 2, 2, 3):
+        extend_hashes(grown, text, num_pages, 2, lead)
+    extend_hashes(other, [6, *text[1:]], 3, 2, lead)
+    assert grown == whole
+    assert set(other).isdisjoint(whole)
 
 
 def test_block_pool_keeps_shared_pages_until_the_last_release() -> None:

@@ -14,6 +14,7 @@ from outrider.config import EngineConfig
 from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
+from outrider.engine.kv_cache import block_pool
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence
@@ -442,6 +443,13 @@ def test_prefix_cache_with_known_prefix_computes_only_the_rest(
     stats = commits[-1].stats
     assert stats is not None
     assert stats.cached_prompt_tokens == cached
+
+
+def test_engine_without_prefix_cache_hashes_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_pool, "page_hash", None)
+    e = engine(enable_prefix_caching=False)
+    truth, _ = submit(e, 1, prompt_len=14)
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth
 
 
 def test_prefix_cache_with_prompt_in_flight_shares_nothing() -> None:
